@@ -47,7 +47,7 @@ from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.learner import Step, run_learner
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.types import Prompt
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
@@ -146,6 +146,10 @@ class TableTrainer:
     def load(self, directory: Path) -> None:
         """Nothing is loaded here."""
         raise NotImplementedError
+
+    def usage(self) -> list[Usage]:
+        """Nothing is counted here."""
+        return [Usage()]
 
     def broadcast(self, value: bytes | None) -> bytes:
         """There is one rank."""

@@ -86,7 +86,7 @@ class LeadRun:
     def report(self, step: Step) -> None:
         """Report a finished step and the evaluations that are complete."""
         counters = {f"weights/{name}": value for name, value in self.hub.counters().items()}
-        self.reporting.step(step, counters | self.taking.counters())
+        self.reporting.step(step, self.trainer.usage(), counters | self.taking.counters())
         self.taking.trained(step.version - 1)
         self.reporting.evaluation(self.taking.evaluated())
 
@@ -146,7 +146,8 @@ class FollowerRun:
             pass
 
     def report(self, step: Step) -> None:
-        """Do nothing: rank 0 reports for all."""
+        """Tell rank 0, which reports for all, what this rank has used."""
+        self.trainer.usage()
 
     def checkpoint(self, version: int, *, last: bool) -> None:
         """Save if it is due."""

@@ -57,15 +57,4 @@ def read_shape(model: ModelConfig) -> ModelShape:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return ModelShape(
-        parameters=sum(parameter.numel() for parameter in built.parameters()),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        query=heads * head_size,
-        kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
-        vocabulary=text.vocab_size,
-    )
+    return ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))

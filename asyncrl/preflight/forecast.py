@@ -20,16 +20,15 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
-    CONTEXT_BYTES,
+    CUDA,
     DTYPE_BYTES,
+    SLOTS,
     ModelShape,
-    activations_bytes,
     checkpoint_bytes,
     generator_kv_bytes,
     kv_bytes_per_token,
     offloaded_bytes,
-    slots_bytes,
-    trained_bytes,
+    rank_bytes,
     weights_bytes,
 )
 from asyncrl.types import Group, Rollout, VersionSpan
@@ -40,8 +39,6 @@ GIB = 1 << 30
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 # Share of a memory above which a warning calls it tight, since the numbers are estimates.
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
-# The name of two lines.
-SLOTS = "published versions"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
 
 
@@ -233,18 +230,9 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
 
 
 def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str, int]:
-    parts = trained_bytes(shape, config.model, config.learner)
-    models = {"learner weights": parts["weights"]}
-    models |= {name: parts[name] for name in ("gradients", "optimizer")}
-    models["activations"] = activations_bytes(shape, config.model, config.learner)
-    if config.algorithm.kl.coefficient or _needs(config, "reference_logprobs_T"):
-        models["reference"] = parts["weights"]
-    if _needs(config, "values_T"):
-        models["critic"] = sum(parts.values())
-    if on_gpu:
-        models[SLOTS] = slots_bytes(shape, config.model)
-        models["CUDA"] = CONTEXT_BYTES
-    return models
+    reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
+    critic = _needs(config, "values_T")
+    return rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
 
 
 def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
@@ -260,7 +248,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
-        "CUDA": "context, workspaces, buffers of NCCL",
+        CUDA: "context, workspaces, buffers of NCCL",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])

@@ -7,10 +7,11 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
 from asyncrl.evaluation import EvalResult
 from asyncrl.learner import Step
-from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.report.timeline import Timeline
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.fanout import Trackers
+from asyncrl.trainer.base import Usage
 from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
 
@@ -30,11 +31,14 @@ class Reporting:
         self._samples_per_step = samples_per_step
         self.guard = BestEffort()
 
-    def step(self, step: Step, counters: Mapping[str, float]) -> None:
-        """Report a finished step. `counters` are logged even if its metrics cannot be computed."""
+    def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
+        """Report a finished step, with what each rank used in it.
+
+        `counters` are logged even if the metrics of the step cannot be computed.
+        """
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
-            metrics = step_metrics(step)
+            metrics = step_metrics(step) | usage_metrics(step, usage)
         with self.guard("timeline"):
             self._timeline.step(step)
         with self.guard("samples"):

@@ -15,7 +15,7 @@ from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step
-from asyncrl.trainer.base import LOSS
+from asyncrl.trainer.base import LOSS, Usage
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
@@ -168,6 +168,27 @@ def _histogram(steps_T: NDArray[np.int64]) -> dict[int, float]:
     return {steps: float(count) / steps_T.size for steps, count in enumerate(counts)}
 
 
+def usage_metrics(step: Step, usage: Sequence[Usage]) -> dict[str, float]:
+    """Return speed and memory of the learner in this step, from what each rank has used."""
+    metrics = {
+        f"memory/{name}/rank{rank}": float(size_bytes)
+        for rank, one in enumerate(usage)
+        for name, size_bytes in one.memory.items()
+    }
+    flops = [one.flops for one in usage if one.flops is not None]
+    if flops and len(flops) == len(usage):
+        per_s = sum(flops) / max(_working_s(step), 1e-9)
+        metrics["perf/learner_tflops_per_s"] = per_s / 1e12
+        peaks = [one.peak_flops_per_s for one in usage if one.peak_flops_per_s is not None]
+        if len(peaks) == len(usage):
+            metrics["perf/mfu"] = per_s / sum(peaks)
+    return metrics
+
+
+def _working_s(step: Step) -> float:
+    return sum(step.seconds.values()) - step.seconds.get("wait_groups", 0.0)
+
+
 def _time_metrics(step: Step) -> dict[str, float]:
     total_s, waited_s = sum(step.seconds.values()), step.seconds.get("wait_groups", 0.0)
     tokens = sum(len(sequence.prompt_ids) + len(sequence.response_ids) for sequence in step.plan.sequences)
@@ -175,5 +196,5 @@ def _time_metrics(step: Step) -> dict[str, float]:
         **{f"time/{name}": value for name, value in step.seconds.items()},
         "time/step": total_s,
         "idle/learner": waited_s / total_s if total_s else 0.0,
-        "perf/learner_tokens_per_s": tokens / max(total_s - waited_s, 1e-9),
+        "perf/learner_tokens_per_s": tokens / max(_working_s(step), 1e-9),
     }

@@ -52,6 +52,8 @@ CURVES = (
     Curve("KL to the reference", ("policy/kl_reference", "reference/k3"), "nats"),
     Curve("Critic", ("critic/explained_variance",), "share"),
     Curve("Speed of the learner", ("perf/learner_tokens_per_s",), "tokens/s"),
+    Curve("Model FLOPs utilisation of the learner", ("perf/mfu",), "share"),
+    Curve("Memory of the learner's GPUs", ("memory/allocated_bytes/*", "memory/planned_bytes/*"), "bytes"),
 )
 
 AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps")

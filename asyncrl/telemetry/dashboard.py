@@ -98,19 +98,23 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
     cut, masked = percent("completions/truncated_share"), percent("staleness/masked_share")
     idle = f"gen {share(state.idle_generators)}  update {share(state.paused_generators)}"
-    mismatch = f"k3 {of('mismatch/k3', 2)} ess {of('mismatch/ess', 2)} probe {of('weights/probe_max', 2)}"
+    compute = f"{of('perf/learner_tflops_per_s')} TFLOP/s"
+    if gpu := state.fullest_gpu:
+        compute = f"mfu {percent('perf/mfu')}  {data_size(gpu[0])} of {data_size(gpu[1])}"
     learning = [
         ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
         ("held-out", of("eval/accuracy") + record),
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
-        ("mismatch", mismatch),
+        ("mismatch", f"k3 {of('mismatch/k3', 2)}  ess {of('mismatch/ess', 2)}"),
+        ("weights", f"probe {of('weights/probe_max', 2)}"),
     ]
     machinery = [
         ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {masked}"),
         ("", f"{of('staleness/in_flight', 2)} in flight + {of('staleness/in_queue', 2)} in queue"),
         ("generate", f"{state.generated_tokens_per_s:,.0f} tok/s"),
         ("learn", f"{of('perf/learner_tokens_per_s')} tok/s  {of('time/step')} s/step"),
+        ("compute", compute),
         ("waiting", f"lrn {share(state.idle_learner)}  {idle}"),
     ]
     column = width // 2 + 1

@@ -31,14 +31,15 @@ log = logging.getLogger(__name__)
 
 PREFIX = "asyncrl_"
 GENERATOR_PREFIX = "asyncrl_generator_"
+RANK = re.compile(r"(?P<name>.+)/rank(?P<rank>\d+)")  # of one rank of the learner
 KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 # (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
 UNITS = (
-    ("", r"(reward|hook|alarm)/.*"),
+    ("", r"(reward|hook|alarm)/.*|.*flops_per_s"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
-    ("share", r"idle/.*|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
+    ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
     ("share", r"eval/(accuracy|pass@.*|maj@.*)|critic/(explained_variance|value_clipped)"),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
@@ -183,6 +184,8 @@ def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str
     plain = prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", found["name"] if found else name)
     if found:
         return f"{plain}_share", {"bin": found["at"]}
+    if found := RANK.fullmatch(name):
+        return prometheus_name(found["name"], prefix)[0], {"rank": found["rank"]}
     unit = next((unit for unit, names in UNITS if re.fullmatch(names, name)), "")
     plain = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", plain))
     return (plain if not unit or f"_{unit}" in plain else f"{plain}_{unit}"), {}

@@ -23,6 +23,7 @@ RECENT_STEPS = 20  # steps that give the speed for the time left, and the learne
 # Seconds and usual times of a step without a new step: after both, the past speed predicts nothing.
 STUCK_S, STUCK_STEPS = 30.0, 5.0
 NOTES = 8
+ALLOCATED, PLANNED = "memory/allocated_bytes/", "memory/planned_bytes/"  # of a rank
 # Counters of the buffer that count work given up or repeated.
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
 LOG_BYTES = 1 << 16  # read at most this much of a log that exists already
@@ -95,6 +96,15 @@ class DashboardState:
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
+
+    @property
+    def fullest_gpu(self) -> tuple[float, float] | None:
+        """Bytes that torch had allocated at most in the newest step, and those planned, on the learner's GPU
+        where the first is largest."""
+        steps = self.trained_steps
+        row = self.history.rows[steps[-1]] if steps else {}
+        ranks = (name.removeprefix(ALLOCATED) for name in row if name.startswith(ALLOCATED))
+        return max(((row[ALLOCATED + rank], row.get(PLANNED + rank, 0.0)) for rank in ranks), default=None)
 
     @property
     def generated_tokens_per_s(self) -> float:

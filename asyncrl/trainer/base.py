@@ -65,6 +65,18 @@ class StepResult:
     lr: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one rank has used since the last `Trainer.usage`."""
+
+    # Floating-point operations of its models, without repeated ones; None for an unknown architecture.
+    flops: int | None = None
+    # What its GPU could do; None on a CPU, for an unknown GPU, and in float32.
+    peak_flops_per_s: float | None = None
+    # On a GPU, the largest `allocated_bytes` and `reserved_bytes` of torch, and the `planned_bytes`.
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
 class Trainer(Protocol):
     """The policy, and if configured the reference and the critic, with optimizers and shards.
 
@@ -113,6 +125,10 @@ class Trainer(Protocol):
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters under their Hugging Face names, gathered one at a time; valid on rank 0 only."""
+        ...
+
+    def usage(self) -> list[Usage]:
+        """What each rank has used since the last call, in rank order, on every rank."""
         ...
 
     def broadcast(self, value: bytes | None) -> bytes:

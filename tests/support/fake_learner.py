@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncrl.batch.plan import PlanSettings
-from asyncrl.trainer.base import StepResult
+from asyncrl.trainer.base import StepResult, Usage
 from asyncrl.types import Group, Rollout, VersionSpan
 
 SETTINGS = PlanSettings(
@@ -134,6 +134,9 @@ class FakeTrainer:
             }
             for one in microbatches
         ]
+
+    def usage(self):
+        return [Usage()]
 
     def gather(self, value):
         self.events.append("gather")

@@ -30,6 +30,7 @@ EXAMPLES = {
     "<samples>": "8",
     "<name>": "mine",
     "<reason>": "stale",
+    "<rank>": "0",
 }
 BY_TIME = first_column(GUIDE.split("## Generators, by time")[1].split("\n## ")[0])
 

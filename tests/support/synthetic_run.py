@@ -45,7 +45,7 @@ class SyntheticRun:
                 "mismatch/ess": 0.983, "weights/probe_max": 0.0131, "staleness/mean": 1.31, "staleness/max": 4,
                 "staleness/in_flight": 0.91, "staleness/in_queue": 0.4, "staleness/masked_share": 0.002,
                 "groups/rejected_zero_variance": 3,
-                "time/step": 5.12, "idle/learner": 0.12, "perf/learner_tokens_per_s": 1380.2, "policy/loss": math.nan,
+                "time/step": 5.12, "idle/learner": 0.12, "perf/learner_tokens_per_s": 1380.2, "perf/learner_tflops_per_s": 0.0213, "policy/loss": math.nan,
             },
             step=step,
         )  # fmt: skip

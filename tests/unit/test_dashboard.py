@@ -53,7 +53,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     for figure in [
         "quickstart", "training", "step 100/400", "25%", "v100", "12m0", "s left", "± 0.31", "held-out", "best", "at step 100",
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
-        "lrn 12%  gen 40%  update 2.0%", "k3 0.0011 ess 0.98 probe 0.013", "entropy 1.21  grad 0.314", "cut 3.1%",
+        "lrn 12%  gen 40%  update 2.0%", "k3 0.0011  ess 0.98", "probe 0.013", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
         "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
         "eval/accuracy",
@@ -180,6 +180,22 @@ def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> Non
     assert lines[1].startswith("CUDA out of memory↵in rank 0")
     run.finish()
     assert picture(read_state(run.directory), 80, 24)[1] == "the run has finished"
+
+
+def test_on_gpus_the_fullest_one_is_shown_against_its_plan(tmp_path: Path) -> None:
+    run, gib = run_with(tmp_path, steps=3), float(1 << 30)
+    assert read_state(run.directory).fullest_gpu is None
+    memory = {
+        "allocated_bytes/rank0": 30 * gib,
+        "planned_bytes/rank0": 48 * gib,
+        "reserved_bytes/rank0": 50 * gib,
+    }
+    memory |= {"allocated_bytes/rank1": 41 * gib, "planned_bytes/rank1": 40 * gib}
+    of_step = {"time/step": 5.0, "perf/mfu": 0.31} | {f"memory/{name}": size for name, size in memory.items()}
+    run.learner.log(of_step, step=4)
+    run.learner.log({"eval/accuracy": 0.4}, step=5)
+    text = "\n".join(picture(read_state(run.directory), 80, 24))
+    assert "compute   mfu 31%  41.0 GiB of 40.0 GiB" in text
 
 
 def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import re
 import torch
 
 from asyncrl.algo.metrics import finish, group_metrics, merge, policy_metrics
-from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
+from asyncrl.trainer.base import Usage
 from tests.support.algo_cases import make_case, make_rewards
 from tests.support.metric_guide import ELSEWHERE, ROOT, documented, first_column
 from tests.support.steps import group, rollout, step
@@ -25,6 +26,7 @@ SOURCES = [
 INTERNAL = {
     "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
     "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "critic/<>_<>", "groups/collapsed_<>",
+    "memory/<>/rank<>",
 }  # fmt: skip
 """Sums that are finished before they are published, and families that are listed one by one."""
 
@@ -68,6 +70,12 @@ def test_every_published_number_of_a_step_is_documented() -> None:
     }
     generic = {re.sub(r"(staleness/in_\w+)/\d+", r"\1/<>", name) for name in generic}
     assert generic - documented() - {"groups"} == set()
+
+
+def test_what_the_learners_gpus_did_is_documented() -> None:
+    memory = {"allocated_bytes": 1, "reserved_bytes": 2, "planned_bytes": 3}
+    published = usage_metrics(step(rollout(a=1.0)), [Usage(flops=1, peak_flops_per_s=1.0, memory=memory)])
+    assert len(published) == 5 and {name.replace("rank0", "rank<>") for name in published} <= documented()
 
 
 def test_every_alarm_is_documented_and_watches_a_documented_metric() -> None:

@@ -43,7 +43,9 @@ def test_a_name_says_the_unit_that_the_guide_says(name: str, unit: str) -> None:
     assert told == ({UNITS[unit]} if unit in UNITS else set()), (
         f"{name} in {unit or 'no unit'} became {exported}"
     )
-    assert labels == ({"bin": "3"} if name.endswith("/3") else {})
+    assert labels == (
+        {"bin": "3"} if name.endswith("/3") else {"rank": "0"} if name.endswith("/rank0") else {}
+    )
 
 
 def test_no_two_metrics_become_one() -> None:

@@ -60,13 +60,13 @@ def test_a_part_that_fails_is_counted_and_the_others_go_on(part, monkeypatch, tm
     result = EvalResult(version=1, metrics={"eval/reward_mean": 0.5}, groups=())
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            shown.step(step(rollout(a=1.0)), {"weights/sent": 7.0})
+            shown.step(step(rollout(a=1.0)), [], {"weights/sent": 7.0})
             shown.evaluation([result])
     monkeypatch.undo()
     assert shown.guard.failures[part] >= 3 and set(shown.guard.failures) == {part}
     assert len([record for record in caplog.records if part in record.message]) == 1, "said once"
     for _ in range(3):
-        unharmed.step(step(rollout(a=1.0)), {"weights/sent": 7.0})
+        unharmed.step(step(rollout(a=1.0)), [], {"weights/sent": 7.0})
         unharmed.evaluation([result])
     if part == "trackers and alarms":
         return

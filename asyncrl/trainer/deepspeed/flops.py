@@ -38,7 +38,7 @@ def peak_flops_per_s(gpu: str) -> float | None:
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int:
-    """Of a forward pass over sequences of these `lengths`, with the logits of `logits` tokens.
+    """Return those of a forward pass over sequences of `lengths`, with the logits of `logits` tokens.
 
     Layers are of Llama's kind; see `is_known`. A sequence of n tokens has n (n + 1) / 2 pairs of a query and
     a key, and each pair costs a product with the key and one with the value.
@@ -50,7 +50,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int:
-    """Of a forward and a backward pass."""
+    """Return those of a forward and a backward pass."""
     return (1 + BACKWARD) * forward_flops(shape, lengths, logits)
 
 
@@ -64,5 +64,5 @@ def is_known(shape: ModelShape) -> bool:
 
 
 def _layer_weights(shape: ModelShape) -> int:
-    """Of queries, keys, values and the attention's output; of gate, up and down."""
+    """Return the weights of queries, keys, values and output, and of gate, up and down."""
     return shape.hidden * (2 * shape.query + 2 * shape.kv + 3 * shape.intermediate)

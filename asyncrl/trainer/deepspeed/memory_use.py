@@ -6,7 +6,7 @@ accumulated gradients, 3 also the weights.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 
@@ -15,6 +15,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
 # Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
+# Names of two parts of `rank_bytes`.
+SLOTS, CUDA = "published versions", "CUDA"
 # Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
 CONTEXT_BYTES = 1 << 30
 # What a generator's engine needs besides weights and KV cache: context, CUDA graphs, activations; and its
@@ -33,6 +35,22 @@ class ModelShape:
     query: int  # attention heads times their size
     kv: int  # key-value heads times their size
     vocabulary: int
+
+    @classmethod
+    def of(cls, config: Any, parameters: int) -> Self:
+        """The sizes in a model's Hugging Face `config`, with its number of `parameters`."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(
+            parameters=parameters,
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            query=heads * head_size,
+            kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            vocabulary=text.vocab_size,
+        )
 
 
 def zero_stage(wanted: int, dtype: str) -> int:
@@ -58,6 +76,32 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     master = parameters * FP32 if stage > 0 else 0
     optimizer = 0 if learner.offload_optimizer else share(parameters * MOMENTS_BYTES + master, 1)
     return {"weights": share(weights_bytes(shape, model), 3), "gradients": gradients, "optimizer": optimizer}
+
+
+def rank_bytes(
+    shape: ModelShape,
+    model: ModelConfig,
+    learner: LearnerConfig,
+    *,
+    reference: bool,
+    critic: bool,
+    on_gpu: bool,
+) -> dict[str, int]:
+    """Bytes that the first rank of the learner needs, by part; others need no published versions."""
+    parts = trained_bytes(shape, model, learner)
+    found = {"learner weights": parts["weights"]}
+    found |= {name: parts[name] for name in ("gradients", "optimizer")}
+    found["activations"] = activations_bytes(shape, model, learner)
+    if reference:
+        found["reference"] = parts["weights"]
+    if critic:
+        found["critic"] = sum(parts.values())
+    return found | ({SLOTS: slots_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
+
+
+def torch_bytes(parts: dict[str, int], *, rank: int) -> int:
+    """What torch allocates of these parts of `rank_bytes`, on the GPU of that rank."""
+    return sum(parts.values()) - parts[CUDA] - (parts[SLOTS] if rank else 0)
 
 
 def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:

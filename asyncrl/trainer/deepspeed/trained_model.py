@@ -161,6 +161,11 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple
                 yield member
 
 
+def size_of(parameter: nn.Parameter) -> int:
+    """Its numbers on all ranks."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def gathers(
     parameters: Iterable[tuple[str, nn.Parameter]], limit: int = GATHERED_NUMBERS
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -168,7 +173,7 @@ def gathers(
     members: list[tuple[str, nn.Parameter]] = []
     numbers = 0
     for name, parameter in parameters:
-        size = getattr(parameter, "ds_numel", parameter.numel())
+        size = size_of(parameter)
         if members and numbers + size > limit:
             yield members
             members, numbers = [], 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,16 +15,17 @@ from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.progress import beat
-from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult
+from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
 from asyncrl.trainer.deepspeed.loading import export_model, load_model
-from asyncrl.trainer.deepspeed.memory_use import zero_stage
+from asyncrl.trainer.deepspeed.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
+from asyncrl.trainer.deepspeed.meter import Meter
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.reference import Reference
 from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
-from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, whole_parameters
+from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, size_of, whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
 
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
@@ -80,7 +82,12 @@ class DeepSpeedTrainer:
                 ranks=self._ranks,
                 **shared,
             )
-        self._export = partial(export_model, self._policy.engine.module.model, model)
+        policy = self._policy.engine.module.model
+        shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
+        parts = rank_bytes(shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True)
+        planned_bytes = torch_bytes(parts, rank=self.rank)
+        self._meter = Meter(shape, device=device, dtype=model.dtype, planned_bytes=planned_bytes)
+        self._export = partial(export_model, policy, model)
         # A learner with another layout cannot load the checkpoints of this one.
         self._layout: dict[str, Any] = {
             "ranks": self.ranks,
@@ -117,6 +124,7 @@ class DeepSpeedTrainer:
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
     ) -> StepResult:
+        self._meter.step(microbatches)
         return self._policy.step(
             microbatches,
             lambda microbatch: self._token_columns(
@@ -127,6 +135,7 @@ class DeepSpeedTrainer:
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
         critic = _built(self._critic, "critic")
+        self._meter.step(microbatches, logits=False)
         return critic.step(microbatches, lambda microbatch: run(critic.engine, microbatch), loss)
 
     def update_reference(self, decay: float) -> None:
@@ -136,6 +145,10 @@ class DeepSpeedTrainer:
         """Yield tensors that are valid until the next one; every rank must exhaust the iterator."""
         for name, parameter in whole_parameters(self._policy.engine.module.model):
             yield name, parameter.detach()
+
+    def usage(self) -> list[Usage]:
+        own = json.dumps(asdict(self._meter.read())).encode()
+        return [Usage(**json.loads(one)) for one in self._ranks.gather(own)]
 
     def broadcast(self, value: bytes | None) -> bytes:
         return self._ranks.broadcast(value)
@@ -190,13 +203,17 @@ class DeepSpeedTrainer:
         measured: dict[str, Tensor] = {}
         if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
             squares = "sum_squared_probs_T" in columns
+            self._meter.forward(microbatch)
             columns_RT = self._token_columns(self._policy.engine, microbatch, squares)
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
             reference = _built(self._reference, "reference")
+            self._meter.forward(microbatch)
             measured["reference_logprobs_T"] = self._token_columns(reference.module, microbatch)[0]
         if "values_T" in columns:
-            measured["values_T"] = run(_built(self._critic, "critic").engine, microbatch)
+            critic = _built(self._critic, "critic")
+            self._meter.forward(microbatch, logits=False)
+            measured["values_T"] = run(critic.engine, microbatch)
         return {name: measured[name] for name in columns}
 
     def _token_columns(
