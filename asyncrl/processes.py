@@ -5,6 +5,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import psutil
 
 _REAP_S = 10.0
+# Process, user and group of a peer, `struct ucred` of the kernel.
+_CREDENTIALS = struct.Struct("3i")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -39,6 +43,24 @@ def die_with_spawner() -> None:
 def close_to_others() -> None:
     """Refuse our memory and descriptors to processes of our user (ptrace, /proc/PID/mem, /proc/PID/fd)."""
     _prctl("PR_SET_DUMPABLE", 4, 0)
+
+
+def closed_to_us(listener: Path) -> str:
+    """Why this process cannot open the descriptors of the one that listens at a socket file; "" if it can.
+
+    Raises OSError if no process listens.
+    """
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(listener))
+        credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid = _CREDENTIALS.unpack(credentials)[0]
+    if pid == 0:  # the kernel has no number for it here
+        return "it is in another container"
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return "it is of another user"
+    return ""
 
 
 def adopt_orphans(wanted: bool) -> None:

@@ -59,7 +59,7 @@ class ControlClient:
             find_learner: returns the learner's present endpoint, or "". Called while the learner is silent,
                 because a restarted learner may have another address.
         """
-        self._endpoint, self._find_learner = endpoint, find_learner
+        self.endpoint, self._find_learner = endpoint, find_learner
         self._heartbeat_s, self._timeout_s, self._join_s = heartbeat_s, timeout_s, join_s
         self._wire_key, self._keys = wire_key, keys
         self._hello: Hello | None = None
@@ -84,18 +84,18 @@ class ControlClient:
             if isinstance(error, ControlError):
                 raise
             raise ControlError(
-                f"control plane: no learner answered at {self._endpoint} within {self._join_s:g} s; "
+                f"control plane: no learner answered at {self.endpoint} within {self._join_s:g} s; "
                 "check that it runs and listens there, and that this generator has the secret of this run"
             ) from error
 
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
-        if self._endpoint.startswith("tcp://"):
+        if self.endpoint.startswith("tcp://"):
             if self._keys is None:
                 self._context.destroy(linger=0)
                 raise ControlError(
-                    f"control plane: {self._endpoint} is a network address, but this generator has no keys "
+                    f"control plane: {self.endpoint} is a network address, but this generator has no keys "
                     "of the run; give it the join.key of the learner's run directory (docs/security.md)"
                 )
             present_keys(self._socket, self._keys)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         # A secret identity, so that no other process can send messages in the name of this generator.
         self._socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
-        self._socket.connect(self._endpoint)
+        self._socket.connect(self.endpoint)
 
     async def next_order(self) -> UpdateOrder | Stop:
         """Raises ControlError if the background task has failed."""
@@ -165,9 +165,9 @@ class ControlClient:
         if self._find_learner is not None:
             with contextlib.suppress(TimeoutError):
                 endpoint = await asyncio.wait_for(self._find_learner(), self._timeout_s)
-        if endpoint not in ("", self._endpoint):
-            log.warning("the learner has moved from %s to %s", self._endpoint, endpoint)
-            self._endpoint = endpoint
+        if endpoint not in ("", self.endpoint):
+            log.warning("the learner has moved from %s to %s", self.endpoint, endpoint)
+            self.endpoint = endpoint
             self._socket.close(linger=0)
             self._connect()
 

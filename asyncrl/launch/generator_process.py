@@ -31,7 +31,7 @@ from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
-from asyncrl.processes import die_with_spawner
+from asyncrl.processes import closed_to_us, die_with_spawner
 from asyncrl.progress import Pace, begin
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import RunDirectory
@@ -133,7 +133,7 @@ async def _generate(
         ).run(
             replace(
                 hello,
-                transports=receivable(config.weights.transport, device=device),
+                transports=usable(receivable(config.weights.transport, device=device), control.endpoint),
                 rows=prompts.fingerprint,
             )
         )
@@ -155,6 +155,26 @@ async def _call_learner(config: ControlConfig, store: StoreConnection, keys: Joi
         wire_key=keys.wire,
         keys=keys.control,
     )
+
+
+def usable(transports: tuple[str, ...], endpoint: str) -> tuple[str, ...]:
+    """Leave out what needs the learner's memory or its network, if this process can have neither."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:  # another host, perhaps
+        return transports
+    try:
+        obstacle = closed_to_us(Path(path))
+    except OSError as error:
+        log.warning("whether the learner's memory can be read is not known: %s", error)
+        return transports
+    if not obstacle:
+        return transports
+    log.warning(
+        "this generator cannot read the learner's memory, because %s, so weights come over files, which is "
+        "slower; start both in one container and as one user, or set control.bind",
+        obstacle,
+    )
+    return tuple(name for name in transports if name not in ("slot", "gloo"))
 
 
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:

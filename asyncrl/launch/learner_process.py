@@ -5,12 +5,11 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.plan import PlanSettings
@@ -38,7 +37,6 @@ from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device, limit_memory
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
-from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
 from asyncrl.wire.group_frames import decode_group
 
@@ -49,14 +47,6 @@ def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[int, ...]:
     """Draw the token sequence of the probe: random, so that every weight takes part, and always the same."""
     draw = random.Random(seed)
     return tuple(draw.randrange(vocabulary) for _ in range(length))
-
-
-def specs_of(parameters: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
-    """Describe the parameters that are published; every rank must call this to gather them."""
-    return [
-        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in parameters
-    ]
 
 
 def main() -> None:
@@ -122,7 +112,7 @@ def train(
         state = LearnerState.from_dict(checkpoints.load(trainer) or {})
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
-        layout = Layout.plan(specs_of(trainer.parameters()), config.weights.bucket_mib << 20)
+        layout = Layout.plan(trainer.specs(), config.weights.bucket_mib << 20)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
             lead = Lead(

@@ -26,7 +26,7 @@ LARGEST_DIFFERENCE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between two rows of log-probabilities, in nats; NaN is within no limit."""
+    """The difference of two rows of log-probabilities, in nats; NaN is within no limit."""
 
     mean: float
     max: float

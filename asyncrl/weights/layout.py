@@ -18,7 +18,7 @@ from asyncrl.weights.base import TensorSpec
 
 ALIGNMENT_BYTES = 64
 _MASK = 2**64 - 1
-# Bounds the memory of `device_sum`: 32 MiB beside the tensor.
+# Bounds the memory of `device_sum`: 32 MiB beside a large tensor.
 _PIECE_WORDS = 1 << 21
 _ODD = 0x5851F42D4C957F2D
 
@@ -122,8 +122,9 @@ def device_sum(tensor: Tensor) -> Tensor:
     if len(data) % 8 or data.storage_offset() % 8:
         data = nn.functional.pad(data, (0, -len(data) % 8))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    factors = 2 * torch.arange(_PIECE_WORDS, dtype=torch.int64, device=tensor.device) + 1
-    for piece in torch.split(data.view(torch.int64), _PIECE_WORDS):
+    words = data.view(torch.int64)
+    factors = 2 * torch.arange(min(len(words), _PIECE_WORDS), dtype=torch.int64, device=tensor.device) + 1
+    for piece in torch.split(words, _PIECE_WORDS):
         total = total * _ODD + (piece * factors[: len(piece)]).sum()
     return total
 

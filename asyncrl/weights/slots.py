@@ -30,8 +30,8 @@ _FILE = re.compile(r"/proc/(\d+)/fd/\d+")
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
 # Two hold one version while the next is written; a GPU has no room for one slot per slow reader.
 _MOST_ON_A_GPU = 2
-# Positions of the tensor class, the storage class and the dtype among the arguments of torch's
-# `rebuild_cuda_tensor`, and of the device.
+# Positions among the arguments of torch's `rebuild_cuda_tensor`: of the tensor class, the storage class and
+# the dtype; of the device; of the memory's handle.
 _CLASSES, _DEVICE, _HANDLE = (0, 4, 5), 6, 7
 
 
@@ -60,11 +60,6 @@ class Slot:
         buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         return cls(buffer, _file=file, _exported=_export(buffer))
 
-    @property
-    def path(self) -> str:
-        """Where other processes of this host open the slot's file."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
-
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
         self._write_stamp(0)
@@ -76,7 +71,8 @@ class Slot:
 
     def describe(self) -> dict[str, Any]:
         """Plain values with which `open_slot` finds the slot and what it holds now."""
-        return {"path": self.path, "stamp": self.stamp, "exported": self._exported}
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return {"path": path, "stamp": self.stamp, "exported": self._exported}
 
     def close(self) -> None:
         """Release this process's share; processes that have the slot open keep theirs."""

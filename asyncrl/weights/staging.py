@@ -1,6 +1,8 @@
-"""The generator's end of Gloo: a version arrives in this process's shared memory while requests run.
+"""A generator's part of an order while requests run: refuse paths, verify host memory, receive over Gloo.
 
-    sender --Gloo--> the generator's shared memory, verified --> pause; the engine's workers load; resume
+    slot in host memory       verified
+    sender --Gloo-->          this process's own slot, verified; the order then names it
+    slot on a GPU, files      left to the engine, which verifies them while it loads
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
@@ -18,7 +20,7 @@ from asyncrl.weights.slots import Slot, open_slot
 
 
 class HostStaging:
-    """Implements `weights.base.Staging`; what lies on a GPU, or in files, is verified when it is loaded."""
+    """Implements `weights.base.Staging`."""
 
     def __init__(self, files: Path) -> None:
         """Orders may come from another host, so the paths in them must be below the directory `files`."""

@@ -147,6 +147,7 @@ def test_logprobs_reference_score_and_broadcast(
         assert torch.equal(tensors["still"], tensors["reference"]), name
         assert not torch.allclose(tensors["after"], tensors["before"], atol=1e-3), name
         assert report["broadcast"] == [True, True] and report["empty"] == 0, name
+        assert report["specs"], f"{name}: `specs` describes other tensors than `parameters` yields"
         assert report["none"] == [1.0, 0.0] and not report["with_gradient"], name
         assert (
             report["dtype"] == [f"torch.{name.split()[1]}"] and report["logprob_dtype"] == "torch.float32"

@@ -304,6 +304,8 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
         "empty": before[1]["logprobs_T"].numel() if job["rank"] == 0 else 0,
         "none": [none.metrics["skipped_steps"], none.grad_norm],
         "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.parameters()}),
+        "specs": [(spec.name, f"torch.{spec.dtype}", spec.shape) for spec in trainer.specs()]
+        == [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in trainer.parameters()],
         "logprob_dtype": str(before[0]["logprobs_T"].dtype),
         "with_gradient": any(column.requires_grad for part in before for column in part.values()),
     }

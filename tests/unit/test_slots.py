@@ -210,6 +210,14 @@ def test_the_device_sum_is_the_sum_of_its_definition():
     assert int(device_sum(data)) % 2**64 == expected
 
 
+@pytest.mark.parametrize(("words", "largest"), [(0, 0), (3, 3), ((1 << 21) + 5, 1 << 21)])
+def test_the_factors_of_a_device_sum_are_no_longer_than_the_tensor(words, largest, monkeypatch):
+    made, arange = [], torch.arange
+    monkeypatch.setattr(torch, "arange", lambda end, **options: made.append(end) or arange(end, **options))
+    device_sum(torch.zeros(words, dtype=torch.int64))
+    assert made == [largest]
+
+
 def test_elements_that_change_places_change_the_device_sum():
     data = torch.arange(1, 65, dtype=torch.float32)
     other = data.clone()

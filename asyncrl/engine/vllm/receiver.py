@@ -13,7 +13,7 @@ After a failed update the weights are a mixture of versions: the engine must not
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,27 +142,28 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
         if transport == "slot":
             self._from_slot(details)
         elif transport == "disk":
-            sums = dict(zip(details["names"], details["checksums"], strict=True))
-            with reloading(self.model, self.model_config, sums):
+            with self._loading(details["names"], details["checksums"]):
                 self.model.load_weights(_from_disk(Path(details["directory"])))
         else:
             self._over_nccl(details, float(update_info["deadline_s"]))
+
+    @contextmanager
+    def _loading(self, names: Sequence[str], checksums: Sequence[int]) -> Iterator[None]:
+        """`reloading` until the device has done all of it; only tensors with a name here are verified."""
+        with reloading(self.model, self.model_config, dict(zip(names, checksums, strict=True))):
+            yield
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
     def _from_slot(self, details: Update) -> None:
         layout = Layout.from_plain(details["layout"])
-        on_gpu = self.device.type == "cuda"
-        slot = open_slot(
-            details["slot"], layout.total_bytes, device=torch.cuda.current_device() if on_gpu else None
-        )
+        device = torch.cuda.current_device() if self.device.type == "cuda" else None
+        slot = open_slot(details["slot"], layout.total_bytes, device=device)
         names = [spec.name for spec in layout.specs]
         # The generator's process has verified a slot in host memory; it cannot read one on a GPU.
-        sums = dict(zip(names, details["checksums"], strict=True)) if slot.buffer.is_cuda else {}
-        with reloading(self.model, self.model_config, sums):
+        unverified = (names, details["checksums"]) if slot.buffer.is_cuda else ((), ())
+        with self._loading(*unverified):
             self.model.load_weights((name, layout.view(slot.buffer, i)) for i, name in enumerate(names))
-        if on_gpu:
-            torch.accelerator.synchronize()
         slot.require_unchanged()
 
     def _over_nccl(self, details: Update, deadline_s: float) -> None:
@@ -190,10 +191,8 @@ class NcclReceiver(_Receives, NCCLWeightTransferEngine):  # type: ignore[misc]
                 raise TransferError(
                     "vLLM has no working NCCL communicator and would receive nothing: it needs NCCL >= 2.29.7"
                 )
-            sums = dict(zip(update.names, details["checksums"], strict=True))
-            with reloading(self.model, self.model_config, sums):
+            with self._loading(update.names, details["checksums"]):
                 self.receive_weights(update)
-                torch.accelerator.synchronize()
         finally:
             watchdog.cancel()
             if cut_off.is_set():

@@ -27,6 +27,7 @@ from asyncrl.trainer.deepspeed.reference import Reference
 from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, size_of, whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
+from asyncrl.weights.base import TensorSpec
 
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
 POLICY, CRITIC, REFERENCE = "engine", "critic", "reference"
@@ -149,6 +150,17 @@ class DeepSpeedTrainer:
     def usage(self) -> list[Usage]:
         own = json.dumps(asdict(self._meter.read())).encode()
         return [Usage(**json.loads(one)) for one in self._ranks.gather(own)]
+
+    def specs(self) -> list[TensorSpec]:
+        """Describe the tensors that `parameters` yields, in its order, without gathering them."""
+        return [
+            TensorSpec(
+                name=name,
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            )
+            for name, parameter in self._policy.engine.module.model.named_parameters()
+        ]
 
     def broadcast(self, value: bytes | None) -> bytes:
         return self._ranks.broadcast(value)
