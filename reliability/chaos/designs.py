@@ -1,4 +1,4 @@
-"""F9: what the same faults cost this design and others."""
+"""What the same faults cost this design and others."""
 
 import tempfile
 from functools import partial

@@ -12,32 +12,32 @@ from .poison import fates
 from .world import World
 
 FIGURES = (
-    ("F1", "kill -9 of a generator", ("kill_generator",), 200),
-    ("F1", "kill -9 of the learner", ("kill_learner",), 200),
-    ("F1", "kill -9 of the store", ("kill_store",), 200),
-    ("F2", "store loses power: log cut to the last sync", ("power_loss",), 200),
-    ("F3", "store wiped: FLUSHALL, or an empty disk", ("wipe",), 50),
-    ("F6", "replies swallowed", ("swallowed",), 2000),
-    ("F6", "requests repeated up to 3 s late", ("repeated",), 2000),
-    ("F7", "partition of a pair of roles, 1 to 30 s", ("partition",), 60),
-    ("F7", "link down between two network namespaces, 1 to 30 s", ("link_down",), 60),
-    ("F8", "SIGSTOP and SIGCONT of a generator", ("pause_generator",), 100),
-    ("F8", "SIGSTOP of the learner, and a second one takes over", ("pause_learner", "usurp"), 50),
-    ("F8", "second learner on the same host, refused", ("second_learner",), 10),
-    ("F18", "disk of the store full", ("full_disk",), 20),
+    ("kill -9 of a generator", ("kill_generator",), 200),
+    ("kill -9 of the learner", ("kill_learner",), 200),
+    ("kill -9 of the store", ("kill_store",), 200),
+    ("store loses power: log cut to the last sync", ("power_loss",), 200),
+    ("store wiped: FLUSHALL, or an empty disk", ("wipe",), 50),
+    ("replies swallowed", ("swallowed",), 2000),
+    ("requests repeated up to 3 s late", ("repeated",), 2000),
+    ("partition of a pair of roles, 1 to 30 s", ("partition",), 60),
+    ("link down between two network namespaces, 1 to 30 s", ("link_down",), 60),
+    ("SIGSTOP and SIGCONT of a generator", ("pause_generator",), 100),
+    ("SIGSTOP of the learner, and a second one takes over", ("pause_learner", "usurp"), 50),
+    ("second learner on the same host, refused", ("second_learner",), 10),
+    ("disk of the store full", ("full_disk",), 20),
 )
-"""(figure, fault, kinds of fault, how many are aimed at)"""
+"""(fault, kinds of fault, how many are aimed at)"""
 RECOVERIES = (
-    ("F10", "kill of the store to the next TAKE", ("kill_store",), "p50 <= 0.3 s, p99 <= 1.5 s"),
-    ("F2", "power loss of the store to the next TAKE", ("power_loss",), ""),
-    ("F11", "kill of the learner to its next step", ("kill_learner",), "<= 6 s"),
-    ("F12", "kill of a generator to its groups sampled anew", ("kill_generator",), "<= 2.5 s"),
-    ("F7", "end of a partition to the next TAKE", ("partition",), "<= 1.5 s"),
-    ("F7", "link up again to the next TAKE", ("link_down",), "<= 1.5 s"),
-    ("F3", "wipe of the store to the next TAKE", ("wipe",), ""),
-    ("F18", "room on the disk to the next TAKE", ("full_disk",), "<= 2 s"),
+    ("kill of the store to the next TAKE", ("kill_store",), "p50 <= 0.3 s, p99 <= 1.5 s"),
+    ("power loss of the store to the next TAKE", ("power_loss",), ""),
+    ("kill of the learner to its next step", ("kill_learner",), "<= 6 s"),
+    ("kill of a generator to its groups sampled again", ("kill_generator",), "<= 2.5 s"),
+    ("end of a partition to the next TAKE", ("partition",), "<= 1.5 s"),
+    ("link up again to the next TAKE", ("link_down",), "<= 1.5 s"),
+    ("wipe of the store to the next TAKE", ("wipe",), ""),
+    ("room on the disk to the next TAKE", ("full_disk",), "<= 2 s"),
 )
-"""(figure, what is measured, kinds of fault, target)"""
+"""(what is measured, kinds of fault, target)"""
 
 
 def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) -> dict[str, Any]:
@@ -135,29 +135,26 @@ def _after(times: Sequence[float], at_s: float) -> float:
 def table(outcomes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The figures, as Markdown: faults with what they cost, then times."""
     outcomes = list(outcomes)
-    rows = [
-        "| figure | fault | injected | aim | groups | lost | duplicated |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for figure, fault, kinds, aim in FIGURES:
+    rows = ["| fault | injected | aim | groups | lost | duplicated |", "|---|---|---|---|---|---|"]
+    for fault, kinds, aim in FIGURES:
         struck = [one for one in outcomes if any(one["struck"].get(kind) for kind in kinds)]
         count = sum(one["struck"].get(kind, 0) for one in struck for kind in kinds)
         groups, lost, duplicated = (
             sum(one[key] for one in struck) for key in ("groups", "lost", "duplicated")
         )
-        rows.append(f"| {figure} | {fault} | {count} | {aim} | {groups} | {lost} | {duplicated} |")
+        rows.append(f"| {fault} | {count} | {aim} | {groups} | {lost} | {duplicated} |")
     rows += [
         "",
-        "| figure | seconds from | seed | times | p50 | p99 | longest | target |",
-        "|---|---|---|---|---|---|---|---|",
+        "| seconds from | seed | times | p50 | p99 | longest | target |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for figure, what, kinds, target in RECOVERIES:
+    for what, kinds, target in RECOVERIES:
         for seed in dict.fromkeys(one["seed"] for one in outcomes):
             recoveries_s = [one["recoveries_s"] for one in outcomes if one["seed"] == seed]
             if times := sorted(t for each in recoveries_s for kind in kinds for t in each.get(kind, ())):
                 p50, p99 = statistics.median(times), times[min(len(times) - 1, int(0.99 * len(times)))]
                 spread = f"{len(times)} | {p50:.2f} | {p99:.2f} | {times[-1]:.2f}"
-                rows.append(f"| {figure} | {what} | {seed} | {spread} | {target} |")
+                rows.append(f"| {what} | {seed} | {spread} | {target} |")
     rows += ["", "| scenario | runs, as seed: seconds of faults |", "|---|---|"]
     for name in dict.fromkeys(one["scenario"] for one in outcomes):
         runs = ", ".join(

@@ -11,13 +11,10 @@ Run = Mapping[str, Any]
 
 
 def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
-    """F14 to F16."""
+    """Return the tables of the weights plane."""
     stricken, visitors, aborted = (found.get(name, []) for name in ("stricken", "visitors", "aborted"))
-    yield (
-        "| figure | fault | injected | aim | seeds | learner errors | failed updates of others | tokens of "
-        "mixed weights |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| fault | injected | aim | seeds | learner errors | failed updates of others | tokens of mixed weights |"
+    yield "|---|---|---|---|---|---|---|"
     injected = {
         kind: sum(run["injected"].get(kind, 0) for run in stricken) for kind in ("SIGKILL", "SIGSTOP")
     }
@@ -26,11 +23,11 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         f"receiver killed ({injected['SIGKILL']}) or stopped ({injected['SIGSTOP']}) in the middle of an "
         "update"
     )
-    yield _row("F14", what, sum(injected.values()) + late, 100, stricken, "failed_updates_of_the_others")
+    yield _row(what, sum(injected.values()) + late, 100, stricken, "failed_updates_of_the_others")
     leaves = f"{_sum(visitors, 'leaves', 'left')} left, {_sum(visitors, 'leaves', 'died')} died"
     what = f"generator joins, takes an update and goes ({leaves})"
-    yield _row("F15", what, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
-    yield _row("F16", "transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
+    yield _row(what, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
+    yield _row("transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
     yield ""
     yield (
         "| seed (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
@@ -57,22 +54,21 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         )
 
 
-def _row(figure: str, what: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
+def _row(what: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
     failed = str(_sum(runs, others)) if others else ""
     mixed = _sum(runs, "mixed_tokens") + sum(run.get("wrong_weights", 0) for run in runs)
     return (
-        f"| {figure} | {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | "
-        f"{failed} | {mixed} |"
+        f"| {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | {failed} | {mixed} |"
     )
 
 
 def bounds(found: Mapping[str, Run]) -> Iterator[str]:
-    """F19 to F21."""
+    """Return the table of what stays within bounds."""
     memory, age, leak, soak = found["memory"], found["age"], found["leak"], found["soak"]
-    yield "| figure | what | found | bound | lost | duplicated |"
-    yield "|---|---|---|---|---|---|"
+    yield "| what | found | bound | lost | duplicated |"
+    yield "|---|---|---|---|---|"
     yield (
-        f"| F19 | highest memory of the store, {memory['samples'] / 600:.0f} minutes of a stopped, then a "
+        f"| highest memory of the store, {memory['samples'] / 600:.0f} minutes of a stopped, then a "
         f"slow learner | {_mib(memory['highest_used_bytes'])} | {_mib(memory['allowed_bytes'])} | "
         f"{memory['lost']} | {memory['twice']} |"
     )
@@ -81,56 +77,50 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
         ("jumping", f"{age['jumping_jumps']} jumps of the store's clock by an hour"),
     ):
         yield (
-            f"| F21 | oldest of {age[f'{kind}_tokens']} trained tokens, {what} | {age[f'{kind}_oldest']} "
+            f"| oldest of {age[f'{kind}_tokens']} trained tokens, {what} | {age[f'{kind}_oldest']} "
             f"steps | {age[f'{kind}_bound']} | {age[f'{kind}_lost']} | {age[f'{kind}_twice']} |"
         )
     yield (
-        f"| F20 | growth of the learner's memory per group, over {leak['groups_measured']} groups | "
+        f"| growth of the learner's memory per group, over {leak['groups_measured']} groups | "
         f"{leak['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | {leak['lost']} | {leak['twice']} |"
     )
     yield (
-        f"| F20 | growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about "
+        f"| growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about "
         "1 byte | | |"
     )
-    yield f"| F20 | open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
+    yield f"| open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
     under = f"{sum(soak['struck'].values())} faults in {soak['seconds'] / 60:.0f} minutes"
     for name, account in (("learner", f" {soak['lost']} | {soak['twice']} "), ("g0", " | ")):
         one, who = soak[name], "learner" if name == "learner" else "generator"
         yield (
-            f"| F20 | growth of the {who}'s memory per group under {under}, over {one['groups_measured']} "
+            f"| growth of the {who}'s memory per group under {under}, over {one['groups_measured']} "
             f"groups | {one['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte |{account}|"
         )
         low, high = one["files"]
-        yield f"| F20 | its open files, at the end {one['files_at_end']} | {low} to {high} | constant | | |"
+        yield f"| its open files, at the end {one['files_at_end']} | {low} to {high} | constant | | |"
 
 
 def frames(found: Mapping[str, Any]) -> Iterator[str]:
-    """F22."""
-    yield "| figure | frames | decoded without harm | aim | uncaught | memory grew by |"
-    yield "|---|---|---|---|---|---|"
+    """Return the table of malformed frames."""
+    yield "| frames | decoded without harm | aim | uncaught | memory grew by |"
+    yield "|---|---|---|---|---|"
     if runs := found.get("structured", {"runs": []})["runs"]:
         growth = f"{max(run['peak_growth_mib'] for run in runs):.1f} MiB"
         yield (
-            f"| F22 | mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 "
+            f"| mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 "
             f"| {growth} |"
         )
     guided = found["coverage_guided"]
-    yield (
-        f"| F22 | mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} "
-        "| |"
-    )
+    yield (f"| mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} | |")
 
 
 def crash_points(found: Run) -> Iterator[str]:
-    """F17."""
-    yield (
-        "| figure | after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` "
-        "unusable |"
-    )
-    yield "|---|---|---|---|---|"
+    """Return the table of saves that were cut short."""
+    yield "| after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` unusable |"
+    yield "|---|---|---|---|"
     for kind, one in found["found"].items():
         own = ", ".join(f"{count}: {what}" for what, count in one["deepspeed"].items())
-        yield f"| F17 | {kind} | {one['points']} | {len(one['violations'])} | {own} |"
+        yield f"| {kind} | {one['points']} | {len(one['violations'])} | {own} |"
 
 
 def power_losses(found: Run) -> Iterator[str]:
@@ -199,16 +189,16 @@ def real(run: Run) -> Iterator[str]:
 
 
 def pace(run: Run) -> Iterator[str]:
-    """F13."""
+    """Return the account of kills at a steady pace."""
     killed = ", ".join(f"{count} of a {kind}" for kind, count in run["killed"].items())
     yield (
         f"Kills: {killed}, in {run['seconds'] / 60:.0f} minutes. Steps that lasted took "
-        f"{100 * run['share_of_lasting_steps']:.1f} % of that time (F13: at least 90 %; steps took "
+        f"{100 * run['share_of_lasting_steps']:.1f} % of that time (aim: at least 90 %; steps took "
         f"{100 * run['share_of_steps_calm']:.1f} % of the minute before, without faults), "
         f"{run['steps_per_minute']:.0f} of them a minute, and {run['steps_per_minute_calm']:.0f} in the "
         f"minute before; {100 * run['share_of_waiting']:.1f} % of the time they waited for groups, as when "
         "both generators were down. Longest pause without a step after the learner's death: "
-        f"{_seconds(run['pauses_for_the_learner_s'])} s (F11: at most 6 s). {_account(run)}"
+        f"{_seconds(run['pauses_for_the_learner_s'])} s (aim: at most 6 s). {_account(run)}"
     )
 
 

@@ -13,15 +13,15 @@ MOST_WAYS = 6
 
 
 def campaigns(found: Mapping[str, Any]) -> Iterator[str]:
-    """F4: what the seeds of all campaigns have seen. Raises ValueError when a seed would count twice."""
+    """What the seeds of all campaigns have seen. Raises ValueError when a seed would count twice."""
     runs = sorted(found["campaigns"], key=lambda run: (run["simulates"] == SIMULATES, run["first"]))
     yield (
-        "| figure | what was simulated | seeds | with four shards | simulated hours | calls | faults | "
+        "| what was simulated | seeds | with four shards | simulated hours | calls | faults | "
         "seeds that failed |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|"
     for what, campaigns_of_it in itertools.groupby(runs, key=lambda run: run["simulates"]):
-        yield f"| F4 | {what} | {_summed(list(campaigns_of_it))} |"
+        yield f"| {what} | {_summed(list(campaigns_of_it))} |"
 
 
 def _summed(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -46,7 +46,7 @@ def _summed(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def mutants(found: Mapping[str, Any]) -> Iterator[str]:
-    """F5: how many were noticed, when and by what, and why the others were not."""
+    """How many were noticed, when and by what, and why the others were not."""
     verdicts = found["mutants"]
     killed = {what: verdict for what, verdict in verdicts.items() if verdict["how"]}
     seeds = sorted(verdict["seeds"] for verdict in killed.values())
