@@ -25,6 +25,7 @@ def _run(
     join_key: Path | None = None,
 ) -> NoReturn:
     """Check the config for this machine, print doubts about it, and run it in the foreground."""
+    from asyncrl.preflight.checks.gpu import gpu_doubts
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.forecast import require_fit
     from asyncrl.preflight.validate import validated_config
@@ -32,7 +33,7 @@ def _run(
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
     require_fit(checked, generators=generators)
-    for doubt in doubts(checked, file, overrides):
+    for doubt in (*doubts(checked, file, overrides), *gpu_doubts(checked)):
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here
 

@@ -51,6 +51,15 @@ def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
                 yield Mistake((f"{section}.{key}",), f"{section}.{key} is {value}; {allowed}")
 
 
+def _a_slot_is_on_this_host(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
+    if weights.transport == "slot" and control.bind is not None:
+        text = (
+            f"weights.transport is slot, but control.bind is {control.bind}, for generators of other hosts, "
+        )
+        text += "which cannot read this host's memory; leave the transport auto, or drop control.bind"
+        yield Mistake(("weights.transport", "control.bind"), text)
+
+
 def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
     if eval.samples > 1 and eval.temperature == 0:
         text = f"eval.samples is {eval.samples} at eval.temperature 0: all would be equal; set a temperature"
@@ -188,6 +197,7 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
 RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_transfer_is_not_a_hang,
     _a_late_heartbeat_is_not_a_death,
+    _a_slot_is_on_this_host,
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,

@@ -29,6 +29,7 @@ from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
+from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import closed_to_us, die_with_spawner
@@ -271,12 +272,13 @@ def allotted(config: Config, memory_share: float | None, *, is_shared: bool) -> 
         "threads": generator.threads or int(os.environ.get("OMP_NUM_THREADS", "1")),
         "gpu_memory_utilization": memory_share,
     }
-    if is_shared and memory_share is not None and generator.kv_cache_gib is None:
+    measures_itself = not is_installed()  # vLLM, although the learner changes the free memory meanwhile
+    if is_shared and memory_share is not None and generator.kv_cache_gib is None and not measures_itself:
         kv_bytes = generator_kv_bytes(
             read_shape(config.model),
             config.model,
             generator,
-            allowed_bytes=int(memory_share * min(this_machine().gpu_bytes)),
+            allowed_bytes=int(memory_share * min(this_machine(config.learner.device).gpu_bytes)),
         )
         allotted["kv_cache_gib"] = max(kv_bytes, 1) / 2**30
     return generator.model_copy(update=allotted)

@@ -1,6 +1,5 @@
 """Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
 
-import subprocess
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +8,8 @@ import psutil
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.launch.nvidia import visible_gpus
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
-
-MIB = 1 << 20
-ASK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +18,26 @@ class Machine:
 
     memory_bytes: int  # of the host, available now
     gpu_bytes: tuple[int, ...]  # total of each GPU
+    others_bytes: tuple[int, ...] = ()  # of each GPU, used by other processes now; empty if unknown
+
+    def used_by_others(self, gpu: int) -> int:
+        """Return the bytes of a GPU that other processes use."""
+        return self.others_bytes[gpu] if self.others_bytes else 0
 
 
-def this_machine() -> Machine:
-    """Return this machine's memory. Ask nvidia-smi, which makes no CUDA context. Raises DataError."""
-    memory_bytes, count = psutil.virtual_memory().available, count_gpus()
+def this_machine(device: str) -> Machine:
+    """Return the memory of this machine for a run whose `learner.device` is `device`. Raises DataError."""
+    memory = psutil.virtual_memory()
+    count = count_gpus() if device != "cpu" else 0
     if not count:
-        return Machine(memory_bytes=memory_bytes, gpu_bytes=())
-    # By name, because it does not heed CUDA_VISIBLE_DEVICES.
-    command = ["nvidia-smi", "-i", visible_devices(range(count))]
-    command += ["--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        text = f"found {count} GPUs, but nvidia-smi does not show their memory ({error})"
-        raise DataError(f"{text}; run `asyncrl doctor`") from error
-    gpu_bytes = tuple(int(line) * MIB for line in said.split())
-    return Machine(memory_bytes=memory_bytes, gpu_bytes=gpu_bytes)
+        return Machine(memory_bytes=memory.available, gpu_bytes=())
+    gpus = visible_gpus(visible_devices(range(count)).split(","))
+    return Machine(
+        memory_bytes=memory.available,
+        # A GPU without memory of its own uses the host's.
+        gpu_bytes=tuple(gpu.total_bytes or memory.total for gpu in gpus),
+        others_bytes=tuple(gpu.used_bytes for gpu in gpus),
+    )
 
 
 def read_shape(model: ModelConfig) -> ModelShape:

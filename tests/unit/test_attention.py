@@ -4,7 +4,9 @@ Its kernels run on GPUs only, so here the operators behind `varlen_attn` are rep
 arguments that we pass, and torch's own backward, are the real ones.
 """
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -184,6 +186,8 @@ def test_the_choice_depends_on_package_device_and_dtype(monkeypatch: pytest.Monk
     assert choose_attention(CPU, torch.bfloat16) == SEGMENTS
     assert chosen() == chosen(capability=(8, 0)) == VARLEN
     assert chosen(torch.float32) == chosen(capability=(7, 5)) == SEGMENTS
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     assert chosen() == "flash_attention_2"
     monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)

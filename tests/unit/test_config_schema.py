@@ -135,6 +135,11 @@ FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
 KL = {"coefficient": 0.1}
 RULES: list[tuple[dict[str, Any], str | None]] = [
+    (
+        {"weights": {"transport": "slot"}, "control": {"bind": "tcp://10.0.0.1:5555"}},
+        "weights.transport is slot, but control.bind is tcp://10.0.0.1:5555",
+    ),
+    ({"weights": {"transport": "slot"}}, None),
     # (parts, what must be said; None: allowed)
     ({"batch": {"group_size": 1}, **algorithm(advantage="gdpo")}, "compares rollouts of one group"),
     (

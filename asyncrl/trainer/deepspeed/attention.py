@@ -6,6 +6,7 @@ all sequences end to end, without a mask; the model's forward passes on the offs
 Axes in names:  H heads, N packed tokens, D head size.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -112,15 +113,31 @@ AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the fastest attention that runs on `device` with `dtype`; `SEGMENTS` runs everywhere."""
+    """Name the fastest attention that runs on `device` with `dtype`; `SEGMENTS` runs everywhere.
+
+    Raises ConfigError if flash-attention is installed and cannot be loaded.
+    """
     if device.type == "cuda" and dtype != torch.float32:
         if is_flash_attn_3_available():
+            _require_import("flash_attn_interface")
             return "flash_attention_3"
         if is_flash_attn_2_available():
+            _require_import("flash_attn")
             return "flash_attention_2"
         if torch.cuda.get_device_capability(device) >= AMPERE:
             return VARLEN
     return SEGMENTS
+
+
+def _require_import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"flash-attention is installed, but `import {module}` fails ({error}): it was built for another "
+            f"torch than {torch.__version__}; build it again (pip install --no-build-isolation "
+            "--force-reinstall --no-deps flash-attn), or uninstall it, and torch's own attention is used"
+        ) from error
 
 
 def attention_kwargs(attention: str, sequence_starts: Sequence[int], device: torch.device) -> dict[str, Any]:

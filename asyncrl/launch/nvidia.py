@@ -1,0 +1,142 @@
+"""What nvidia-smi tells about GPUs. It asks the driver, makes no CUDA context, and takes no GPU memory."""
+
+import csv
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import DataError
+
+SMI = "nvidia-smi"
+ASK_S = 20.0
+MIB, GIB = 1 << 20, 1 << 30
+FIELDS = (
+    *("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used"),
+    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending"),
+)
+# How nvidia-smi prints what a GPU does not have, without its brackets.
+ABSENT = ("N/A", "Not Supported")
+# Of the size in an instance's name, which is rounded up: an instance 1g.5gb of an A100 has 4.75 GiB.
+MIG_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A row of nvidia-smi, or an instance of a GPU that MIG divides."""
+
+    name: str  # as in messages: `GPU 0 (NVIDIA H100 80GB HBM3)`
+    uuid: str
+    index: int
+    bus: str  # domain, bus and device, as the kernel's log writes them: 0000:3b:00
+    driver: str
+    total_bytes: int  # 0 if it has no memory of its own
+    used_bytes: int
+    ecc_errors: int  # that could not be corrected, since the driver was loaded
+    is_divided: bool = False  # by MIG
+    is_worn: bool = False  # waits for a reset to replace faulty memory
+
+
+def is_installed() -> bool:
+    """Return whether this machine or container has nvidia-smi."""
+    return shutil.which(SMI) is not None
+
+
+def visible_gpus(names: Sequence[str]) -> tuple[Gpu, ...]:
+    """Ask for the GPUs of these names, which CUDA_VISIBLE_DEVICES may have. Raises DataError."""
+    gpus = read_gpus(ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"))
+    instances = read_instances(ask("-L"), gpus) if any(name.startswith("MIG-") for name in names) else ()
+    return choose(names, gpus, instances)
+
+
+def ask(*arguments: str) -> str:
+    """Return what nvidia-smi prints. Raises DataError."""
+    try:
+        done = subprocess.run([SMI, *arguments], capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DataError(f"{SMI} cannot be asked about the GPUs ({error}); run `asyncrl doctor`") from error
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split()) or f"exit status {done.returncode}"
+        raise DataError(f"{SMI}: {said}; reset the GPU or restart the machine, or reinstall the driver")
+    return done.stdout
+
+
+def read_gpus(text: str) -> tuple[Gpu, ...]:
+    """Read the rows that `--query-gpu` prints for `FIELDS`. Raises DataError for a GPU that is lost."""
+    gpus = []
+    for cells in csv.reader(text.splitlines(), skipinitialspace=True):
+        row = dict(zip(FIELDS, cells, strict=False))
+        name = f"GPU {row['index']} ({row.get('name', '')})"
+        try:
+            numbers = {field: _number(row[field]) for field in ("memory.total", "memory.used")}
+        except (KeyError, ValueError) as error:
+            found = f"{name}: {SMI} shows no memory ({', '.join(cells)})"
+            raise DataError(f"{found}; reset the GPU, or choose others with CUDA_VISIBLE_DEVICES") from error
+        errors = row.get("ecc.errors.uncorrected.volatile.total", "")
+        gpus.append(
+            Gpu(
+                name=name,
+                uuid=row["uuid"],
+                index=int(row["index"]),
+                bus=short_bus(row["pci.bus_id"]),
+                driver=row["driver_version"],
+                total_bytes=numbers["memory.total"] * MIB,
+                used_bytes=numbers["memory.used"] * MIB,
+                ecc_errors=int(errors) if errors.isdecimal() else 0,
+                is_divided=row.get("mig.mode.current") == "Enabled",
+                is_worn=row.get("remapped_rows.pending") in ("1", "Yes"),
+            )
+        )
+    return tuple(gpus)
+
+
+def _number(text: str) -> int:
+    return 0 if text.strip("[]") in ABSENT else int(text)
+
+
+def short_bus(bus: str) -> str:
+    """Return `0000:3b:00` for `00000000:3B:00.0`, which nvidia-smi writes."""
+    domain, _, rest = bus.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}"
+
+
+def read_instances(listing: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Read the instances that `nvidia-smi -L` lists below each GPU that MIG divides."""
+    found, owner = [], None
+    for line in listing.splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            owner = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
+        elif owner and (match := re.search(r"MIG (\S*?(\d+)gb\S*)\s.*UUID: (MIG-[^)]+)\)", line)):
+            found.append(
+                Gpu(
+                    name=f"{owner.name}, instance {match[1]}",
+                    uuid=match[3],
+                    index=owner.index,
+                    bus=owner.bus,
+                    driver=owner.driver,
+                    total_bytes=int(int(match[2]) * GIB * MIG_SHARE),
+                    used_bytes=0,
+                    ecc_errors=owner.ecc_errors,
+                    is_worn=owner.is_worn,
+                )
+            )
+    return tuple(found)
+
+
+def choose(names: Sequence[str], gpus: Sequence[Gpu], instances: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Return the GPUs of these names: indices, or the beginnings of UUIDs. Raises DataError."""
+    chosen = []
+    for name in names:
+        matching = [gpu for gpu in gpus if name == str(gpu.index)]
+        matching += [gpu for gpu in (*gpus, *instances) if gpu.uuid.startswith(name)]
+        if not matching:
+            shown = ", ".join(gpu.uuid for gpu in (*gpus, *instances)) or "none"
+            raise DataError(
+                f"CUDA_VISIBLE_DEVICES names {name}, but {SMI} shows {len(gpus)} GPUs ({shown}); correct it"
+            )
+        if matching[0].is_divided:
+            found = f"{matching[0].name} is divided by MIG, and a process can use one instance of it"
+            raise DataError(f"{found}; name instances in CUDA_VISIBLE_DEVICES (`nvidia-smi -L` lists them)")
+        chosen.append(matching[0])
+    return tuple(chosen)

@@ -1,0 +1,178 @@
+"""Checks of GPUs: their driver, faults, other processes on them, and the libraries that only GPUs need."""
+
+import importlib
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from packaging.version import InvalidVersion, Version
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import DataError
+from asyncrl.launch.gpus import count_gpus, driver_is_replaced, visible_devices
+from asyncrl.launch.nvidia import Gpu, ask, is_installed, short_bus, visible_gpus
+from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
+from asyncrl.preflight.checks.stack import installed_version
+from asyncrl.telemetry.text import data_size
+
+# The first driver for each major version of CUDA; programs of its minor versions run on it, too.
+FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+# Xids that a faulty program causes, not a faulty GPU.
+PROGRAMS_XIDS = (13, 31, 43, 45)
+# Other processes may have this much of a GPU: a desktop or a monitor has less.
+OTHERS_BYTES = 1 << 30
+NCCL_LEAST = "2.29.7"
+LOG_S = 20.0
+ABSENT = (
+    "nvidia-smi is not installed, so whether a run fits the GPUs is not checked",
+    "install the driver's tools; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+)
+
+
+def driver_fault(driver: str, cuda: str) -> str | None:
+    """Say what is wrong if `driver` is too old for programs that are built for this version of CUDA."""
+    first = FIRST_DRIVERS.get(int(cuda.partition(".")[0]))
+    try:
+        if first is None or Version(driver) >= Version(first):
+            return None
+    except InvalidVersion:
+        return None
+    return f"driver {driver} is too old for torch, which is built for CUDA {cuda}: it needs {first} or newer"
+
+
+def xids(log: str) -> dict[tuple[str, int], str]:
+    """Return the last text of each Xid of the kernel's log, by GPU (0000:3b:00) and number."""
+    found = re.findall(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+), *(.*)", log)
+    return {(short_bus(bus), int(number)): text.strip() for bus, number, text in found}
+
+
+def faults(gpus: Sequence[Gpu], log: str) -> Iterator[str]:
+    """Say which of these GPUs is faulty; `log` is the kernel's since the machine was started."""
+    reported = xids(log)
+    for gpu in gpus:
+        if gpu.ecc_errors:
+            yield f"{gpu.name}: {gpu.ecc_errors} memory errors that ECC could not correct"
+        if gpu.is_worn:
+            yield f"{gpu.name}: faulty memory is to be replaced at the next reset"
+        for (bus, number), text in reported.items():
+            if bus == gpu.bus and number not in PROGRAMS_XIDS:
+                yield f"{gpu.name}: Xid {number} in the kernel's log since the machine was started ({text})"
+
+
+DRIVER_CURE = "update the driver, or install a torch that is built for an older CUDA"
+FAULTS_CURE = (
+    "reset the GPU (`nvidia-smi -r`) or restart the machine; if it comes again, have the GPU replaced, or "
+    "choose others with CUDA_VISIBLE_DEVICES"
+)
+
+
+def kernel_log() -> str:
+    """Return the kernel's log; empty if this user may not read it."""
+    try:
+        done = subprocess.run(
+            ["dmesg"], capture_output=True, text=True, errors="replace", timeout=LOG_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def our_gpus() -> tuple[Gpu, ...]:
+    """Ask for the GPUs that this process may use. Raises DataError."""
+    return visible_gpus(visible_devices(range(count_gpus())).split(","))
+
+
+def driver() -> Finding:
+    """Check that the driver can run programs that are built for torch's version of CUDA."""
+    if not is_installed():
+        return doubtful(*ABSENT)
+    (first, *_) = our_gpus()
+    if fault := _driver_fault(first):
+        return wrong(fault, DRIVER_CURE)
+    return fine(first.driver)
+
+
+def health() -> Finding:
+    """Check that the GPUs report no errors of their hardware."""
+    if not is_installed():
+        return doubtful(*ABSENT)
+    gpus, log = our_gpus(), kernel_log()
+    if found := "; ".join(faults(gpus, log)):
+        return doubtful(found, FAULTS_CURE)
+    read = "no Xid in the kernel's log" if log else "the kernel's log cannot be read here"
+    return fine(f"no uncorrected memory errors; {read}")
+
+
+def free_memory() -> Finding:
+    """Check that no other process has much of the GPUs' memory."""
+    if not is_installed():
+        return doubtful(*ABSENT)
+    return others(our_gpus(), ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"))
+
+
+def others(gpus: Sequence[Gpu], processes: str) -> Finding:
+    """Judge the memory of GPUs in use; `processes` are the rows of nvidia-smi: GPU, process id, name."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in processes.splitlines()]
+    found = []
+    for gpu in gpus:
+        if gpu.used_bytes > OTHERS_BYTES:
+            # A container sees no processes of its host, so there may be none.
+            who = ", ".join(f"process {row[1]} ({row[2]})" for row in rows if row[0] == gpu.uuid)
+            used = f"{data_size(gpu.used_bytes)} of {data_size(gpu.total_bytes)} are in use"
+            found.append(f"{gpu.name}: {used}{' by ' if who else ''}{who}")
+    if found:
+        return doubtful("; ".join(found), "end what uses them, or choose others with CUDA_VISIBLE_DEVICES")
+    return fine("free")
+
+
+def attention() -> Finding:
+    """Check which attention the learner would use in bfloat16, and that it can be loaded."""
+    import torch
+
+    from asyncrl.trainer.deepspeed.attention import VARLEN, choose_attention
+
+    chosen = choose_attention(torch.device("cuda", 0), torch.bfloat16)
+    version = installed_version("flash-attn")
+    if version and not chosen.startswith("flash"):
+        found = f"flash-attn {version} is installed, but transformers does not use this version"
+        return doubtful(f"{found}: attention is {chosen}", "install a newer one, or uninstall it")
+    own = "torch's own, over all sequences at once"
+    return fine(own if chosen == VARLEN else f"{chosen} of {version or 'flash-attn-3'}")
+
+
+def nccl() -> Finding:
+    """Check that vLLM can load NCCL: with one that lacks a function its broadcasts would do nothing."""
+    importlib.import_module("torch")  # brings its own NCCL
+    wrapper = importlib.import_module("vllm.distributed.device_communicators.pynccl_wrapper")
+    try:
+        return fine(f"{wrapper.NCCLLibrary().ncclGetVersion()}, which vLLM can load")
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        found = f"vLLM cannot use this NCCL ({lines[-1]}); it needs {NCCL_LEAST} or newer"
+        cure = f"pip install 'nvidia-nccl-cu13>={NCCL_LEAST}' (or -cu12, as torch's CUDA)"
+        return doubtful(found, f"{cure}, or set VLLM_NCCL_SO_PATH to a newer libnccl.so.2")
+
+
+def gpu_doubts(config: Config) -> Iterator[str]:
+    """Warn of what may end a run on this machine's GPUs: faults, and a driver too old for torch."""
+    if config.learner.device == "cpu" or not count_gpus():
+        return
+    if not is_installed():
+        yield "; ".join(ABSENT)
+        return
+    try:
+        gpus = our_gpus()
+    except DataError as error:
+        yield str(error)
+        return
+    for fault in faults(gpus, kernel_log()):
+        yield f"{fault}; {FAULTS_CURE}"
+    if old := _driver_fault(gpus[0]):
+        yield f"{old}; {DRIVER_CURE}"
+
+
+def _driver_fault(gpu: Gpu) -> str | None:
+    import torch
+
+    cuda: str | None = torch.version.cuda
+    return driver_fault(gpu.driver, cuda) if cuda and not driver_is_replaced() else None

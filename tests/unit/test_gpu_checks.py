@@ -1,0 +1,240 @@
+"""What nvidia-smi, the kernel and libraries say about GPUs is read as it is printed, and each fault is named."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch import machine
+from asyncrl.launch.gpus import count_gpus, visible_names
+from asyncrl.launch.nvidia import GIB, MIB, choose, read_gpus, read_instances
+from asyncrl.preflight import doubts
+from asyncrl.preflight.checks import gpu as checks
+from asyncrl.preflight.doctor import machine_checks
+from asyncrl.preflight.forecast import require_fit
+from asyncrl.trainer.deepspeed import attention
+from tests.support.task_config import config_of
+
+ROWS = """\
+0, GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:18:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, Disabled, 0, No
+1, GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 61234, Disabled, 3, Yes
+2, GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566, 00000000:86:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, Enabled, 0, No
+"""
+DESKTOP = (
+    "0, GPU-1f, 00000000:01:00.0, NVIDIA GeForce RTX 4090, 535.104.05, 24564, 612, [N/A], [N/A], [N/A]\n"
+)
+LISTING = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-8932f937-d72c-4106-c12f-20bd9faed9f6)
+GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566)
+  MIG 3g.40gb     Device  0: (UUID: MIG-7c9b8a52-1d2e-5f60-8a31-b94f5e0c1d22)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-0f1e2d3c-4b5a-5697-8897-a6b5c4d3e2f1)
+"""
+LOG = """\
+[    4.102938] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  550.54.15
+[86401.223344] NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS
+[90210.100000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[90211.100000] NVRM: Xid (PCI:0000:86:00): 94, pid=99, name=vllm, Contained: SM (0x1).
+"""
+GPUS = read_gpus(ROWS)
+
+
+def without_tools(monkeypatch: pytest.MonkeyPatch, directory: Path, visible: str = "0") -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("PATH", str(directory))
+
+
+def tool(directory: Path, name: str, script: str) -> None:
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("variable", "names"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("3, 1,", ["3", "1"]),
+        ("NoDevFiles", []),
+        ("0,0", []),
+        ("GPU-8932f937,GPU-5d2a1c77", ["GPU-8932f937", "GPU-5d2a1c77"]),
+        ("MIG-7c9b8a52-1d2e-5f60-8a31-b94f5e0c1d22", ["MIG-7c9b8a52-1d2e-5f60-8a31-b94f5e0c1d22"]),
+        (None, None),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_counts_them(variable, names, monkeypatch):
+    assert visible_names(variable) == names
+    if variable is not None and names is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert count_gpus() == len(names)
+
+
+def test_rows_of_nvidia_smi():
+    first, second, third = GPUS
+    assert (first.total_bytes, first.used_bytes, first.bus) == (81559 * MIB, 4 * MIB, "0000:18:00")
+    assert (second.ecc_errors, second.is_worn) == (3, True) and third.is_divided
+    (desktop,) = read_gpus(DESKTOP)
+    assert desktop.total_bytes == 24564 * MIB and not (desktop.ecc_errors or desktop.is_worn)
+    with pytest.raises(DataError, match=r"GPU 0 \(NVIDIA H100.*\[GPU is lost\].*CUDA_VISIBLE_DEVICES"):
+        read_gpus(ROWS.splitlines()[0].replace("81559, 4", "[GPU is lost], [GPU is lost]"))
+
+
+def test_gpus_are_found_by_index_uuid_its_beginning_and_instance():
+    instances = read_instances(LISTING, GPUS)
+    assert [one.total_bytes / GIB for one in instances] == pytest.approx([0.95 * 40, 0.95 * 10])
+    assert choose(["1", "GPU-8932"], GPUS, ()) == (GPUS[1], GPUS[0])
+    assert choose(["MIG-0f1e2d3c-4b5a-5697-8897-a6b5c4d3e2f1"], GPUS, instances) == instances[1:]
+    with pytest.raises(DataError, match=r"names 7, but nvidia-smi shows 3 GPUs \(GPU-8932"):
+        choose(["7"], GPUS, ())
+    with pytest.raises(DataError, match=r"GPU 2 .* divided by MIG.*name instances in CUDA_VISIBLE_DEVICES"):
+        choose(["2"], GPUS, ())
+
+
+def test_the_memory_of_this_machine_is_that_of_the_visible_gpus(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "1,GPU-8932")
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    found = machine.this_machine("auto")
+    assert found.gpu_bytes == (81559 * MIB,) * 2 and found.others_bytes == (61234 * MIB, 4 * MIB)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert machine.this_machine("cpu").gpu_bytes == (), "nvidia-smi is not asked"
+    tool(
+        tmp_path,
+        "nvidia-smi",
+        "echo 'Unable to determine the device handle for GPU0: Unknown Error'; exit 15",
+    )
+    with pytest.raises(DataError, match=r"Unable to determine the device handle.*restart the machine"):
+        machine.this_machine("auto")
+
+
+def test_faults_of_our_gpus_are_named_and_those_of_programs_are_not():
+    first, second, third = GPUS
+    assert not list(checks.faults([first], LOG))
+    ecc, worn, xid = checks.faults([second], LOG)
+    assert "GPU 1 (NVIDIA H100 80GB HBM3): 3 memory errors" in ecc and "next reset" in worn
+    assert "Xid 79" in xid and "has fallen off the bus" in xid
+    assert [fault.partition(": ")[2][:6] for fault in checks.faults([third], LOG)] == ["Xid 94"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "fault"),
+    [
+        ("550.54.15", "13.0", "needs 580.65.06"),
+        ("580.65.06", "13.0", None),
+        ("550.54.15", "12.8", None),
+        ("525.60.11", "12.1", "needs 525.60.13"),
+        ("1.0", "99.0", None),
+        ("[N/A]", "13.0", None),
+    ],
+)
+def test_a_driver_too_old_for_torch(driver, cuda, fault):
+    found = checks.driver_fault(driver, cuda)
+    assert (found is None) == (fault is None) and (fault or "") in (found or "")
+
+
+def test_other_processes_on_our_gpus_are_named():
+    apps = f"{GPUS[1].uuid}, 4711, /usr/bin/python3\n{GPUS[0].uuid}, 12, [Not Found]\n"
+    finding = checks.others(GPUS[:2], apps)
+    assert finding.verdict == "warning" and "CUDA_VISIBLE_DEVICES" in finding.fix
+    assert finding.found.endswith("59.8 GiB of 79.6 GiB are in use by process 4711 (/usr/bin/python3)")
+    assert checks.others(GPUS[1:2], "").found.endswith("are in use"), "a container sees no processes"
+    assert checks.others(GPUS[:1], apps).verdict == "ok"
+
+
+def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tmp_path):
+    shape = machine.ModelShape(
+        parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
+    )
+    monkeypatch.setattr("asyncrl.preflight.forecast.read_shape", lambda model: shape)
+    without_tools(monkeypatch, tmp_path)
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    config = config_of(generator={"vllm": {}})
+    require_fit(config, generators=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(ConfigError, match=r"GPU 0: .* 59\.8 GiB of them for other processes; end those"):
+        require_fit(config, generators=True)
+
+
+def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path)
+    config = config_of()
+    require_fit(config, generators=True)
+    assert "NVIDIA_DRIVER_CAPABILITIES" in "".join(checks.gpu_doubts(config))
+    assert {check().verdict for check in (checks.driver, checks.health, checks.free_memory)} == {"warning"}
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    finding = checks.health()
+    assert finding.verdict == "ok" and "the kernel's log cannot be read here" in finding.found
+    assert not list(checks.gpu_doubts(config_of(learner={"device": "cpu"})))
+
+
+def test_up_warns_of_faults_and_of_an_old_driver(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "1")
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    tool(tmp_path, "dmesg", f"/bin/cat <<'END'\n{LOG}END")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    said = list(checks.gpu_doubts(config_of()))
+    assert [part for part in ("ECC", "reset", "Xid 79", "580.65.06") if any(part in one for one in said)] == [
+        *("ECC", "reset", "Xid 79", "580.65.06"),
+    ]
+    assert checks.driver().verdict == "failed" and checks.health().verdict == "warning"
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
+    assert checks.driver().verdict == "ok"
+
+
+def test_torch_for_cpus_on_a_machine_with_gpus_is_refused_with_both_ways_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(doubts, "build_of", lambda package: "cpu")
+    with pytest.raises(ConfigError, match=r"2 GPUs, but torch .* asyncrl\[gpu\], or set learner\.device=cpu"):
+        doubts.require_device(config_of())
+    doubts.require_device(config_of(learner={"device": "cpu"}))
+    monkeypatch.setattr(doubts, "build_of", lambda package: "cu130")
+    doubts.require_device(config_of())
+
+
+def test_a_flash_attention_of_another_torch_is_named_where_it_is_chosen(monkeypatch, tmp_path):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"`import flash_attn` fails .*undefined symbol.* or uninstall it"):
+        attention.choose_attention(torch.device("cuda", 0), torch.bfloat16)
+    assert attention.choose_attention(torch.device("cpu"), torch.bfloat16) == attention.SEGMENTS
+
+
+def test_the_doctor_says_which_attention_a_learner_would_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert checks.attention().found.startswith("torch's own")
+    monkeypatch.setattr(checks, "installed_version", lambda name: "2.1.0")
+    finding = checks.attention()
+    assert finding.verdict == "warning" and "flash-attn 2.1.0" in finding.found
+
+
+def test_an_nccl_without_a_function_that_vllm_calls_is_named(monkeypatch):
+    def raises() -> None:
+        raise AttributeError("/usr/lib/libnccl.so.2: undefined symbol: ncclCommSuspend")
+
+    name = "vllm.distributed.device_communicators.pynccl_wrapper"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(NCCLLibrary=raises))
+    finding = checks.nccl()
+    assert finding.verdict == "warning" and "ncclCommSuspend" in finding.found
+    assert ">=2.29.7" in finding.fix and "VLLM_NCCL_SO_PATH" in finding.fix
+    works = SimpleNamespace(ncclGetVersion=lambda: "2.29.7")
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(NCCLLibrary=lambda: works))
+    assert checks.nccl().verdict == "ok"
+
+
+def test_only_a_machine_with_gpus_is_asked_about_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    plain = [check.name for check in machine_checks(None)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    more = [check.name for check in machine_checks(None)]
+    assert [name for name in more if name not in plain] == [
+        *("gpu driver", "gpu health", "gpu memory", "attention", "nccl"),
+    ]
