@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncrl.control.base import GeneratorControl, Stop
 from asyncrl.engine.base import Engine
+from asyncrl.engine.clock import Clock
 from asyncrl.errors import TransferError
 from asyncrl.lineage import History, Weights
 from asyncrl.weights.agreement import Agreement, ProbeRefused
@@ -33,6 +34,7 @@ class Adoption:
     """The weights of one generator's engine. `listen` and `run` are its two tasks."""
 
     engine: Engine
+    clock: Clock
     staging: Staging
     control: GeneratorControl
     agreement: Agreement  # with the learner, on the probe
@@ -67,8 +69,9 @@ class Adoption:
             return self.version >= minimum and self.engine.weights in history
 
         try:
-            async with asyncio.timeout(within_s), self._adopted:
-                return await self._adopted.wait_for(are_here)
+            with self.clock.wait():
+                async with asyncio.timeout(within_s), self._adopted:
+                    return await self._adopted.wait_for(are_here)
         except TimeoutError:
             log.warning("version %d did not arrive in %.0f s; its tickets are given back", minimum, within_s)
             return False
@@ -98,14 +101,19 @@ class Adoption:
         try:
             if self.agreement.floor is None:  # the engine has the weights with which it started
                 self.agreement.begin(await self.engine.score(order.probe_ids), order)
+            moving_s = time.monotonic()
             staged = await asyncio.to_thread(self.staging.stage, order)  # requests run on
+            staged_s = time.monotonic() - moving_s
             self._verified.clear()
             # After the learner went back to a checkpoint, it cannot use groups of the weights that it lost.
             if self.newest not in History.parse(order.history):
                 await self._discard_running()
-            await self.engine.begin_update()
+            await self._pause()
+            moving_s = time.monotonic()
             await self.engine.receive(staged)
+            moved_s = staged_s + time.monotonic() - moving_s
             await self.engine.finish_update(order.weights)
+            self.clock.pause(False)
             self.newest = order.weights
             self.on_version(order.version)
             measured = await self._probe(order)
@@ -119,8 +127,13 @@ class Adoption:
             self._verified.set()
         async with self._adopted:
             self._adopted.notify_all()
-        paused_s = self.engine.stats().paused_s - paused_before_s
-        return report(applied=True, paused_s=paused_s, transfer_s=time.monotonic() - started_s, **measured)
+        return report(
+            applied=True,
+            paused_s=self.engine.stats().paused_s - paused_before_s,
+            update_s=time.monotonic() - started_s,
+            transfer_gb_per_s=order.size_bytes / 1e9 / max(moved_s, 1e-6),
+            **measured,
+        )
 
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
@@ -134,5 +147,10 @@ class Adoption:
     async def _discard_running(self) -> None:
         """Abort every request. The weights are dirty from now on."""
         self.discards += 1
-        await self.engine.begin_update()  # pauses the engine, and marks its weights dirty
+        await self._pause()
         await self.engine.abort_requests()
+
+    async def _pause(self) -> None:
+        """Pause the engine, and mark its weights dirty."""
+        self.clock.pause(True)
+        await self.engine.begin_update()

@@ -89,6 +89,7 @@ class Generator:
     def __post_init__(self) -> None:
         self._weights = Adoption(
             engine=self.engine,
+            clock=self.sampler.clock,
             staging=self.staging,
             control=self.control,
             agreement=Agreement(limit=self.settings.probe_limit, dtype=self.settings.dtype),

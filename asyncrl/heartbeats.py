@@ -60,13 +60,15 @@ class Heartbeats:
 
     def _metrics(self, tokens_before: int, elapsed_s: float) -> Mapping[str, float]:
         stats = self.engine.stats()
-        alive_s = time.monotonic() - self._started_s
+        alive_s, clock = time.monotonic() - self._started_s, self.sampler.clock
+        clock.settle()
         return {
             "sampled_tokens": stats.sampled_tokens,
             "tokens_per_s": (stats.sampled_tokens - tokens_before) / elapsed_s,
             "running_requests": stats.running_requests,
             "paused_s": stats.paused_s,
-            "idle_s": alive_s - self.sampler.busy.total_s(),
+            "idle_s": alive_s - clock.busy_s,
+            "stalled_s": clock.stalled_s,
             "alive_s": alive_s,
             "groups": self.groups,
             "rewards_failed": self.failed,
@@ -78,6 +80,6 @@ class Heartbeats:
             return "updating"
         if self.weights.version < 0:
             return "dirty"
-        if self.sampler.busy.running:
+        if self.sampler.clock.sampling:
             return "sampling"
         return "waiting_weights" if self.holds_tickets() else "waiting_tickets"

@@ -45,6 +45,7 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
             "learner": state.idle_learner,
             "generators": state.idle_generators,
             "update": state.paused_generators,
+            "stall": state.stalled_generators,
         },
         "generated_tokens_per_s": state.generated_tokens_per_s,
         "alarms": state.alarms,

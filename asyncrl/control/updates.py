@@ -16,7 +16,7 @@ from enum import Enum
 
 from asyncrl.backoff import Backoff
 from asyncrl.lineage import Weights
-from asyncrl.weights.base import PROBE_FIELDS, UpdateOrder, UpdateReport
+from asyncrl.weights.base import PROBE_FIELDS, UPDATE_FIELDS, UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_DISK = 2
 # Updates in a row that arrive and fail the probe before the run gives up.
@@ -105,8 +105,9 @@ class UpdateSchedule:
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    # `PROBE_FIELDS` of the newest report after a probe, applied or refused.
-    probe: dict[str, float] = field(default_factory=dict)
+    # `PROBE_FIELDS` of the newest report after a probe, applied or refused; `UPDATE_FIELDS` of the newest
+    # applied one.
+    measured: dict[str, float] = field(default_factory=dict)
     members: dict[str, _Member] = field(default_factory=dict)
 
     def has_sender(self, holder: str) -> bool:
@@ -160,12 +161,13 @@ class UpdateSchedule:
         if Weights(report.version, report.lineage) != member.target:
             return []
         if report.probe_limit > 0:  # otherwise the weights did not arrive
-            self.probe = {name: getattr(report, name) for name in PROBE_FIELDS}
+            self.measured |= {name: getattr(report, name) for name in PROBE_FIELDS}
         if not report.applied:
             if report.probe_limit > 0:
                 member.refused, member.reason = member.refused + 1, report.reason
             return self.fail(holder, now_s)
         self.updates += 1
+        self.measured |= {name: getattr(report, name) for name in UPDATE_FIELDS}
         member.refused = 0
         member.phase, member.version, member.failures, member.until_s = Phase.IDLE, report.version, 0, now_s
         return self._begin(holder, now_s)

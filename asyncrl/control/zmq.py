@@ -130,7 +130,7 @@ class ControlHub:
         return list(self._statuses)
 
     def counters(self) -> Mapping[str, float]:
-        """Counts since the start, and what the last probe measured."""
+        """Counts since the start, and what was measured of the last update and its probe."""
         return dict(self._counters)
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
@@ -393,6 +393,6 @@ class ControlHub:
             "senders_killed": self._killed,
             "senders_not_started": self._not_started,
             "messages_rejected": self._rejections.count,
-            **self._schedule.probe,
+            **self._schedule.measured,
         }
         self._hopeless = self._schedule.hopeless

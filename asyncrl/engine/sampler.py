@@ -2,40 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.clock import Clock
 from asyncrl.errors import ResultError
 from asyncrl.rewards.base import RewardInput, Scorer
 from asyncrl.types import Group, Prompt, Rollout
-
-
-@dataclass(slots=True)
-class _Busy:
-    """Seconds in which at least one group was being sampled."""
-
-    running: int = 0
-    busy_s: float = 0.0
-    _since_s: float = field(default_factory=time.monotonic)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        self.total_s()
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.total_s()
-            self.running -= 1
-
-    def total_s(self) -> float:
-        now_s = time.monotonic()
-        self.busy_s += (now_s - self._since_s) * (self.running > 0)
-        self._since_s = now_s
-        return self.busy_s
 
 
 class Sampler:
@@ -48,7 +23,7 @@ class Sampler:
         self._scorer = scorer
         self._decode = decode
         self._generator_id = generator_id
-        self.busy = _Busy()
+        self.clock = Clock()
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -58,7 +33,7 @@ class Sampler:
         Raises RewardError, EngineError, and ResultError for rollouts that cannot be trained on.
         """
         started_s, size = time.monotonic(), limits.rollouts
-        with self.busy.sampling():
+        with self.clock.group():
             rollouts = await self._sample(
                 prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)]
             )

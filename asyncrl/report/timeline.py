@@ -174,4 +174,4 @@ def trace_update(trace: TraceWriter, generator_id: str, report: UpdateReport) ->
     outcome = report.reason or "applied"
     details = {"outcome": outcome, "paused_s": report.paused_s, "probe_max": report.probe_max}
     now_at, name = time.time(), f"version {report.version}"
-    trace.slice(generator_id, WEIGHTS, name, now_at - report.transfer_s, now_at, **details)
+    trace.slice(generator_id, WEIGHTS, name, now_at - report.update_s, now_at, **details)

@@ -136,8 +136,9 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     if phases:
         seconds = {phase: archive.series(name) for phase, name in phases.items()}
         charts.append(areas("A step of the learner", seconds, y="s"))
-    if paused := _of_generators(archive, "paused_s"):
-        charts.append(lines("Generators paused for new weights", paused, x="minutes", y=y))
+    if stalled := _of_generators(archive, "stalled_s"):
+        title = "Generators stalled: paused for new weights, or waiting for them"
+        charts.append(lines(title, stalled, x="minutes", y=y))
     speed = {
         generator: by_minute(rows, "tokens_per_s", archive.began_at)
         for generator, rows in list(archive.generators.items())[:MOST_GENERATORS]

@@ -97,7 +97,7 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     record = f"  best {number(best[1])} at step {best[0]}" if best else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
     cut, masked = percent("completions/truncated_share"), percent("staleness/masked_share")
-    idle = f"gen {share(state.idle_generators)}  update {share(state.paused_generators)}"
+    idle = f"gen {share(state.idle_generators)}  stall {share(state.stalled_generators)}"
     compute = f"{of('perf/learner_tflops_per_s')} TFLOP/s"
     if gpu := state.fullest_gpu:
         compute = f"mfu {percent('perf/mfu')}  {data_size(gpu[0])} of {data_size(gpu[1])}"
@@ -107,7 +107,7 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
         ("mismatch", f"k3 {of('mismatch/k3', 2)}  ess {of('mismatch/ess', 2)}"),
-        ("weights", f"probe {of('weights/probe_max', 2)}"),
+        ("weights", f"probe {of('weights/probe_max', 2)}  {of('weights/transfer_gb_per_s', 2)} GB/s"),
     ]
     machinery = [
         ("staleness", f"{of('staleness/mean')}  max {of('staleness/max')}{bound}  masked {masked}"),

@@ -36,7 +36,7 @@ KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last valu
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 # (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
 UNITS = (
-    ("", r"(reward|hook|alarm)/.*|.*flops_per_s"),
+    ("", r"(reward|hook|alarm)/.*|.*(flops|gb)_per_s"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
     ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),

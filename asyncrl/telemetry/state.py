@@ -57,10 +57,11 @@ class DashboardState:
     history: History = field(default_factory=History)
     members: tuple[MemberStatus, ...] = ()
     samples: tuple[SampleRecord, ...] = ()
-    # Shares of the last minute in which generators had nothing to sample, and in which they were paused for
-    # new weights; means over generators.
+    # Shares of the last minute in which generators had nothing to sample, in which they were paused for new
+    # weights, and in which they were paused or could only wait for these; means over generators.
     idle_generators: float | None = None
     paused_generators: float | None = None
+    stalled_generators: float | None = None
     notes: tuple[Note, ...] = ()  # newest warnings and errors of all processes, the newest one last
     doing: Mapping[str, str] = field(default_factory=dict)  # newest info line of each process
 
@@ -233,6 +234,7 @@ class StateReader:
             samples=tuple(self._recent_samples),
             idle_generators=_mean_share(alive, "idle_s"),
             paused_generators=_mean_share(alive, "paused_s"),
+            stalled_generators=_mean_share(alive, "stalled_s"),
             notes=tuple(self._notes),
             doing=dict(self._note_reader.doing),
         )

@@ -20,9 +20,10 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
 # Transports that every receiver supports, the best one first.
 _EVERYWHERE = ("slot", "gloo", "disk")
 _LARGEST_MEASUREMENT = 1e9
-# Fields of a report about the probe, which are also metrics, and all that are measured.
+# Fields of a report, which are also metrics, on the probe and on an applied update; all that is measured.
 PROBE_FIELDS = ("probe_mean", "probe_max", "probe_limit", "floor_mean", "floor_max")
-MEASUREMENTS = (*PROBE_FIELDS, "paused_s", "transfer_s")
+UPDATE_FIELDS = ("paused_s", "transfer_gb_per_s")
+MEASUREMENTS = (*PROBE_FIELDS, *UPDATE_FIELDS, "update_s")
 
 
 def choose_transport(wanted: str, *, device: str, one_host: bool) -> str:
@@ -69,6 +70,7 @@ class UpdateOrder:
     history: str = str(INITIAL)
     # What it replaces: "weights" is the whole model.
     target: str = "weights"
+    size_bytes: int = 0
 
     @property
     def weights(self) -> Weights:
@@ -89,8 +91,11 @@ class UpdateReport:
     probe_limit: float = 0.0
     floor_mean: float = 0.0
     floor_max: float = 0.0
+    # How long the engine was paused, and how long all of it took, from the order to the verdict.
     paused_s: float = 0.0
-    transfer_s: float = 0.0
+    update_s: float = 0.0
+    # Bytes of the version by the time in which they were received, verified and loaded.
+    transfer_gb_per_s: float = 0.0
     # Lineage of the version: an earlier learner may have ordered the same number.
     lineage: int = 0
 

@@ -150,6 +150,7 @@ class Published:
             probe_logprobs=self.probe_logprobs,
             initial_logprobs=self.initial_logprobs,
             history=self.history,
+            size_bytes=self.layout.total_bytes,
         )
 
     def slot_details(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class SyntheticRun:
                 "reward/mean": reward, "reward/std": 0.31,
                 "completions/length_mean": 212.4 - step / 10, "completions/length_max": 512,
                 "completions/truncated_share": 0.031, "policy/entropy": 1.21, "policy/grad_norm": 0.314, "mismatch/k3": 0.00112,
-                "mismatch/ess": 0.983, "weights/probe_max": 0.0131, "staleness/mean": 1.31, "staleness/max": 4,
+                "mismatch/ess": 0.983, "weights/probe_max": 0.0131, "weights/transfer_gb_per_s": 1.27, "staleness/mean": 1.31, "staleness/max": 4,
                 "staleness/in_flight": 0.91, "staleness/in_queue": 0.4, "staleness/masked_share": 0.002,
                 "groups/rejected_zero_variance": 3,
                 "time/step": 5.12, "idle/learner": 0.12, "perf/learner_tokens_per_s": 1380.2, "perf/learner_tflops_per_s": 0.0213, "policy/loss": math.nan,
@@ -65,6 +65,7 @@ class SyntheticRun:
             "alive_s": alive_s,
             "idle_s": 0.4 * alive_s,
             "paused_s": 0.02 * alive_s,
+            "stalled_s": 0.03 * alive_s,
         }
 
     def sample(self, index: int) -> SampleRecord:

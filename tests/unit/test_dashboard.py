@@ -53,7 +53,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     for figure in [
         "quickstart", "training", "step 100/400", "25%", "v100", "12m0", "s left", "± 0.31", "held-out", "best", "at step 100",
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
-        "lrn 12%  gen 40%  update 2.0%", "k3 0.0011  ess 0.98", "probe 0.013", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
+        "lrn 12%  gen 40%  stall 3.0%", "k3 0.0011  ess 0.98", "probe 0.013  1.3 GB/s", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
         "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
         "eval/accuracy",
@@ -346,12 +346,15 @@ def test_idle_shares_are_those_of_the_last_minute_of_living_generators(tmp_path:
     idle_s = 0.0
     for tick in range(1, 101):
         idle_s += 5.0 if tick <= 80 else 1.0  # busy only lately
-        run.trackers["g0"].log({"alive_s": 5.0 * tick, "idle_s": idle_s, "paused_s": 0.0})
+        run.trackers["g0"].log(
+            {"alive_s": 5.0 * tick, "idle_s": idle_s, "paused_s": 0.0, "stalled_s": tick * 0.5}
+        )
         run.trackers["g1"].log({"alive_s": 5.0 * tick, "idle_s": 5.0 * tick, "paused_s": 0.0})
     run.step = 1
     write_status(tmp_path / "status.json", run.status())
     state = read_state(tmp_path)
     assert state.idle_generators == pytest.approx(0.2) and state.paused_generators == 0.0
+    assert state.stalled_generators == pytest.approx(0.1)
     run.trackers["g0"].log({"alive_s": 10.0, "idle_s": 9.0, "paused_s": 0.0})  # restarted
     assert read_state(tmp_path).idle_generators == pytest.approx(0.9)
 

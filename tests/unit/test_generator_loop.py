@@ -148,6 +148,7 @@ class World:
             probe_logprobs=tuple(float(value) for value in truth),
             initial_logprobs=tuple(float(value) for value in initial),
             history=str(history),
+            size_bytes=5_000_000,
         )
 
     async def until(self, condition: Callable[[], bool], wait_s: float = 5.0) -> None:
@@ -300,8 +301,14 @@ def test_synchronous_tickets_wait_for_their_version():
         await world.until(lambda: world.learner.audit().leased == 2)
         await asyncio.sleep(0.05)
         assert world.learner.audit().ready == 2  # leased, but not started with weights of version 0
+        stalled_s = world.control.beats[-1].metrics["stalled_s"]
         await world.control.orders.put(world.order(1))
         await world.until(lambda: world.learner.audit().ready == 4)
+        beats = len(world.control.beats)
+        await world.until(lambda: len(world.control.beats) > beats + 2)
+        first, last = (world.control.beats[at].metrics for at in (beats + 1, -1))
+        assert 0.04 < stalled_s <= last["stalled_s"] <= last["idle_s"] + last["paused_s"]
+        assert last["stalled_s"] == first["stalled_s"], "now there are no tickets, which is another cause"
 
     world.run(script)
     take = world.learner.take(Ledger(), 4, window=4)
@@ -321,6 +328,9 @@ def test_an_update_under_running_requests_is_reported_with_its_probe():
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert report.applied, report
         assert report.version == 1 and report.probe_max < 1e-5
+        assert 0 < report.paused_s <= report.update_s
+        # At most all of the update was spent on moving the version's 5 MB.
+        assert report.transfer_gb_per_s >= 5e-3 / report.update_s
         await world.until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)

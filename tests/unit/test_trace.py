@@ -194,10 +194,8 @@ def test_a_full_file_makes_room_and_a_torn_line_is_cut_off(tmp_path: Path) -> No
 
 def test_an_update_ends_when_it_is_reported(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "trace.json")
-    timeline.update(
-        "g1", UpdateReport(version=3, applied=True, paused_s=0.25, transfer_s=2.0, probe_max=0.01)
-    )
-    timeline.update("g1", UpdateReport(version=4, applied=False, reason="lost", transfer_s=0.0))
+    timeline.update("g1", UpdateReport(version=3, applied=True, paused_s=0.25, update_s=2.0, probe_max=0.01))
+    timeline.update("g1", UpdateReport(version=4, applied=False, reason="lost", update_s=0.0))
     timeline.checkpoint(3, 1.5)
     timeline.close()
     good, bad, saved = slices(tmp_path / "trace.json")

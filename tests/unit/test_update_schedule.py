@@ -39,7 +39,14 @@ def order(version, transport="gloo", history="0"):
 
 
 def applied(version):
-    return UpdateReport(version=version, applied=True, probe_max=0.25, probe_limit=0.5)
+    return UpdateReport(
+        version=version,
+        applied=True,
+        probe_max=0.25,
+        probe_limit=0.5,
+        transfer_gb_per_s=3.5,
+        paused_s=0.125,
+    )
 
 
 def failed(version):
@@ -97,7 +104,8 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
     assert schedule.reported("slow", applied(1), 2.0) == [Prepare("slow", "gloo")]
     run_one(schedule, "slow", 3, 2.0)
     assert schedule.members["slow"].version == 3
-    assert (schedule.updates, schedule.failed, schedule.probe["probe_max"]) == (5, 0, 0.25)
+    assert (schedule.updates, schedule.failed, schedule.measured["probe_max"]) == (5, 0, 0.25)
+    assert (schedule.measured["transfer_gb_per_s"], schedule.measured["paused_s"]) == (3.5, 0.125)
 
 
 def refused(version: int, difference: float = 0.12) -> UpdateReport:
@@ -119,7 +127,7 @@ def refuse(schedule: UpdateSchedule, holder: str, version: int, now_s: float, re
 def test_what_every_generator_refuses_again_and_again_is_hopeless():
     schedule = make()
     joined(schedule, "a", "b")
-    assert schedule.probe == {}, "no update was seen yet"
+    assert schedule.measured == {}, "no update was seen yet"
     schedule.announce(1, 0.0)
     for attempt in range(MOST_REFUSALS):
         assert schedule.hopeless is None
@@ -130,9 +138,9 @@ def test_what_every_generator_refuses_again_and_again_is_hopeless():
         assert schedule.hopeless is None, "the other one may take it"
         schedule.reported("b", refused(1), 100.0 * attempt)
     assert schedule.hopeless is not None and schedule.hopeless.endswith("the probe differs by 0.12")
-    assert schedule.probe["probe_max"] == 0.12
+    assert schedule.measured["probe_max"] == 0.12 and "paused_s" not in schedule.measured
     refuse(schedule, "b", 1, 5000.0, applied(1))
-    assert schedule.hopeless is None and (schedule.updates, schedule.probe["probe_max"]) == (1, 0.25)
+    assert schedule.hopeless is None and (schedule.updates, schedule.measured["probe_max"]) == (1, 0.25)
     schedule.remove("a")
     schedule.remove("b")
     assert schedule.hopeless is None, "there is nobody"
