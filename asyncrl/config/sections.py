@@ -267,7 +267,7 @@ class WeightsConfig(Part):
     """`slot`: generators of one host read the learner's memory. `auto` is slot on one host, else nccl between
     GPUs and gloo between CPUs."""
     deadline_s: Positive = 60.0
-    """Time limit of a transfer; after it the sender is killed and restarted."""
+    """Time limit of a transfer; after it the transfer is given up and tried again."""
     bucket_mib: PositiveInt = 64
     """Size of the buckets in which parameters are sent."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32

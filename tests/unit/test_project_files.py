@@ -93,3 +93,10 @@ def test_nothing_that_is_shipped_names_a_file_outside_the_repository(directory):
     for path in (ROOT / directory).rglob("*"):
         if path.suffix in {".py", ".yaml", ".yml", ".md", ".sh", ".ipynb"}:
             assert "../shared" not in path.read_text(encoding="utf-8"), path
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert len(set(listed)) == len(listed) and set(pages) <= set(listed)
