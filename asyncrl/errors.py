@@ -1,5 +1,8 @@
 """All exceptions that asyncrl raises. Messages say where, what was found, what is allowed, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AsyncRLError(Exception):
     """Base class of all errors. The command line prints their text without a traceback."""
@@ -91,3 +94,28 @@ class RunNotUp(RunError):
 
 class CheckpointsRefused(RunError):
     """Checkpoints were saved, but none can be loaded, and a run never begins again by itself."""
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raise the first error of a task group as itself, with the others as its notes, if all are ours.
+
+    A group with another exception, which is a fault in the code, is raised as it is.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        errors = _leaves(group)
+        if not all(isinstance(error, AsyncRLError) for error in errors):
+            raise
+    else:
+        return
+    for other in errors[1:]:
+        errors[0].add_note(f"at the same time, {type(other).__name__}: {other}")
+    raise errors[0] from errors[0].__cause__  # and not from the group
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -22,7 +22,7 @@ from asyncrl.control.base import GeneratorControl, Hello
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError
+from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError, ungrouped
 from asyncrl.heartbeats import Heartbeats
 from asyncrl.progress import begin
 from asyncrl.telemetry.base import Tracker
@@ -108,21 +108,13 @@ class Generator:
         )
 
     async def run(self, hello: Hello) -> None:
-        """Generate until the run is over."""
+        """Generate until the run is over. Raises EngineError, StoreError and ControlError."""
         self._id, self._holder = hello.generator_id, holder_name(hello.generator_id, hello.incarnation)
         await self.control.join(hello)
         begin("generate")
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                tasks.create_task(self._lease_forever())
-                tasks.create_task(self._renew_forever())
-                tasks.create_task(self._listen())
-                tasks.create_task(self._weights.run())
-                tasks.create_task(self._heartbeats.run(hello))
-                tasks.create_task(self._heartbeats.show_progress())
-        except* _RunIsOver:
-            log.info("the run is over")
+            with ungrouped():
+                await self._run_tasks(hello)
         finally:
             begin("leave")
             try:
@@ -134,6 +126,19 @@ class Generator:
                     "held tickets were not given back; they are free when their leases end: %s", error
                 )
             await self.control.leave()
+
+    async def _run_tasks(self, hello: Hello) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._lease_forever())
+                tasks.create_task(self._renew_forever())
+                tasks.create_task(self._listen())
+                tasks.create_task(self._weights.run())
+                tasks.create_task(self._heartbeats.run(hello))
+                tasks.create_task(self._heartbeats.show_progress())
+        except* _RunIsOver:
+            log.info("the run is over")
 
     async def _listen(self) -> None:
         await self._weights.listen()

@@ -21,7 +21,7 @@ from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import RewardError, StoreError, TransferError, WireError
+from asyncrl.errors import EngineError, RewardError, StoreError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.rewards.base import RewardInput, Score
@@ -691,6 +691,25 @@ def test_a_closed_run_ends_the_generator():
         await world.until(lambda: "leave" in world.control.events)
 
     world.run(script)
+
+
+@pytest.mark.parametrize("during", ["sampling", "an update"])
+def test_an_engine_that_dies_ends_the_generator_with_its_own_error(during):
+    world = World(token_s=0.02)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.engine.stats().running_requests > 0)
+        if during == "an update":
+            world.staging.arrived.clear()
+            await world.control.orders.put(world.order(1))
+        world.engine.kill()
+        world.staging.arrived.set()
+        await world.until(lambda: "leave" in world.control.events)
+
+    with pytest.raises(EngineError, match=r"the engine has died|the request was aborted"):
+        world.run(script)
+    audit = world.learner.audit()
+    assert (audit.leased, audit.missing) == (0, 0), "the tickets are given back all the same"
 
 
 def test_it_gets_on_only_while_its_engine_does(monkeypatch):

@@ -1,18 +1,36 @@
 """How a role process ends: what a restart would only repeat has a status of its own."""
 
+import asyncio
+
 import pytest
 
 from asyncrl import errors
 from asyncrl.launch import roles
 
 
-def status_after(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+async def in_tasks(*failures: Exception) -> None:
+    """Fail with all of them at the same time, in tasks of a group within a group."""
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async with asyncio.TaskGroup() as outer:
+        for error in failures[1:]:
+            outer.create_task(fail(error))
+        async with asyncio.TaskGroup() as inner:
+            inner.create_task(fail(failures[0]))
+
+
+def status_after(error: Exception, monkeypatch: pytest.MonkeyPatch, *, tasks: bool = False) -> int:
     monkeypatch.setattr(roles, "die_with_parent", lambda pid: None)
     monkeypatch.setattr(roles, "refuse_pickles_from_wires", lambda: None)  # it would last
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
 
     def role() -> None:
-        raise error
+        if not tasks:
+            raise error
+        with errors.ungrouped():
+            asyncio.run(in_tasks(error))
 
     with pytest.raises(SystemExit) as ended:
         roles.run_role(role)
@@ -44,3 +62,36 @@ def test_what_may_pass_is_restarted(error, monkeypatch):
 @pytest.mark.parametrize("error", [errors.EngineError, errors.CheckpointError])
 def test_what_is_likely_to_come_again_is_restarted_and_counted(error, monkeypatch):
     assert status_after(error("why"), monkeypatch) == roles.FAULT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.ControlRefused, roles.USER_ERROR),
+        (errors.StoreError, 1),
+        (errors.EngineError, roles.FAULT_FOUND),
+    ],
+)
+def test_an_error_of_a_task_ends_a_role_like_any_other(error, status, monkeypatch, caplog):
+    assert status_after(error("why"), monkeypatch, tasks=True) == status
+    assert "why" in caplog.text and "ExceptionGroup" not in caplog.text
+
+
+def test_of_several_errors_the_others_are_notes_and_causes_stay():
+    first, second = errors.EngineError("first"), errors.StoreError("second")
+    first.__cause__ = KeyError("cause")
+    with pytest.raises(errors.AsyncRLError) as raised, errors.ungrouped():
+        asyncio.run(in_tasks(first, second))
+    assert {str(raised.value)} | {note.rpartition(": ")[2] for note in raised.value.__notes__} == {
+        "first",
+        "second",
+    }
+    assert isinstance(first.__cause__, KeyError)
+
+
+def test_a_fault_among_the_errors_is_not_hidden():
+    with pytest.raises(ExceptionGroup) as raised, errors.ungrouped():
+        asyncio.run(in_tasks(ZeroDivisionError(), errors.StoreError("second")))
+    assert raised.value.subgroup(ZeroDivisionError) is not None
+    with errors.ungrouped():
+        asyncio.run(asyncio.sleep(0))
