@@ -66,10 +66,11 @@ def main() -> None:
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         rendezvous = rendezvous_of(config, os.environ)
-        limit_memory(choose_device(config.learner, rendezvous.local_rank), arguments.memory_share)
+        device = choose_device(config.learner, rendezvous.local_rank)
+        limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started them holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
-            train(config, directory, store, keys, data, rendezvous, logs, stop)
+            train(config, directory, store, keys, data, rendezvous, device, logs, stop)
 
     run_role(role)
 
@@ -81,6 +82,7 @@ def train(
     keys: RunKeys,
     data: DataFiles,
     rendezvous: Rendezvous,
+    device: torch.device,
     logs: LogContext,
     stop: threading.Event,
 ) -> None:
@@ -89,7 +91,6 @@ def train(
     hooks = Hooks.load(config.learner.hooks)
     with ExitStack() as stack:
         log.info("loading the model")
-        device = choose_device(config.learner, rendezvous.local_rank)
         recipe = recipe_of(config, rendezvous, device)
         trainer = DeepSpeedTrainer(
             config.model,

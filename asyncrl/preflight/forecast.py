@@ -21,6 +21,7 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
+    CONTEXT_BYTES,
     CUDA,
     DTYPE_BYTES,
     SLOTS,
@@ -33,6 +34,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     weights_bytes,
 )
 from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.weights.base import choose_transport
 from asyncrl.wire.group_frames import encode_group
 
 GIB = 1 << 30
@@ -40,6 +42,8 @@ GIB = 1 << 30
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 # Share of a memory above which a warning calls it tight, since the numbers are estimates.
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
+# The name of two lines.
+SENDERS = "senders"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
 
 
@@ -232,7 +236,12 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
 def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str, int]:
     reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
     critic = _needs(config, "values_T")
-    return rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
+    parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
+    weights, one_host = config.weights, config.control.bind is None
+    if on_gpu and choose_transport(weights.transport, device="cuda", one_host=one_host) == "nccl":
+        # Each is a process with two buckets.
+        parts[SENDERS] = (config.generator.count or 1) * (CONTEXT_BYTES + 2 * (weights.bucket_mib << 20))
+    return parts
 
 
 def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
@@ -245,10 +254,12 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
         "optimizer": f"AdamW: parameters x 8{master}{sharded}",
         "activations": "tokens_per_microbatch x what layers keep for backward, and the logits of one chunk",
+        "buffers": "DeepSpeed's buckets of gradients, in ZeRO 3 also gathered weights, beyond activations",
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
+        SENDERS: "a process for each generator (1 GiB and two buckets); on the first rank only",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])
@@ -301,7 +312,8 @@ def _gpu_lines(
         used, who = 0, []
         for number, seat in enumerate(placement.ranks):
             if index in seat.gpus:
-                used += sum(rank.values()) - (rank.get(SLOTS, 0) if number else 0)
+                used += sum(rank.values())
+                used -= rank.get(SLOTS, 0) + rank.get(SENDERS, 0) if number else 0
                 used += int(MARGIN * size_bytes) if seat.is_shared else 0
                 who.append(f"a rank and {MARGIN:.0%} to spare" if seat.is_shared else "a rank")
         for seat in placement.generators:

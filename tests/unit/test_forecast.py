@@ -306,3 +306,60 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     monkeypatch.setattr(plans, "this_machine", lambda device: CPU)
     monkeypatch.setattr(plans, "read_shape", lambda model: pytest.fail("no model is read without a GPU"))
     plans.require_fit(config, generators=True)
+
+
+LLAMA_8B = ModelShape(
+    parameters=8_030_261_248,
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    query=4096,
+    kv=1024,
+    vocabulary=128256,
+)
+
+
+def test_a_rank_of_8b_under_zero_3_by_hand():
+    learner = {"ranks": 6, "zero_stage": 3, "gradient_checkpointing": True, "tokens_per_microbatch": 16384}
+    plan = planned(config_of(model={"dtype": "bfloat16"}, learner=learner), LLAMA_8B, GPU)
+    n = LLAMA_8B.parameters
+    sharded = (2 + 6 + 12) * n / 6  # weights, gradients, optimizer
+    norm = 4096 * (4 + 2 * 2)
+    layer = 2 * norm + 2 * (3 * 4096 + 2 * 1024 + 4 * 14336) + 64
+    activations = 16384 * (32 * 2 * 4096 + layer + norm) + 1024 * 128256 * 3 * 4
+    buffers = 2 * (500_000_000 + 1_000_000_000)  # a bucket of gradients, gathered weights
+    published = 2 * 2 * n
+    assert plan["buffers"] == buffers and plan["activations"] == activations
+    assert plan["one rank"] == pytest.approx(sharded + activations + buffers + published + GIB, abs=10)
+    assert plan["GPU 1"] == plan["one rank"] - published
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ranks", "per_parameter"),
+    [("bfloat16", 2, 2, 2), ("float32", 1, 2, 4), ("float32", 2, 1, 4), ("float32", 3, 2, 8), ("bfloat16", 3, 2, 4), ("float32", 3, 1, 4)],
+)  # fmt: skip
+def test_buckets_of_a_model_that_is_smaller_than_one(dtype, stage, ranks, per_parameter):
+    plan = planned(config_of(model={"dtype": dtype}, learner={"ranks": ranks, "zero_stage": stage}))
+    assert plan["buffers"] == per_parameter * STORIES.parameters
+
+
+def test_a_bucket_that_is_made_after_the_backward_pass_takes_the_place_of_activations():
+    few = {"tokens_per_microbatch": 20, "logprob_chunk_tokens": 1}
+    fits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
+    plan = planned(config_of(model={"dtype": "bfloat16"}, learner=few, sampling=fits))
+    assert plan["buffers"] + plan["activations"] == 6 * STORIES.parameters
+    assert planned(config_of(model={"dtype": "bfloat16"}))["buffers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "bind", "count"),
+    [({}, "tcp://10.0.0.1:5555", 6), ({"transport": "nccl"}, None, 6), ({}, None, 0)],
+)
+def test_senders_are_processes_on_the_first_ranks_gpu(weights, bind, count):
+    config = config_of(
+        model={"dtype": "bfloat16"}, weights=weights, control={"bind": bind}, generator={"count": 6},
+        learner={"ranks": 2},
+    )  # fmt: skip
+    plan = planned(config, machine=GPU)
+    senders = count * (GIB + 2 * (64 << 20))
+    assert plan["GPU 0"] - plan["GPU 1"] == plan["published versions"] + senders

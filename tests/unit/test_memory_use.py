@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
@@ -10,7 +11,13 @@ from asyncrl.launch import generator_process
 from asyncrl.launch.machine import Machine
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.deepspeed.attention import SEGMENTS
-from asyncrl.trainer.deepspeed.memory_use import ModelShape, activations_bytes, kept_bytes_per_token
+from asyncrl.trainer.deepspeed.memory_use import (
+    BUCKET_NUMBERS,
+    GATHERED_WEIGHTS,
+    ModelShape,
+    activations_bytes,
+    kept_bytes_per_token,
+)
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 from tests.support.task_config import config_of
 
@@ -123,3 +130,12 @@ def test_an_engine_that_shares_its_gpu_is_told_its_cache_and_does_not_measure(mo
     assert engine_args(
         config.model, on_cpu, config.sampling, config.weights, device="cpu"
     )["kv_cache_memory_bytes"] == GIB  # fmt: skip
+
+
+def test_deepspeed_gets_the_sizes_of_buffers_that_plan_counts():
+    for numbers in (12, BUCKET_NUMBERS + 1):
+        module = torch.nn.Linear(numbers, 1, bias=False, device="meta")
+        settings = engine_settings.engine_settings(module, dtype="bfloat16", stage=3)["zero_optimization"]
+        zero = DeepSpeedZeroConfig(**settings)
+        assert zero.reduce_bucket_size == min(numbers, BUCKET_NUMBERS)
+        assert zero.max_live_parameters == zero.max_reuse_distance == GATHERED_WEIGHTS

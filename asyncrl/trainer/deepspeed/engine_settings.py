@@ -6,10 +6,11 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES
+from asyncrl.trainer.deepspeed.memory_use import BUCKET_NUMBERS, CONTEXT_BYTES, GATHERED_WEIGHTS
 
 # Steps between DeepSpeed's own progress lines: it prints none.
 NEVER = 1 << 62
@@ -48,13 +49,21 @@ def join_deepspeed(local_rank: int) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def engine_settings(*, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
+def engine_settings(module: nn.Module, *, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a sharded model, without an optimizer, whose state may be offloaded."""
+    numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+    zero: dict[str, Any] = {
+        "stage": stage,
+        # The whole of it is allocated.
+        "reduce_bucket_size": min(numbers, BUCKET_NUMBERS),
+        "stage3_max_live_parameters": GATHERED_WEIGHTS,
+        "stage3_max_reuse_distance": GATHERED_WEIGHTS,
+    }
     return {
         # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": NEVER,
-        "zero_optimization": {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+        "zero_optimization": zero | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
         "bf16": {"enabled": dtype == "bfloat16"},
     }

@@ -13,6 +13,8 @@ from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
+# DeepSpeed reduces gradients in buckets of this many numbers, and in ZeRO 3 has this many gathered weights.
+BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
 # Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
 # Names of two parts of `rank_bytes`.
@@ -92,11 +94,27 @@ def rank_bytes(
     found = {"learner weights": parts["weights"]}
     found |= {name: parts[name] for name in ("gradients", "optimizer")}
     found["activations"] = activations_bytes(shape, model, learner)
+    found["buffers"] = buffers_bytes(shape, model, learner)
     if reference:
         found["reference"] = parts["weights"]
     if critic:
         found["critic"] = sum(parts.values())
     return found | ({SLOTS: slots_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
+
+
+def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
+    """What DeepSpeed adds: a bucket of gradients, and in ZeRO 3 the weights that are gathered at a time.
+
+    Without ZeRO, and in ZeRO 1 with bfloat16, a bucket is a copy in float32 with one in bfloat16. It is made
+    after the last backward pass, when the activations are gone.
+    """
+    size, stage = DTYPE_BYTES[model.dtype], zero_stage(learner.zero_stage, model.dtype)
+    bucket = min(shape.parameters, BUCKET_NUMBERS)
+    if stage == 0 or (stage == 1 and model.dtype == "bfloat16"):
+        copies = FP32 + (size if size < FP32 else 0)
+        return max(0, bucket * copies - activations_bytes(shape, model, learner))
+    gathered = min(shape.parameters, GATHERED_WEIGHTS) if stage == 3 and learner.ranks > 1 else 0
+    return (bucket + gathered) * size
 
 
 def torch_bytes(parts: dict[str, int], *, rank: int) -> int:

@@ -24,7 +24,7 @@ class Reference:
         """`policy` must be a separate copy of the model; it is frozen."""
         self._policy = policy.requires_grad_(False)
         # Below stage 3 every rank has all weights, and no engine is needed.
-        settings = engine_settings(dtype=dtype, stage=stage)
+        settings = engine_settings(policy, dtype=dtype, stage=stage)
         self.module: Any = deepspeed.initialize(model=policy, config=settings)[0] if stage == 3 else policy
         self._updates = 0
 

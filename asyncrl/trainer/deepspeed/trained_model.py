@@ -49,7 +49,7 @@ class TrainedModel:
         """`total_steps` is the number of optimizer steps of the whole run: its rate may fall until then."""
         self._ranks, self._stage = ranks, stage
         self._numbers: dict[str, Any] = optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
-        settings = engine_settings(dtype=dtype, stage=stage, offload=offload) | {
+        settings = engine_settings(module, dtype=dtype, stage=stage, offload=offload) | {
             "data_types": {"grad_accum_dtype": "fp32"},
             "gradient_clipping": optimizer.max_grad_norm,
             # "torch_adam" needs no compiled op; "fused" has no temporaries of the size of the moments.
