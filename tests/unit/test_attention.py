@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
@@ -87,6 +88,18 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Dispatches(TorchDispatchMode):
+    """Counts operators but for views, which start no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default)
+        return func(*args, **(kwargs or {}))
+
+
 def columns(*, kv_heads: int, head: int = 8, device: torch.device = CPU) -> list[Tensor]:
     """Queries, keys, values [1, H, N, D], strided as a model's projections are."""
     torch.manual_seed(0)
@@ -133,9 +146,9 @@ def test_shapes_and_gradients_flow_through_the_real_operators_on_the_meta_device
         assert (column.grad.shape, column.grad.dtype) == (column.shape, dtype)
 
 
-def test_a_whole_policy_has_the_same_values_and_gradients(tmp_path: Path) -> None:
+def samples_of(*lengths: int) -> list[TrainSample]:
     rng = np.random.default_rng(0)
-    samples = [
+    return [
         TrainSample(
             prompt_ids=rng.integers(2, 40, 3, dtype=np.int32),
             response_ids=rng.integers(2, 40, length, dtype=np.int32),
@@ -144,9 +157,30 @@ def test_a_whole_policy_has_the_same_values_and_gradients(tmp_path: Path) -> Non
             advantages=np.ones(length, np.float32),
             lag=np.zeros(length, np.int64),
         )
-        for length in (4, 1, 9)
+        for length in lengths
     ]
-    batch = microbatch(samples, CPU)
+
+
+def test_many_sequences_cost_no_more_dispatches_than_few() -> None:
+    """24 layers of small widths, without numbers: the host starts the kernels of a micro-batch one by one."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=24, vocab_size=40, **sizes)
+    with META:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=VARLEN
+        ).train()
+    found = []
+    for sequences in (4, 110):
+        batch = microbatch(samples_of(*[2] * sequences), META)
+        with Dispatches() as dispatches:
+            run(PolicyModule(model), batch, batch.target_T, 1.0, 1024, False)[0].sum().backward()
+        model.zero_grad()
+        found.append(dispatches.count)
+    assert found[0] == found[1] <= 3000
+
+
+def test_a_whole_policy_has_the_same_values_and_gradients(tmp_path: Path) -> None:
+    batch = microbatch(samples_of(4, 1, 9), CPU)
     model = load_model(ModelConfig(path=str(tiny_qwen2(tmp_path / "model")), dtype="float32"), CPU)
     policy, results = PolicyModule(model), []
     for name in (SEGMENTS, VARLEN):

@@ -78,7 +78,7 @@ def varlen_attention(
     _refuse(module, _unsupported(kwargs))
     left = -1 if sliding_window is None else sliding_window - 1  # tokens before the query's own
     query_NHD, key_NHD, value_NHD = (
-        column_1HND[0].transpose(0, 1) for column_1HND in (query_1HND, key_1HND, value_1HND)
+        column_1HND.squeeze(0).transpose(0, 1) for column_1HND in (query_1HND, key_1HND, value_1HND)
     )
     output_NHD: Any = varlen_attn(
         query_NHD,
