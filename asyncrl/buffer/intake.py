@@ -99,7 +99,7 @@ class Intake:
                 continue
             if time.monotonic() >= until_s:
                 self._stall.check(lambda: self.recover(version))
-                # Again, because the store may have lost it; then each would wait for the other.
+                # Announced again, because generators get no ticket from a store that has lost the limit.
                 self.open(version)
                 return None
             time.sleep(0.005)
