@@ -5,6 +5,7 @@ proves that the run's learner wrote it, but the learner's user need not own this
 that would run here, and each variable that processes would inherit, must be allowed by name.
 """
 
+import json
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ class Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config
-    text: str  # the argument of `--allow`: a Python file, a module, `model:PATH` or `variable:NAME`
+    # The argument of `--allow`: a Python file, a module, `model:PATH`, `vllm:NAME=VALUE` or `variable:NAME`.
+    text: str
 
 
 def wishes(config: Config) -> Iterator[Wish]:
@@ -29,6 +31,9 @@ def wishes(config: Config) -> Iterator[Wish]:
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])
     if config.model.trust_remote_code:
         yield Wish("model.trust_remote_code", f"model:{config.model.path}")
+    # Some arguments of vLLM name code or files, such as `scheduler_cls`; its next release may have others.
+    for name, value in config.generator.vllm.items():
+        yield Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
     for name in config.run.environment:
         yield Wish("run.environment", f"variable:{name}")
 

@@ -89,6 +89,7 @@ ATTACKS = {
     "evil.py": {"reward": {"functions": [{"function": "evil.py:f"}]}},
     "evil": {"algorithm": {"advantage": {"name": "evil:f"}}},
     "model:no-such-model": {"model": {"trust_remote_code": True}},
+    'vllm:scheduler_cls="evil.Scheduler"': {"generator": {"vllm": {"scheduler_cls": "evil.Scheduler"}}},
     "variable:AWS_*": {"run": {"environment": ["AWS_*"]}},
 }
 
