@@ -24,7 +24,9 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.lineage import Weights
 from asyncrl.preflight.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from asyncrl.weights.base import UpdateOrder
+from asyncrl.weights.slots import Slot
 from bench.environment import add_options, describe, engine_package, report
+from bench.stall import version_of
 
 
 def load_of(arguments):
@@ -57,15 +59,20 @@ async def ours(arguments):
 
 async def stalls(engine, arguments):
     sampling = asyncio.create_task(sampled_per_s(engine, load_of(arguments), arguments.prompts))
+    layout, buffer = version_of(arguments.model, arguments.dtype)
+    slot = Slot.create(layout.total_bytes)
+    slot.buffer.copy_(buffer)
+    slot.complete(1)
+    details = {"slot": slot.describe(), "layout": layout.to_plain(), "checksums": [0] * len(layout.specs)}
     found = []
     for version in range(1, 6):
         await asyncio.sleep(0.3)
         before_s = engine.stats().paused_s
         order = UpdateOrder(
             version=version,
-            transport="disk",
+            transport="slot",
             deadline_s=60.0,
-            details={"directory": str(Path(arguments.model).resolve()), "names": [], "checksums": []},
+            details=details,
             probe_ids=(),
             probe_logprobs=(),
             initial_logprobs=(),

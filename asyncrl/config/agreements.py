@@ -52,11 +52,12 @@ def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
 
 
 def _a_slot_is_on_this_host(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
-    if weights.transport == "slot" and control.bind is not None:
+    if weights.transport in ("slot", "disk") and control.bind is not None:
         text = (
-            f"weights.transport is slot, but control.bind is {control.bind}, for generators of other hosts, "
+            f"weights.transport is {weights.transport}, but control.bind is {control.bind}, for generators "
+            "of other hosts, which cannot read this host's memory and files; leave the transport auto, or "
+            "drop control.bind"
         )
-        text += "which cannot read this host's memory; leave the transport auto, or drop control.bind"
         yield Mistake(("weights.transport", "control.bind"), text)
 
 

@@ -1,8 +1,8 @@
-"""The sender of a generator on the learner's host: it names the slot, and the generator reads it there.
+"""The sender of one generator: it names the slot, and the generator reads it there.
 
 There is no process, no connection and no copy. `prepare` pins the newest version, the order says where it is,
-and the next `prepare`, a passed deadline or the generator's death unpins it. Only files (transport `disk`)
-are written by a sender process, which lives as long as they are needed.
+and the next `prepare`, a passed deadline or the generator's death unpins it. Only Gloo and NCCL have a sender
+process, which lives as long as it is needed.
 """
 
 import os
@@ -11,20 +11,26 @@ from collections.abc import Callable
 from asyncrl.weights.base import Failed, Sender, Sent, UpdateOrder
 from asyncrl.weights.slots import Published
 
+# Transports that read a slot, in memory or in a file.
+IN_SLOTS = ("slot", "disk")
+
 
 class HostSender:
-    """Implements `weights.base.Sender`. `take` pins a published version in its slot, `give_back` unpins
-    it."""
+    """Implements `weights.base.Sender`.
+
+    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it.
+    """
 
     def __init__(
         self,
         *,
-        take: Callable[[], Published | None],
+        take: Callable[[str, int], Published | int],
         give_back: Callable[[Published], None],
         start_process: Callable[[], Sender],
     ) -> None:
         self._take, self._give_back, self._start_process = take, give_back, start_process
         self._held: Published | None = None
+        self._wanted = -1
         self._process: Sender | None = None
         self._replies: list[UpdateOrder | Sent | Failed] = []
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while there are replies
@@ -38,19 +44,21 @@ class HostSender:
         return self._process.fileno() if self._process else self._woken
 
     def prepare(self, transport: str) -> bool:
-        if transport == "slot":
-            self.restart()  # what an earlier update used
-            self._held = self._take()
-            if self._held is None:
-                return False
-            self._reply(self._held.order("slot", self._held.slot_details()))
-            return True
         try:
-            self._process = self._process or self._start_process()
+            if transport not in IN_SLOTS:
+                self._process = self._process or self._start_process()
+                return self._process.prepare(transport)
+            self.restart()  # what an earlier update used
+            found = self._take(transport, self._wanted)
         except OSError as error:
-            self._reply(Failed(reason=f"no process that writes files can be started: {error}"))
+            self._reply(Failed(reason=f"weights over {transport} cannot be prepared: {error}"))
             return True
-        return self._process.prepare(transport)
+        if isinstance(found, int):
+            self._wanted = found
+            return False
+        self._held, self._wanted = found, -1
+        self._reply(found.order(transport, found.slot_details()))
+        return True
 
     def transfer(self) -> None:
         """The generator reads by itself."""

@@ -2,13 +2,13 @@
 
     training loop       publish: copy the parameters into a slot, on the device where they are
     publisher's thread  the slot's checksums; then the version is the newest and is announced
+    another thread      copies of the newest version, in host memory or in a file, if a transport needs them
     control plane       open_sender, and the bookkeeping of readers
 
 The lock is held for bookkeeping only, never during a copy or a transfer.
 """
 
 import itertools
-import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
@@ -26,6 +26,9 @@ from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.sender_process import ForkServer, SenderProcess
 from asyncrl.weights.slots import Published, Slot, Slots
 from asyncrl.weights.transports import SenderSetup
+
+# For a copy under way when the run ends; a disk that hangs longer is left to the end of the process.
+_COPY_S = 10.0
 
 
 class SlotPublisher:
@@ -54,8 +57,6 @@ class SlotPublisher:
         interface: str | None = None,
         history: History = INITIAL,
     ) -> None:
-        # An earlier learner may have left other weights under the same version numbers, in files that cannot
-        # be removed while a process on another host has them open. So versions get a new directory.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         self._setup = SenderSetup(
@@ -64,7 +65,6 @@ class SlotPublisher:
             deadline_s=deadline_s,
             rendezvous_directory=str(directory / "rendezvous"),
             interface=interface,
-            version_directory=str(directory / f"versions-{secrets.token_hex(4)}"),
         )
         self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
@@ -73,16 +73,20 @@ class SlotPublisher:
         self._directory = directory
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes, device)
-        self._newest: Published | None = None
-        # For generators elsewhere and for files, from a GPU; on a CPU they read the same slots.
-        self._host_slots = self._slots if device == "cpu" else Slots(layout.total_bytes)
-        self._on_host: Published | None = None
+        on_host = self._slots if device == "cpu" else Slots(layout.total_bytes)
+        self._places = {
+            "slot": self._slots,
+            "nccl": self._slots,
+            "gloo": on_host,
+            "disk": Slots(layout.total_bytes, directory=directory / "versions"),
+        }
         self._stamps = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, "publish")
         self._published: Future[int] = Future()
         self._published.set_result(-1)
-        self._copying: Future[None] | None = None
-        # On one host it is needed for files only, so it is started with the first of them.
+        self._copying: threading.Thread | None = None
+        self._not_copied: OSError | None = None
+        # On one host it is started when a transport needs it.
         self._fork_server = None if self.one_host else ForkServer()
         self._senders: list[HostSender | SenderProcess] = []
 
@@ -96,11 +100,8 @@ class SlotPublisher:
         """Raises TransferError if `tensors` are not those of the layout."""
         self._published.result()  # its slot could be taken; the checksums of a version take milliseconds
         with self._lock:
-            slot = self._slots.writable(self._newest.slot if self._newest else None)
-            if self._newest and slot is self._newest.slot:
-                self._newest = None  # until the slot holds a whole version again
-            slot.begin()
-        self._copy(slot, tensors)
+            slot = self._slots.begin()
+        self._fill(slot, tensors)
         copied = None
         if slot.buffer.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -129,12 +130,15 @@ class SlotPublisher:
         if self._fork_server:
             self._fork_server.close()
         self._thread.shutdown()
-        self._slots.close()
-        if self._host_slots is not self._slots:
-            self._host_slots.close()
+        if self._copying:
+            self._copying.join(_COPY_S)
+            if self._copying.is_alive():  # it needs the slots until this process ends
+                return
+        for slots in set(self._places.values()):
+            slots.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _copy(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _fill(self, slot: Slot, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         copied: set[int] = set()
         for name, tensor in tensors:
             index = self._index.get(name)
@@ -169,45 +173,49 @@ class SlotPublisher:
             deadline_s=self._setup.deadline_s,
         )
         with self._lock:
-            slot.complete(published.stamp)
-            self._newest = published
+            self._slots.complete(published)
         return version
 
-    def _take(self) -> Published | None:
-        """Pin the newest version; None if there is none at this moment."""
-        with self._lock:
-            return self._newest.pin() if self._newest else None
+    def _take(self, transport: str, wanted: int) -> Published | int:
+        """Pin version `wanted` or a newer one for a transport; if it is being copied, return what to ask for.
 
-    def _take_for(self, transport: str) -> Published | None:
-        """Pin the newest version, in host memory but for NCCL; None while the thread copies it from the
-        GPU."""
-        if transport == "nccl" or self._host_slots is self._slots:
-            return self._take()
+        A `wanted` of -1 stands for the newest version. A copy may be older than that when it is ready, but
+        not older than what was the newest when it was asked for first. Raises OSError if the version could
+        not be copied; the next call tries again.
+        """
+        place = self._places[transport]
         with self._lock:
-            newest, on_host = self._newest, self._on_host
-            if newest is None:
-                return None
-            if on_host and on_host.version == newest.version:
-                return on_host.pin()
-            if self._copying is None or self._copying.done():
-                self._copying = self._thread.submit(self._copy_to_host, newest.pin())
-            return None
+            if (newest := self._slots.newest) is None:
+                return wanted
+            wanted = newest.version if wanted < 0 else wanted
+            if place.newest and place.newest.version >= wanted:
+                return place.newest.pin()
+            if self._not_copied:
+                error, self._not_copied = self._not_copied, None
+                raise error
+            if self._copying is None or not self._copying.is_alive():
+                # A daemon: a disk that hangs must not keep this process from ending.
+                self._copying = threading.Thread(target=self._copy, args=(newest.pin(), place), daemon=True)
+                self._copying.start()
+            return wanted
 
-    def _copy_to_host(self, newest: Published) -> None:
-        """Copy a version from the GPU for other hosts and for files; runs in the publisher's thread."""
-        with self._lock:
-            slot = self._host_slots.writable(self._on_host.slot if self._on_host else None)
-            if self._on_host and slot is self._on_host.slot:
-                self._on_host = None
-            slot.begin()
-        slot.buffer.copy_(newest.slot.buffer)
-        on_host = replace(
-            newest, slot=slot, stamp=next(self._stamps), checksums=checksums(slot.buffer, self._layout)
-        )
+    def _copy(self, newest: Published, place: Slots) -> None:
+        """Copy a version to another place, in a thread of its own."""
+        try:
+            with self._lock:
+                slot = place.begin()
+            slot.reserve()
+            slot.buffer.copy_(newest.slot.buffer)
+        except OSError as error:
+            with self._lock:
+                newest.unpin()
+                self._not_copied = error
+            return
+        sums = checksums(slot.buffer, self._layout) if newest.slot.buffer.is_cuda else newest.checksums
+        copy = replace(newest, slot=slot, stamp=next(self._stamps), checksums=sums)
         with self._lock:
             if newest.unpin():  # otherwise the next version was written over it during the copy
-                slot.complete(on_host.stamp)
-                self._on_host = on_host
+                place.complete(copy)
 
     def _give_back(self, published: Published) -> None:
         with self._lock:
@@ -217,4 +225,4 @@ class SlotPublisher:
         """Raises OSError."""
         self._fork_server = self._fork_server or ForkServer()
         setup = replace(self._setup, workers=workers)
-        return SenderProcess(setup, self._fork_server, take=self._take_for, give_back=self._give_back)
+        return SenderProcess(setup, self._fork_server, take=self._take, give_back=self._give_back)

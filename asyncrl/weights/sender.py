@@ -8,7 +8,7 @@ A sender owns the transfer group, so a failure in the group can end the sender b
 messages on its channel are framed as in `asyncrl.workers`:
 
     learner -> sender   {setup}                                              once
-                        {op: prepare, job, version, transport, slot, checksums}
+                        {op: prepare, job, transport, slot, checksums}
                         {op: transfer, job}
     sender -> learner   {op: forked, job: null} with a pidfd, by which it can be killed         once
                         {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
@@ -32,7 +32,7 @@ from asyncrl.processes import die_with_parent
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import open_slot
-from asyncrl.weights.transports import DiskTransport, GlooTransport, Job, SenderSetup, Transport
+from asyncrl.weights.transports import GlooTransport, Job, SenderSetup, Transport
 from asyncrl.workers import pack, receive
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Sender:
             self._transports[name] = _make_transport(name, self._setup)
         self._transport = self._transports[name]
         checksums = tuple(command["checksums"])
-        self._job = Job(version=command["version"], buffer=slot.buffer, checksums=checksums)
+        self._job = Job(buffer=slot.buffer, checksums=checksums)
         return {"op": "prepared", "details": self._transport.prepare(self._job)}
 
     def _transfer(self) -> dict[str, Any]:
@@ -83,13 +83,11 @@ def _make_transport(name: str, setup: SenderSetup) -> Transport:
     """Raises TransferError for an unknown name. GPU transports are imported only where they are used."""
     if name == "gloo":
         return GlooTransport(setup)
-    if name == "disk":
-        return DiskTransport(setup)
     if name == "nccl":
         from asyncrl.weights.nccl import NcclTransport
 
         return NcclTransport(setup)
-    raise TransferError(f"transport {name!r} needs no sender; senders know gloo, nccl and disk")
+    raise TransferError(f"transport {name!r} needs no sender; senders know gloo and nccl")
 
 
 def _fork_each(requests: socket.socket) -> socket.socket | None:

@@ -67,19 +67,21 @@ class ForkServer:
 
 
 class SenderProcess:
-    """Implements `weights.base.Sender`. `take` pins a published version in its slot, `give_back` frees it."""
+    """Implements `weights.base.Sender`. `take` pins a version, as `SlotPublisher._take` says; `give_back`
+    unpins it."""
 
     def __init__(
         self,
         setup: SenderSetup,
         forks: ForkServer,
         *,
-        take: Callable[[str], Published | None],
+        take: Callable[[str, int], Published | int],
         give_back: Callable[[Published], None],
     ) -> None:
         self._setup, self._forks = setup, forks
         self._take, self._give_back = take, give_back
         self._held: Published | None = None
+        self._wanted = -1
         self._transport = ""
         self._job = 0
         # A pidfd; None until the sender has been forked.
@@ -92,15 +94,16 @@ class SenderProcess:
 
     def prepare(self, transport: str) -> bool:
         self._release()
-        self._held = self._take(transport)
-        if self._held is None:
+        found = self._take(transport, self._wanted)
+        if isinstance(found, int):
+            self._wanted = found
             return False
+        self._held, self._wanted = found, -1
         self._job += 1
         self._transport = transport
         self._say(
             op="prepare",
             job=self._job,
-            version=self._held.version,
             transport=transport,
             slot=self._held.slot.describe(),
             checksums=self._held.checksums,

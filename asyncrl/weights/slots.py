@@ -1,21 +1,22 @@
-"""Slots: the learner's memory for whole versions of the weights. Generators of its host load from them.
+"""Slots: the learner's memory or files for whole versions of the weights. Generators of its host load them.
 
-    learner    slot = slots.writable(newest); slot.begin(); write slot.buffer; slot.complete(publication)
+    learner    slot = slots.begin(); write slot.buffer; slots.complete(published)
     generator  slot = open_slot(described, size); load slot.buffer; slot.require_unchanged()
 
-A slot is in host memory, as an anonymous file that ends with its last process, or on the learner's GPU, which
-other processes map through one CUDA IPC handle. Either has a stamp in an anonymous file: the number of the
-publication that it holds, or 0 while it is written. A reader that still finds its stamp after it has loaded
-has loaded one whole version, however slow it was.
+A slot is in host memory, as an anonymous file that ends with its last process; in a file of a directory; or
+on the learner's GPU, which other processes map through one CUDA IPC handle. Each has a stamp in its file: the
+number of the publication that it holds, or 0 while it is written. A reader that still finds its stamp after
+it has loaded has loaded one whole version, however slow it was.
 """
 
 import contextlib
 import mmap
 import os
-import re
+import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -26,7 +27,6 @@ from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout
 
 _STAMP = struct.Struct("<Q")
-_FILE = re.compile(r"/proc/(\d+)/fd/\d+")
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
 # Two hold one version while the next is written; a GPU has no room for one slot per slow reader.
 _MOST_ON_A_GPU = 2
@@ -43,22 +43,33 @@ class Slot:
     stamp: int = 0
     readers: int = 0
     _file: int = -1
+    # Where other processes of this host open the file.
+    _path: str = ""
     _stamp_at: int = 0
     _exported: list[Any] | None = None
 
     @classmethod
-    def create(cls, size_bytes: int, device: str = "cpu") -> Self:
-        """Allocate a slot of zeros on "cpu" or "cuda"."""
-        file = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+    def create(cls, size_bytes: int, device: str = "cpu", directory: Path | None = None) -> Self:
+        """Allocate a slot of zeros on "cpu" or "cuda", or in a new file of `directory`. Raises OSError."""
+        if directory is None:
+            file = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            directory.mkdir(parents=True, mode=0o700, exist_ok=True)
+            path = str(directory.absolute() / secrets.token_hex(8))
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if device == "cpu":
             os.ftruncate(file, size_bytes + _STAMP.size)
             memory = mmap.mmap(file, size_bytes + _STAMP.size)
-            return cls(
-                torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes], _file=file, _stamp_at=size_bytes
-            )
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+            return cls(buffer, _file=file, _path=path, _stamp_at=size_bytes)
         os.ftruncate(file, _STAMP.size)
         buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-        return cls(buffer, _file=file, _exported=_export(buffer))
+        return cls(buffer, _file=file, _path=path, _exported=_export(buffer))
+
+    def reserve(self) -> None:
+        """Raise OSError if there is no room for a slot on the host: a write to mapped memory could not."""
+        os.posix_fallocate(self._file, 0, self._stamp_at + _STAMP.size)
 
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
@@ -71,8 +82,7 @@ class Slot:
 
     def describe(self) -> dict[str, Any]:
         """Plain values with which `open_slot` finds the slot and what it holds now."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"path": path, "stamp": self.stamp, "exported": self._exported}
+        return {"path": self._path, "stamp": self.stamp, "exported": self._exported}
 
     def close(self) -> None:
         """Release this process's share; processes that have the slot open keep theirs."""
@@ -84,26 +94,39 @@ class Slot:
 
 
 class Slots:
-    """Slots of one size on one device.
+    """Slots of one size in one place, and the newest version in them.
 
     On a host there is at most one more than there are readers. On a GPU there are at most two; if both are
     read, the older one is taken from its readers.
     """
 
-    def __init__(self, size_bytes: int, device: str = "cpu") -> None:
-        self._size_bytes, self._device = size_bytes, device
+    def __init__(self, size_bytes: int, device: str = "cpu", directory: Path | None = None) -> None:
+        """Slots of "cuda", of "cpu", or in files of `directory`."""
+        self.newest: Published | None = None
+        self._size_bytes, self._device, self._directory = size_bytes, device, directory
         self._slots: list[Slot] = []
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def writable(self, newest: Slot | None) -> Slot:
-        """A slot without readers, `newest` only if there is no other; else a new one, or the oldest."""
+    def begin(self) -> Slot:
+        """A slot to write, without readers, the newest version's only if there is no other; else a new one,
+        or the oldest. Raises OSError."""
+        newest = self.newest.slot if self.newest else None
         free = [slot for slot in self._slots if not slot.readers]
         if not free and (self._device == "cpu" or len(self._slots) < _MOST_ON_A_GPU):
-            free = [Slot.create(self._size_bytes, self._device)]
+            free = [Slot.create(self._size_bytes, self._device, self._directory)]
             self._slots += free
-        return min(free or self._slots, key=lambda slot: slot is newest)
+        slot = min(free or self._slots, key=lambda slot: slot is newest)
+        if slot is newest:
+            self.newest = None  # until the slot holds a whole version again
+        slot.begin()
+        return slot
+
+    def complete(self, published: "Published") -> None:
+        """Say that its slot, which was begun, holds this version."""
+        published.slot.complete(published.stamp)
+        self.newest = published
 
     def close(self) -> None:
         """Release all slots."""
@@ -192,11 +215,6 @@ def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | No
             publication already.
     """
     path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
-    named = _FILE.fullmatch(path)
-    if named is None:
-        raise TransferError(
-            f"weights: an order names {path}; a slot is an open file of a process, /proc/PID/fd/N"
-        )
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -205,7 +223,7 @@ def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | No
             "or of another user; set weights.transport=gloo, or disk"
         ) from error
     if exported is not None:
-        slot = OpenSlot(_mapped(exported, device, int(named[1])), file, 0, stamp)
+        slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)
     else:
         memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_COPY)
         with contextlib.suppress(OSError):  # an older kernel
@@ -232,11 +250,11 @@ class _Mappings:
     A mapping keeps the memory of a learner that has ended, so a new learner's process id drops all of them.
     """
 
-    learner: int = 0
+    learner: str = ""
     buffers: ClassVar[dict[bytes, Tensor]] = {}
 
 
-def _mapped(exported: list[Any], device: int | None, learner: int) -> Tensor:
+def _mapped(exported: list[Any], device: int | None, learner: str) -> Tensor:
     """The tensor that `_export` describes, in this process's `device`."""
     if learner != _Mappings.learner:
         _Mappings.learner = learner

@@ -1,13 +1,14 @@
-"""A generator's part of an order while requests run: refuse paths, verify host memory, receive over Gloo.
+"""A generator's part of an order while requests run: refuse paths, verify memory, receive over Gloo.
 
-    slot in host memory       verified
-    sender --Gloo-->          this process's own slot, verified; the order then names it
-    slot on a GPU, files      left to the engine, which verifies them while it loads
+    slot in host memory or a file    verified
+    sender --Gloo-->                 this process's own slot, verified; the order then names it
+    slot on a GPU, NCCL              left to the engine, which verifies while it loads
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
 """
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from asyncrl.weights import gloo
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout, verify
 from asyncrl.weights.slots import Slot, open_slot
+
+_OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class HostStaging:
@@ -29,29 +32,37 @@ class HostStaging:
         self._slot: Slot | None = None
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        details = order.details
-        for directory in (details.get("directory"), details.get("rendezvous", {}).get("directory")):
-            if directory is not None and not Path(directory).resolve().is_relative_to(self._files):
-                raise TransferError(
-                    f"weights: an order names {directory}, but a generator uses nothing outside "
-                    f"{self._files}; start `asyncrl generator` in the learner's working directory, or set an "
-                    "absolute run.root or a control.bind, with which weights need no common files"
-                )
-        if order.transport == "slot" and details["slot"]["exported"] is None:
-            layout = Layout.from_plain(details["layout"])
-            verify(open_slot(details["slot"], layout.total_bytes).buffer, layout, details["checksums"])
-        if order.transport != "gloo":
+        self._refuse_other_files(order)
+        if order.transport == "nccl" or order.details.get("slot", {}).get("exported") is not None:
             return order
-        layout = Layout.from_plain(details["layout"])
-        group, own = self._meet(order), self._memory(layout.total_bytes)
-        gloo.receive(group, own.buffer, layout, details["checksums"])
-        return replace(order, transport="slot", details={**details, "slot": own.describe()})
+        layout = Layout.from_plain(order.details["layout"])
+        sums = order.details["checksums"]
+        if order.transport == "gloo":
+            group, own = self._meet(order), self._memory(layout.total_bytes)
+            gloo.receive(group, own.buffer, layout, sums)
+            return replace(order, transport="slot", details={**order.details, "slot": own.describe()})
+        verify(open_slot(order.details["slot"], layout.total_bytes).buffer, layout, sums)
+        return order
 
     def close(self) -> None:
         self._group = None
         if self._slot is not None:
             self._slot.close()
         self._slot = None
+
+    def _refuse_other_files(self, order: UpdateOrder) -> None:
+        path = order.details.get("slot", {}).get("path")
+        if order.transport == "slot" and not _OPEN_FILE.fullmatch(str(path)):
+            raise TransferError(
+                f"weights: an order names {path}; a slot is an open file of a process, /proc/PID/fd/N"
+            )
+        named = path if order.transport == "disk" else order.details.get("rendezvous", {}).get("directory")
+        if named is not None and not Path(named).resolve().is_relative_to(self._files):
+            raise TransferError(
+                f"weights: an order names {named}, but a generator uses nothing outside {self._files}; start "
+                "`asyncrl generator` in the learner's working directory, or set an absolute run.root or a "
+                "control.bind, with which weights need no common files"
+            )
 
     def _meet(self, order: UpdateOrder) -> gloo.Group:
         """The group of the order. One deadline bounds both opening it and the transfer."""

@@ -34,7 +34,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors import safe_open
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import Lease, PutOutcome
@@ -52,7 +51,7 @@ from asyncrl.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import gloo, layout, staging
-from asyncrl.weights.base import TensorSpec, UpdateOrder
+from asyncrl.weights.base import TensorSpec, UpdateOrder, receivable
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
@@ -123,16 +122,9 @@ class WeighedEngine(FakeEngine):
 
 def tensors_of(order: UpdateOrder) -> Iterator[torch.Tensor]:
     """In the layout's order."""
-    if order.transport == "slot":
-        slot = open_slot(order.details["slot"], LAYOUT.total_bytes)
-        yield from (LAYOUT.view(slot.buffer, index) for index in range(len(LAYOUT.specs)))
-        slot.require_unchanged()
-        return
-    found = {}
-    for path in Path(order.details["directory"]).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    yield from (found[spec.name] for spec in LAYOUT.specs)
+    slot = open_slot(order.details["slot"], LAYOUT.total_bytes)
+    yield from (LAYOUT.view(slot.buffer, index) for index in range(len(LAYOUT.specs)))
+    slot.require_unchanged()
 
 
 class WatchedStaging(HostStaging):
@@ -260,6 +252,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         config_hash="x",
         version=0,
         pid=os.getpid(),
+        transports=receivable("auto", device="cpu"),
     )
     told("joining", pid=os.getpid())
     await Generator(

@@ -77,9 +77,9 @@ def next_reply(sender, timeout_s=120.0):
     raise AssertionError("no reply")
 
 
-def update(sender, receiver, transport="gloo"):
+def update(sender, receiver):
     """One whole update; what the receiver answers."""
-    assert sender.prepare(transport)
+    assert sender.prepare("gloo")
     order = next_reply(sender)
     assert isinstance(order, UpdateOrder), order
     receiver.obey(order)
@@ -135,17 +135,6 @@ def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
         assert answer == {"sum": expected_sum(version)}
         names.add(order.details["rendezvous"]["name"])
     assert len(names) == 1
-
-
-def test_the_disk_transport_keeps_two_versions(stage, tmp_path):
-    publisher, receiver = stage[0](), stage[1]()
-    sender = publisher.open_sender(1)
-    for version in (1, 2, 7):
-        publisher.publish(version, weights(version), ()).result(30)
-        order, reply, answer = update(sender, receiver, "disk")
-        assert isinstance(reply, Sent)
-        assert answer == {"sum": expected_sum(version)}
-    assert sorted(path.name for path in Path(order.details["directory"]).parent.iterdir()) == ["v2", "v7"]
 
 
 def pid_of(sender):

@@ -2,6 +2,7 @@
 Weights that arrive are the weights that were sent, or the engine does not sample."""
 
 import asyncio
+import shutil
 import signal
 import threading
 
@@ -9,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import EngineError, TransferError
@@ -25,7 +25,6 @@ from tests.support.vllm_engines import (
     load,
     logprobs_of,
     needs_stories,
-    on_disk,
     order,
     running_engine,
     scrambled,
@@ -305,8 +304,9 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         incomplete = Sender(tmp_path).order(
             4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"]
         )
-        nowhere = order(5, "disk", on_disk(tmp_path / "none"))
-        reasons = ["1 of .* parameters were not sent", "no .safetensors"]
+        nowhere = disk_order(5, model, tmp_path / "none")
+        shutil.rmtree(tmp_path / "none")
+        reasons = ["1 of .* parameters were not sent", "cannot be opened"]
         for update, reason in zip([incomplete, nowhere], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
                 await apply(engine, update)
@@ -326,18 +326,13 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
 
 @pytest.mark.parametrize("last", ["mlp.up_proj", "self_attn.v_proj"])
 def test_half_a_fused_layer_of_a_failed_update_is_not_mixed_into_the_next(world, last, tmp_path):
-    """vLLM buffers the parts of a fused layer until it has all; the file of the last one cannot be read."""
+    """vLLM buffers the parts of a fused layer until it has all; the last one is missing."""
     runner, engine, model = world
-    tensors = {name: parameter.detach().clone() for name, parameter in scrambled(model, 1).named_parameters()}
-    del tensors[f"model.layers.1.{last}.weight"]
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    save_file(tensors, torn / "1.safetensors")
-    (torn / "2.safetensors").write_bytes(b"torn")
+    _slot, torn = slot_order(1, scrambled(model, 1), leave_out=[f"model.layers.1.{last}.weight"])
 
     async def scenario():
         with pytest.raises(TransferError, match="incomplete"):
-            await apply(engine, order(1, "disk", on_disk(torn)))
+            await apply(engine, torn)
         await apply(engine, disk_order(2, scrambled(model, 2), tmp_path))
 
     runner.run(scenario())
@@ -367,6 +362,6 @@ def test_a_wrong_tensor_is_named_and_never_sampled(world, transport, spoilt, tmp
         update = order(2, "disk", {**files.details, "checksums": in_slot.details["checksums"]})
     with pytest.raises(TransferError, match=f"{name}.*checksum"):
         runner.run(apply(engine, update))
-    assert engine.weights.version == (1 if transport == "slot" else -1)  # a slot is verified before the pause
+    assert engine.weights.version == 1  # it is verified before the pause
     runner.run(apply(engine, disk_order(3, new, tmp_path)))
     assert_same_weights(runner, engine, new)

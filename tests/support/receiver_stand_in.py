@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from safetensors import safe_open
 
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
@@ -28,16 +27,10 @@ def receive(order, on_bucket=lambda: None):
 
     with mock.patch.object(gloo, "verify", verify), mock.patch.object(arrival, "verify", verify):
         order = staging.stage(order)
-    if order.transport == "slot":
-        plan = layout.Layout.from_plain(order.details["layout"])
-        slot = open_slot(order.details["slot"], plan.total_bytes)
-        tensors = [plan.view(slot.buffer, index).clone() for index in range(len(plan.specs))]
-        slot.require_unchanged()
-    else:
-        tensors = []
-        for path in sorted(Path(order.details["directory"]).glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                tensors += [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping
+    plan = layout.Layout.from_plain(order.details["layout"])
+    slot = open_slot(order.details["slot"], plan.total_bytes)
+    tensors = [plan.view(slot.buffer, index).clone() for index in range(len(plan.specs))]
+    slot.require_unchanged()
     return sum(map(byte_sum, tensors))
 
 

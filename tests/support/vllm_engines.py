@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
@@ -19,7 +18,7 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.gloo import open_group, send
-from asyncrl.weights.layout import Layout, checksum, checksums
+from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
 from tests.support.models import SIZES
@@ -130,17 +129,8 @@ def order(version, transport, details, deadline_s=DEADLINE_S):
 
 
 def disk_order(version, model, directory):
-    directory = Path(directory) / f"v{version}-{uuid.uuid4().hex[:6]}"
-    directory.mkdir(parents=True)
-    tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    save_file(tensors, directory / "model.safetensors")
-    return order(version, "disk", on_disk(directory, {n: checksum(t) for n, t in tensors.items()}))
-
-
-def on_disk(directory, sums=None):
-    """The details of an order to read files."""
-    sums = sums or {}
-    return {"directory": str(directory), "names": [*sums], "checksums": [*sums.values()]}
+    """The file of a learner, which stays, and the order to load it."""
+    return slot_order(version, model, directory=Path(directory))[1]
 
 
 def flat(model, leave_out=()):
@@ -157,10 +147,10 @@ def flat(model, leave_out=()):
     return layout, buffer
 
 
-def slot_order(version, model, leave_out=()):
+def slot_order(version, model, leave_out=(), directory=None):
     """The slot of a learner, and the order to load it."""
     layout, buffer = flat(model, leave_out)
-    slot = Slot.create(layout.total_bytes)
+    slot = Slot.create(layout.total_bytes, directory=directory)
     slot.buffer.copy_(buffer)
     slot.complete(version)
     details = {
@@ -168,7 +158,7 @@ def slot_order(version, model, leave_out=()):
         "layout": layout.to_plain(),
         "checksums": list(checksums(buffer, layout)),
     }
-    return slot, order(version, "slot", details)
+    return slot, order(version, "disk" if directory else "slot", details)
 
 
 async def apply(engine, update):

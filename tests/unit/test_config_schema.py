@@ -65,6 +65,10 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     ("parts", "said"),
     [
         ({"control": {"heartbeat_s": 10}}, "use timeout_s >= 30 or a shorter heartbeat"),
+        (
+            {"control": {"bind": "tcp://10.0.0.1:5555"}, "weights": {"transport": "disk"}},
+            "weights.transport is disk, but control.bind is tcp://10.0.0.1:5555",
+        ),
         ({"telemetry": {"prometheus_port": 65534}}, "allowed is <= 65533, or 0 for any free ports"),
         (
             {"learner": {"steps": 2**53 + 1}},

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, Slots, open_slot
 from asyncrl.weights.staging import HostStaging
+from tests.support.waiting import wait_until
 
 LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(3, 5 + i)) for i in range(4)], 1 << 20)
 # As long as the CPU path, with the buffer in another place than the stamp, as on a GPU.
@@ -134,7 +136,56 @@ def test_before_the_first_version_there_is_nothing_to_send(publisher):
     assert not publisher.open_sender(1).prepare("slot")
 
 
-def test_files_need_a_process_and_one_that_cannot_start_is_a_failure(publisher, monkeypatch):
+def file_order(sender):
+    """An order to read a file: the copy takes a moment."""
+    wait_until(lambda: sender.prepare("disk"))
+    return sender.replies()[0]
+
+
+def test_files_have_the_newest_version_and_are_kept_for_their_readers(publisher, tmp_path):
+    slow, fast = publisher.open_sender(1), publisher.open_sender(1)
+    publish(publisher, 1)
+    held = file_order(slow)
+    assert held.transport == "disk"
+    for version in range(2, 6):
+        publish(publisher, version)
+        order = file_order(fast)
+        assert (order.version, read(order)) == (version, {version})
+    assert read(held) == {1}
+    staging = HostStaging(tmp_path / "w")
+    assert staging.stage(order) is order and staging.stage(held) is held
+    assert len(list((tmp_path / "w" / "versions").iterdir())) == 2
+
+
+def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatch):
+    """Otherwise the newest version would have been copied never."""
+    sender, late, may_copy, copy = publisher.open_sender(1), publisher.open_sender(1), Event(), Slot.reserve
+    monkeypatch.setattr(Slot, "reserve", lambda slot: may_copy.wait(30) and copy(slot))
+    publish(publisher, 1)
+    assert not sender.prepare("disk")
+    publish(publisher, 2)
+    assert not sender.prepare("disk") and not late.prepare("disk")
+    may_copy.set()
+    assert file_order(sender).version == 1
+    assert [file_order(each).version for each in (late, sender)] == [2, 2]
+
+
+def test_a_full_disk_is_a_failure_and_the_next_attempt_succeeds(publisher, monkeypatch):
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        reply = file_order(sender)
+        assert isinstance(reply, Failed) and "No space left" in reply.reason
+    assert read(file_order(sender)) == {1}
+    assert read(order_of(sender)) == {1}
+
+
+def test_a_process_that_cannot_start_is_a_failure(publisher, monkeypatch):
     sender = publisher.open_sender(1)
     publish(publisher, 1)
 
@@ -142,7 +193,7 @@ def test_files_need_a_process_and_one_that_cannot_start_is_a_failure(publisher, 
         raise OSError(11, "no more processes")
 
     monkeypatch.setattr(publisher, "_start_process", fails)
-    assert sender.prepare("disk")
+    assert sender.prepare("gloo")
     (reply,) = sender.replies()
     assert isinstance(reply, Failed) and "no more processes" in reply.reason
     assert read(order_of(sender)) == {1}
@@ -162,9 +213,19 @@ def test_damaged_memory_is_refused_while_requests_run(publisher, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/1/fd/../environ", "/proc/self/fd/3", "relative"])
-def test_only_open_files_of_processes_are_slots(path):
+def test_only_open_files_of_processes_are_slots(path, tmp_path):
+    details = {"slot": {"path": path, "stamp": 1, "exported": None}}
+    order = UpdateOrder(
+        version=1,
+        transport="slot",
+        deadline_s=1.0,
+        details=details,
+        probe_ids=(),
+        probe_logprobs=(),
+        initial_logprobs=(),
+    )
     with pytest.raises(TransferError, match="a slot is an open file"):
-        open_slot({"path": path, "stamp": 1, "exported": None}, 8)
+        HostStaging(tmp_path).stage(order)
 
 
 def test_a_learner_that_is_gone_is_named():
@@ -186,10 +247,10 @@ def test_what_a_reader_has_open_survives_the_learner():
 
 def test_a_new_learner_drops_the_mappings_of_the_one_before(monkeypatch):
     monkeypatch.setattr(slots, "_import", lambda exported, device: torch.zeros(1))
-    for learner in (5, 5, 6):
+    for learner in ("5", "5", "6"):
         slots._mapped([None] * 7 + [b"a"], 0, learner)
-        slots._mapped([None] * 7 + [bytes([learner])], 0, learner)
-    assert slots._Mappings.learner == 6 and set(slots._Mappings.buffers) == {b"a", b"\x06"}
+        slots._mapped([None] * 7 + [bytes([int(learner)])], 0, learner)
+    assert slots._Mappings.learner == "6" and set(slots._Mappings.buffers) == {b"a", b"\x06"}
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 4096, (1 << 24) + 9])
@@ -235,7 +296,7 @@ def test_slices_and_odd_offsets_are_summed_like_copies():
 def test_slots_close_their_files():
     before = set(os.listdir("/proc/self/fd"))
     made = Slots(100)
-    made.writable(None)
+    made.begin()
     made.close()
     assert set(os.listdir("/proc/self/fd")) == before
 

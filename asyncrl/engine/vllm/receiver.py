@@ -5,7 +5,7 @@
 The details, by transport:
 
     slot    slot, layout, checksums: memory of the learner, or the generator's own, filled over Gloo
-    disk    directory, names, checksums: safetensors files with Hugging Face names
+    disk    the same in a file
     nccl    init (new `nccl_unique_id_b64`, offset, size; for a new group), update (names, ...), checksums
 
 After a failed update the weights are a mixture of versions: the engine must not sample until the next update.
@@ -16,11 +16,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -123,7 +121,7 @@ def _repack_tied(model: nn.Module) -> None:
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
-    """Receives from slots and disk in any of vLLM's engines.
+    """Receives from slots in any of vLLM's engines.
 
     `update_weights` opens and closes the reload, also after a failure, so the calls around it do nothing.
     """
@@ -139,11 +137,8 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
         transport, details = update_info["transport"], update_info["details"]
         if update_info["target"] != "weights":
             raise TransferError(f"an update of {update_info['target']!r}; this engine knows only weights")
-        if transport == "slot":
+        if transport in ("slot", "disk"):
             self._from_slot(details)
-        elif transport == "disk":
-            with self._loading(details["names"], details["checksums"]):
-                self.model.load_weights(_from_disk(Path(details["directory"])))
         else:
             self._over_nccl(details, float(update_info["deadline_s"]))
 
@@ -221,7 +216,7 @@ class _NoUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Receiver(_Receives):
-    """Receives from slots and disk, on CPU and GPU; it has no group to open or close."""
+    """Receives from slots, on CPU and GPU; it has no group to open or close."""
 
     init_info_cls = _NoInit
     update_info_cls = _NoUpdate
@@ -234,14 +229,3 @@ class Receiver(_Receives):
 
     def shutdown(self) -> None:
         pass
-
-
-def _from_disk(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the directory's safetensors files."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise TransferError(f"{directory} holds no .safetensors file")
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                yield name, tensors.get_tensor(name)
