@@ -196,8 +196,7 @@ class OpenSlot:
 
     def require_unchanged(self) -> None:
         """Raise TransferError unless the slot still holds what it was opened for."""
-        (stamp,) = _STAMP.unpack(os.pread(self._file, _STAMP.size, self._stamp_at))
-        if stamp != self._stamp:
+        if os.pread(self._file, _STAMP.size, self._stamp_at) != _STAMP.pack(self._stamp):
             raise TransferError(
                 "weights: the learner wrote the next version over these while they were read; what was "
                 "loaded must not be used, the next order brings the newest version"

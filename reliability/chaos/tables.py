@@ -30,7 +30,7 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     yield _row("transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
     yield ""
     yield (
-        "| seed (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
+        "| seed, transport (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
         "after SIGKILL |"
     )
     yield "|---|---|---|---|---|"
@@ -43,7 +43,7 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         )
     yield ""
     yield (
-        "| seed (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
+        "| seed, transport (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
     )
     yield "|---|---|---|---|---|"
     for run in visitors:
@@ -229,7 +229,7 @@ def _seeds(runs: Sequence[Run]) -> str:
 
 
 def _load(run: Run) -> str:
-    return f"{run['seed']} ({run['environment']['load_1min']:.0f})"
+    return f"{run['seed']}, {run['transport']} ({run['environment']['load_1min']:.0f})"
 
 
 def _mib(count_bytes: int) -> str:

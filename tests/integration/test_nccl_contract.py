@@ -153,7 +153,6 @@ class Pair:
                 deadline_s=WAIT_S,
                 rendezvous_directory="",
                 interface=None,
-                version_directory="",
             )
         )
 
@@ -163,7 +162,7 @@ class Pair:
         buffer = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
         for index, spec in enumerate(LAYOUT.specs):
             LAYOUT.view(buffer, index).copy_(torch.randn(spec.shape))
-        job = Job(version=version, buffer=buffer, checksums=checksums(buffer, LAYOUT))
+        job = Job(buffer=buffer, checksums=checksums(buffer, LAYOUT))
         details = self.sender.prepare(job)
         update = {"transport": "nccl", "target": "weights", "deadline_s": deadline_s, "details": details}
         errors = {}
@@ -316,7 +315,7 @@ def test_both_ends_of_the_packing_agree_on_what_we_give_them():
 @pytest.mark.parametrize("part", ["init", "update"])
 def test_an_order_fills_vllms_own_messages_and_a_field_more_or_less_is_refused(part):
     pair = Pair(2)
-    job = Job(version=1, buffer=torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8), checksums=())
+    job = Job(buffer=torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8), checksums=())
     fields = pair.sender.prepare(job)[part]
     parse = getattr(pair.receivers[0], f"parse_{part}_info")
     parsed = parse(fields)
