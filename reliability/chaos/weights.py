@@ -1,10 +1,11 @@
 """Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N]
-[--minutes M] [--transport slot|gloo]`.
+[--minutes M] [--transport slot|gloo] [--hosts]`.
 
 The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times
 itself. Senders of Gloo are the shipped processes. Generators are the shipped loop, control client and staging,
 in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
-numbers, or another one than its tag, is of a mixture.
+numbers, or another one than its tag, is of a mixture. With `--hosts`, learner and generators have a network
+each, joined by a cable.
 
     stricken   a receiver is killed or stopped in the middle of an update; the others and the learner must not notice
     visitors   generators join, take one update, and leave or die
@@ -27,6 +28,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -49,18 +51,22 @@ from asyncrl.errors import TransferError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import gloo, layout, staging
 from asyncrl.weights.base import TensorSpec, UpdateOrder, receivable
+from asyncrl.weights.host_sender import HostSender
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
 
 from .helpers import PROBE, probe_logprobs
+from .hosts import Hosts, inside, move_to
 
 LAYOUT = layout.Layout.plan(
     [TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20
 )
+KEYS = RunKeys(bytes(32))
 STEP_S = 0.5
 DEADLINE_S, TIMEOUT_S, HEARTBEAT_S = 8.0, 4.0, 0.25
 WAIT_S = 600.0
@@ -215,6 +221,8 @@ class WatchedClient(ControlClient):
 def generator(endpoint: str, name: str, seed: int, pipe: Connection, options: dict[str, Any]) -> None:
     """A process."""
     die_with_parent()
+    if "namespace" in options:
+        move_to(options["namespace"])
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     asyncio.run(_generate(endpoint, name, seed, pipe, options))
@@ -225,7 +233,13 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
     # An engine that never pauses also samples between two versions, and such rollouts are refused.
     buffer = Endless(may_fail=options.get("never_pauses", False))
     engine = WeighedEngine(told, rng, options)
-    client = WatchedClient(endpoint, heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S, join_s=WAIT_S)
+    client = WatchedClient(
+        endpoint,
+        heartbeat_s=HEARTBEAT_S,
+        timeout_s=TIMEOUT_S,
+        join_s=WAIT_S,
+        keys=KEYS.join.control,
+    )
     client.told = told
     client.tally = lambda: {
         "tokens": engine.stats().sampled_tokens,
@@ -300,28 +314,33 @@ class Member:
 class Learner:
     """Publisher, hub, and a loop that trains nothing and publishes. A context manager."""
 
-    def __init__(self, directory: Path, seed: int, transport: str) -> None:
+    def __init__(self, directory: Path, seed: int, transport: str, hosts: Hosts | None = None) -> None:
         self.rng = random.Random(seed)
+        self._options = {"namespace": hosts.generators.namespace} if hosts else {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"]
         )
         self._directory = directory
-        self.publisher = SlotPublisher(
-            LAYOUT,
-            probe_ids=PROBE,
-            initial_logprobs=probe_logprobs(0),
-            directory=directory / "w",
-            deadline_s=DEADLINE_S,
-        )
-        self.hub = ControlHub(
-            f"ipc://{directory}/c.sock",
-            self.publisher,
-            ControlConfig(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S),
-            RunIdentity(release="1", config_hash="x"),
-            transport=transport,
-            deadline_s=DEADLINE_S,
-        )
+        address = hosts.cables["control"].address(0) if hosts else None
+        with inside(hosts.learner.namespace) if hosts else nullcontext():
+            self.publisher = SlotPublisher(
+                LAYOUT,
+                probe_ids=PROBE,
+                initial_logprobs=probe_logprobs(0),
+                directory=directory / "w",
+                deadline_s=DEADLINE_S,
+                interface=address,
+            )
+            self.hub = ControlHub(
+                f"tcp://{address}:*" if address else f"ipc://{directory}/c.sock",
+                self.publisher,
+                ControlConfig(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S),
+                RunIdentity(release="1", config_hash="x"),
+                transport=transport,
+                deadline_s=DEADLINE_S,
+                keys=KEYS.control,
+            )
         self.version = 0
         self.publish_s: list[float] = []
         self.errors: list[str] = []
@@ -361,7 +380,7 @@ class Learner:
     def add(self, name: str, **options: Any) -> Member:
         """Start a generator."""
         mine, theirs = self._context.Pipe()
-        arguments = (self.hub.endpoint, name, self.rng.randrange(1 << 30), theirs, options)
+        arguments = (self.hub.endpoint, name, self.rng.randrange(1 << 30), theirs, self._options | options)
         process = self._context.Process(target=generator, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -397,11 +416,9 @@ class Learner:
     def kill_sender(self, name: str) -> bool:
         """kill -9 of a generator's sender process, when there is one at the moment."""
         senders: dict[str, Any] = dict(self.hub._senders)
-        processes = [
-            sender._process._process
-            for holder, sender in senders.items()
-            if holder.startswith(f"{name}:") and sender._process
-        ]
+        of_name = [sender for holder, sender in senders.items() if holder.startswith(f"{name}:")]
+        in_front = [sender._process if isinstance(sender, HostSender) else sender for sender in of_name]
+        processes = [sender._process for sender in in_front if sender]
         if processes in ([], [None]):
             return False
         try:
@@ -611,13 +628,18 @@ def run(
     minutes: float = 5.0,
     seed: int = 1,
     transport: str = "slot",
+    *,
+    between_hosts: bool = False,
 ) -> dict[str, Any]:
     """One scenario in a directory of its own: `count` faults, or as many as `minutes` allow."""
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-weights-"))
+    hosts = Hosts() if between_hosts else None
     try:
-        with Learner(directory, seed, transport) as learner:
+        with Learner(directory, seed, transport, hosts) as learner:
             return scenario(learner, count, time.monotonic() + 60.0 * minutes)
     finally:
+        if hosts:
+            hosts.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -631,6 +653,7 @@ def main() -> int:
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
     parser.add_argument("--transport", choices=["slot", "gloo"], default="slot")
+    parser.add_argument("--hosts", action="store_true", help="a network each for learner and generators")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="runs of other seeds keep their place there")
     arguments = parser.parse_args()
@@ -644,12 +667,13 @@ def main() -> int:
         if not count:
             continue
         environment = describe("torch")
-        result = (
-            {"seed": arguments.seed, "transport": arguments.transport}
-            | run(scenario, count, arguments.minutes, arguments.seed, arguments.transport)
-            | {"environment": environment}
+        transport = arguments.transport + " between hosts" * arguments.hosts
+        faults = run(
+            *(scenario, count, arguments.minutes, arguments.seed, arguments.transport),
+            between_hosts=arguments.hosts,
         )
-        mine = (arguments.seed, arguments.transport)
+        result = {"seed": arguments.seed, "transport": transport} | faults | {"environment": environment}
+        mine = (arguments.seed, transport)
         found[scenario.__name__] = [
             one for one in found.get(scenario.__name__, []) if (one["seed"], one.get("transport")) != mine
         ] + [result]
