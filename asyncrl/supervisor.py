@@ -154,7 +154,7 @@ class Supervisor:
         """Ids of the running processes, by name."""
         return {name: run.process.pid for name, child in self._children.items() if (run := child.running)}
 
-    def restarts(self) -> dict[str, int]:
+    def deaths(self) -> dict[str, int]:
         """How often each process died within the last ten minutes."""
         return {name: len(child.deaths_s) for name, child in self._children.items()}
 

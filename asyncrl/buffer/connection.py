@@ -163,8 +163,8 @@ class StoreConnection:
     def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
         self.url = _without_password(url)
         self._secret_url, self._password, self._retry_s = url, password, retry_s
+        # The other known nodes of a cluster.
         self._by_address: dict[tuple[str, int], redis.Redis] = {}
-        """The other known nodes of a cluster."""
         self._by_tag: dict[str, redis.Redis] = {}
         try:
             self.client: redis.Redis = self._connect(url)

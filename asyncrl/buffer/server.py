@@ -38,6 +38,7 @@ LOCKED_USER = "user default off ~* &* +@all"
 # The server's memory limit / store.max_gib. The buffer reaches its cap first; this limit protects the host.
 MEMORY_MARGIN = 1.5
 
+# Becomes the server and dies with its parent. (A preexec_fn is not safe in a process with threads.)
 _BOUND_TO_PARENT = """
 import os, sys
 from asyncrl.processes import die_with_parent
@@ -47,7 +48,6 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
 """
-"""Becomes the server and dies with its parent. (A preexec_fn is not safe in a process with threads.)"""
 
 
 class StoreServer:
@@ -79,8 +79,8 @@ class StoreServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket_directory: Path | None = None
         self._log: IO[bytes] | None = None
+        # Position in the log at which the last start begins.
         self._begun_at = 0
-        """Position in the log at which the last start begins."""
         self._loading = Loading()
 
     @property

@@ -21,8 +21,8 @@ class StallWatch:
 
     buffer: LearnerBuffer
     stall_s: float
+    # The groups that the store had counted at the last check.
     _arrived: int = 0
-    """The groups that the store had counted at the last check."""
     _waiting_for: int = -1
     _last_progress_s: float = field(default_factory=time.monotonic)
     _repaired_at_s: float = -math.inf

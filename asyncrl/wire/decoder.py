@@ -44,8 +44,8 @@ class IsolatedDecoder:
         """`key` verifies the frames' checksums; a frame may take the process `frame_s` seconds."""
         self._key, self._frame_s = key, frame_s
         self._worker: Worker | None = None
+        # Processes that did not survive a frame.
         self.deaths = 0
-        """Processes that did not survive a frame."""
 
     @property
     def pid(self) -> int | None:

@@ -43,7 +43,7 @@ def test_a_process_that_dies_is_started_again_and_the_run_ends_with_the_learner(
     )
     with Supervisor([spec("learner", flaky, tmp_path, ends_run=True)], max_restarts=2) as supervisor:
         supervisor.run(tick_s=0.02)
-        assert supervisor.restarts() == {"learner": 1}
+        assert supervisor.deaths() == {"learner": 1}
     assert marker.exists()
 
 
@@ -62,7 +62,7 @@ def test_a_users_mistake_is_not_repeated(tmp_path):
     )
     with Supervisor([wrong], max_restarts=5) as supervisor, pytest.raises(RunError, match="no such model"):
         supervisor.run(tick_s=0.02)
-    assert supervisor.restarts() == {"learner": 0}
+    assert supervisor.deaths() == {"learner": 0}
 
 
 STANDBY = """
@@ -87,7 +87,7 @@ def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
         [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
     ) as supervisor:
         supervisor.run(tick_s=0.02)
-        assert supervisor.restarts() == {"learner": 1}
+        assert supervisor.deaths() == {"learner": 1}
     assert result.read_text() == f"'\\n' {ready.read_text()}"
 
 
@@ -121,7 +121,7 @@ def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, monkeypatch, ca
     one = spec("learner", "import time; time.sleep(60)", tmp_path, ends_run=True, has_standby=True)
     with Supervisor([one], max_restarts=1) as supervisor:
         supervisor.run(lambda: supervisor.request_stop("enough") if len(tries) >= 3 else None, tick_s=0.02)
-        assert supervisor.restarts() == {"learner": 0}
+        assert supervisor.deaths() == {"learner": 0}
     assert "a standby of learner cannot be started and is tried again" in caplog.text
     assert tries[0] == tries[-1], "no descriptor is left of the first"
 
@@ -145,7 +145,7 @@ sys.exit(7 if tries.read_text().count("l") == 1 else 0)
         [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
     ) as supervisor:
         supervisor.run(tick_s=0.02)
-        assert supervisor.restarts() == {"learner": 1}
+        assert supervisor.deaths() == {"learner": 1}
     assert tries.read_text().count("l") == 2
 
 
@@ -224,7 +224,7 @@ def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
         until(supervisor, lambda: "g0" not in supervisor.names and "g1" not in supervisor.names)
         assert "thanks" in logs[0].read_text()
         assert not is_alive(pids["g0"]) and not is_alive(pids["g1"]), "who does not go is killed"
-        assert supervisor.pids().keys() == {"learner"} and supervisor.restarts() == {"learner": 0}, (
+        assert supervisor.pids().keys() == {"learner"} and supervisor.deaths() == {"learner": 0}, (
             "nobody died or came back"
         )
         supervisor.add(spec("g0", polite, tmp_path))

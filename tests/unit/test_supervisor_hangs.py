@@ -63,7 +63,7 @@ pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen(["sleep", "600"]).p
 """
     with Supervisor([spec(hangs + HANGS, tmp_path)], max_restarts=1, limits=limits(1.0)) as supervisor:
         run_until(supervisor, again.exists)
-        assert supervisor.restarts() == {"g0": 1}
+        assert supervisor.deaths() == {"g0": 1}
         run_until(supervisor, lambda: is_gone(int(child.read_text())))
     assert "g0 hangs and is killed: g0 made no progress for" in caplog.text
     assert "g0 died (g0 made no progress for 1 s in `wait for a lock`); restart 1 of 1" in caplog.text
@@ -132,7 +132,7 @@ def test_a_process_that_never_starts_is_replaced(tmp_path):
     one = ProcessSpec(name="g0", argv=argv, env=dict(os.environ), log_path=tmp_path / "g0.log")
     with Supervisor([one], max_restarts=5, limits=Limits(hang_s=600.0, slow_s=3.0)) as supervisor:
         run_until(supervisor, lambda: "g0" in supervisor.pids() and working(supervisor, "g0"))
-        assert supervisor.restarts() == {"g0": 1}
+        assert supervisor.deaths() == {"g0": 1}
 
 
 STANDS_BY = """
@@ -171,7 +171,7 @@ def test_a_standby_that_hangs_is_replaced_and_costs_no_restart(tmp_path, monkeyp
         os.kill(pids_in(standbys)[0], signal.SIGSTOP)
         run_until(supervisor, lambda: len(pids_in(standbys)) == 2)
         assert is_gone(pids_in(standbys)[0])
-        assert supervisor.restarts() == {"learner": 0}
+        assert supervisor.deaths() == {"learner": 0}
 
 
 def test_a_standby_that_hangs_is_not_used(tmp_path, monkeypatch):
