@@ -1,7 +1,7 @@
 """The learner: take groups, measure, plan, step, publish. It waits for groups and for nothing else.
 
 consumes  groups    from  intake            waits until the groups of one step have arrived
-produces  weights   to    weights.publish   a copy, which senders deliver while training goes on
+produces  weights   to    weights.publish   a copy, which generators get while training goes on
 produces  credit    to    buffer            with the version; generators in buffer.lease wait for it
 """
 

@@ -4,9 +4,9 @@
 * Ticket: the permission to sample one prompt `group_size` times, with an integer id.
 * Rollout: one sampled response, with each token's behaviour log-probability and policy version.
 * Group: all rollouts of one ticket; the buffer stores it whole or not at all.
-* Version: the number of optimizer steps that made the weights.
+* Version: the number of batches on which the weights were trained. One step trains on one batch.
 * Lineage: the number of the learner's start that made a version; `lineage.py` explains it.
-* Lag: version being trained minus version of a token, in optimizer steps.
+* Lag: version being trained minus version of a token, in steps.
 
 Arrays are numpy, because they cross processes; only the learner uses torch.
 """

@@ -170,7 +170,7 @@ class Run:
         self._trainer, self.control = trainer, control
         self._initial_logprobs = tuple(trainer.score(PROBE))  # the generator starts with the same table
         self.rewards: list[float] = []  # mean of each step
-        self.lags: list[int] = []  # age of the oldest token of each step, in optimizer steps
+        self.lags: list[int] = []  # age of the oldest token of each step, in steps
         self.intake = Intake(
             buffer=buffer,
             ledger=Ledger(),

@@ -1,6 +1,6 @@
 """The staleness bound: which tickets may be issued, with which weights, and which groups taken. All integers.
 
-    L  max_lag    steps between sampling and training    B  groups    per optimizer step
+    L  max_lag    steps between sampling and training    B  groups    per step
     W  window     in groups; 1 is strict order           R  rejected  groups consumed so far and not trained
     S  shards     each with B / S and W / S of these; below, B, W, R and id are those of one shard
 
@@ -60,7 +60,7 @@ def choose(ready: Sequence[int], *, anchor: int, count: int, window: int) -> lis
 
 
 def lag_bound(max_lag: int, *, window: int, groups: int, shards: int = 1) -> int:
-    """Return the greatest age of a group when it is trained: L + ceil((W - S) / B) optimizer steps.
+    """Return the greatest age of a group when it is trained: L + ceil((W - S) / B) steps.
 
     This is the bound above with the B / S and W / S of one shard: L + ceil((W / S - 1) / (B / S)).
     """

@@ -24,7 +24,7 @@ class TokenBatch:
     proximal_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None  # float32, ln pi_ref; only with a KL penalty
     weights_T: Tensor | None = None  # float32, constant weights behaviour -> proximal; None means 1
-    lag_T: Tensor | None = None  # int64, version being trained minus version of the token, in optimizer steps
+    lag_T: Tensor | None = None  # int64, version being trained minus version of the token, in steps
     values_T: Tensor | None = None  # float32, the critic's values behind the advantages
     returns_T: Tensor | None = None  # float32, the critic's training targets
 

@@ -8,8 +8,8 @@ Life of a ticket id:   issued -> leased -> ready -> taken -> done
                                   v  |        lease expired, given back, failed, rejected
                                 reissue
 
-A *take* is a numbered, hash-chained assignment of ready groups to the learner. An optimizer step needs one
-take, or more if filters reject groups and the step is refilled.
+A *take* is a numbered, hash-chained assignment of ready groups to the learner. A step needs one take, or
+more if filters reject groups and the step is refilled.
 """
 
 from collections.abc import Iterable, Sequence

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The groups of one optimizer step."""
+    """The groups of one step."""
 
     groups: tuple[Group, ...]
     rejected: tuple[tuple[Group, str], ...]  # groups that were consumed but are not trained, with the reason

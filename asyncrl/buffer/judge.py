@@ -109,6 +109,6 @@ def too_many_rejected(
         "the limit"
     )
     return RunError(
-        f"one optimizer step: {unfit.total()} groups were rejected in {takes} takes ({dict(unfit)}), only "
+        f"one step: {unfit.total()} groups were rejected in {takes} takes ({dict(unfit)}), only "
         f"{accepted} accepted; algorithm.max_refills allows {most} rejections. {cure}"
     )

@@ -61,7 +61,7 @@ class AlgorithmConfig(Part):
     filters: tuple[Choice, ...] = ()
     """Group filters, such as `zero_variance` (dynamic sampling); rejected groups are replaced."""
     max_refills: PositiveInt = 10
-    """Limit of rejected groups per optimizer step, in batches; above it the run stops with the reason."""
+    """Limit of rejected groups per step, in batches; above it the run stops with the reason."""
     shaping: tuple[Choice, ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False

@@ -67,7 +67,7 @@ class Config(Part):
 
     @property
     def lag_bound(self) -> int:
-        """Largest age of a group when it is trained: L + ceil((W - S) / B) optimizer steps with S shards."""
+        """Largest age of a group when it is trained: L + ceil((W - S) / B) steps with S shards."""
         window, groups, shards = self.window_groups, self.batch.groups, self.store.shards
         return lag_bound(self.staleness.max_lag, window=window, groups=groups, shards=shards)
 

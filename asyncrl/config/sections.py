@@ -118,7 +118,7 @@ class RewardConfig(Part):
 
 
 class BatchConfig(Part):
-    """Size of the batch of one optimizer step."""
+    """Size of the batch that one step trains on."""
 
     groups: PositiveInt = 32
     """Groups per batch (B)."""
@@ -193,7 +193,7 @@ class StalenessConfig(Part):
     """Limit of the age of tokens when they are trained."""
 
     max_lag: NonNegativeInt = 4
-    """L: optimizer steps by which sampling may run ahead; 0 is synchronous on-policy training."""
+    """L: steps by which sampling may run ahead; 0 is synchronous on-policy training."""
     window_groups: PositiveInt | None = None
     """W: number of ids within which younger groups may overtake the oldest unfinished one; 0.3 (L + 1) B by
     default, none at L = 0."""
@@ -307,7 +307,7 @@ class EvalConfig(Part):
     """Held-out evaluation by the generators during training."""
 
     every: PositiveInt = 10
-    """Optimizer steps between evaluations; needs `data.eval`."""
+    """Steps between evaluations; needs `data.eval`."""
     prompts: PositiveInt = 128
     """Number of prompts, taken from the start of `data.eval`; every round uses the same ones."""
     samples: PositiveInt = 1

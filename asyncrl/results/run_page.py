@@ -40,7 +40,7 @@ def report_page(archive: Archive) -> str:
         Section(title="Learning", charts=learning_charts(archive)),
         Section(
             title="Staleness",
-            note="The age of a token: optimizer steps between sampling it and training on it. In flight: "
+            note="The age of a token: steps between sampling it and training on it. In flight: "
             "while its group was being sampled; in queue: while the group waited in the buffer.",
             charts=staleness_charts(archive),
         ),

@@ -1,4 +1,4 @@
-"""The order of one optimizer step is part of the contract."""
+"""The order of one step is part of the contract."""
 
 import pytest
 
