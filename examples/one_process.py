@@ -90,7 +90,7 @@ class Counting:
 class TableTrainer:
     """A `Trainer` whose policy is a table: row = last token, column = next token, entry = logit."""
 
-    rank, ranks = 0, 1
+    rank, share, shares = 0, 0, 1
 
     def __init__(self) -> None:
         self._logits = torch.nn.Parameter(torch.zeros(DIGITS, DIGITS))
@@ -309,8 +309,8 @@ def make_algorithm() -> Recipe:
         mask_truncated=False,
         minibatches=BATCH.minibatches,
         tokens_per_microbatch=1024,
-        rank=0,
-        ranks=1,
+        share=0,
+        shares=1,
         device=torch.device("cpu"),
     )
     return make_recipe(

@@ -28,8 +28,8 @@ def measure(
     if not columns:
         return {}
     names = sorted(columns)
-    shares = deal(sequences, budget_tokens, trainer.ranks)
-    batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.rank]]
+    shares = deal(sequences, budget_tokens, trainer.shares)
+    batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.share]]
     measured = trainer.measure(batches, names)
     parts = trainer.gather(
         b"".join(

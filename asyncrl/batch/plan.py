@@ -32,8 +32,8 @@ class PlanSettings:
     mask_truncated: bool  # responses that were cut off leave the loss
     minibatches: int
     tokens_per_microbatch: int
-    rank: int
-    ranks: int
+    share: int  # which part of every batch this rank trains on, of `shares`
+    shares: int
     device: torch.device
 
 
@@ -136,7 +136,7 @@ class Planner:
 
     def _minibatch(self, samples: Sequence[TrainSample]) -> Minibatch:
         settings = self.settings
-        bins = deal(samples, settings.tokens_per_microbatch, settings.ranks)[settings.rank]
+        bins = deal(samples, settings.tokens_per_microbatch, settings.shares)[settings.share]
         kept = [int(sample.keep.sum()) for sample in samples]
         return Minibatch(
             microbatches=tuple(

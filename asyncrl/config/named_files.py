@@ -108,20 +108,23 @@ def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
             f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} "
             "(max_position_embeddings of the model); lower one of them",
         )
-    heads, parallel = text.get("num_attention_heads"), config.generator.tensor_parallel
-    if heads and heads % parallel:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors}"
-        yield Mistake(("generator.tensor_parallel",), f"found {parallel}; {allowed}")
+    heads, generator, learner = text.get("num_attention_heads") or 0, config.generator, config.learner
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors}"
+    if heads % generator.tensor_parallel:
+        yield Mistake(("generator.tensor_parallel",), f"found {generator.tensor_parallel}; {allowed}")
+    if heads % learner.sequence_parallel:
+        yield Mistake(("learner.sequence_parallel",), f"found {learner.sequence_parallel}; {allowed}")
 
 
 def _division(config: Config) -> Iterator[Mistake]:
     sequences = config.batch.sequences // config.batch.minibatches
-    if sequences < config.learner.ranks:
+    if sequences < config.learner.shares:
+        most = sequences * config.learner.sequence_parallel
         yield Mistake(
             ("learner.ranks",),
             f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step (batch.groups "
-            "* group_size / minibatches); allowed is at most one rank per sequence; use fewer ranks",
+            f"* group_size / minibatches); allowed is at most {most}; use fewer ranks",
         )
 
 

@@ -75,7 +75,8 @@ FREE: dict[str, str] = {
     "algorithm.entropy": "coefficient target step maximum",
     "critic": "clip warmup_steps",
     "critic.optimizer": "lr betas eps weight_decay warmup_steps schedule final_share max_grad_norm",
-    "learner": "steps device tokens_per_microbatch logprob_chunk_tokens gradient_checkpointing threads hooks",
+    "learner": "steps sequence_parallel device tokens_per_microbatch logprob_chunk_tokens "
+    "gradient_checkpointing threads hooks",
     "learner.optimizer": "lr betas eps weight_decay warmup_steps schedule final_share max_grad_norm",
     "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager "
     "threads recompute_kv lease_s vllm",

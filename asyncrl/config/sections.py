@@ -209,6 +209,9 @@ class LearnerConfig(Part):
     """Batches to train on in the whole run."""
     ranks: PositiveInt = 1
     """Processes of the learner, one GPU each, on one host."""
+    sequence_parallel: PositiveInt = 1
+    """P: ranks that divide each sequence among them (Ulysses), for long sequences; must divide `ranks` and
+    the number of attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -217,7 +220,7 @@ class LearnerConfig(Part):
     """True keeps the optimizer state of a learner on GPUs in host memory and steps there, which is slower;
     needs `zero_stage` 3, and no compiler."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Token budget of one packed forward and backward pass."""
+    """Token budget of one packed forward and backward pass; `sequence_parallel` ranks divide it."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at the same time."""
     gradient_checkpointing: bool | Literal["selective"] = False
@@ -228,6 +231,20 @@ class LearnerConfig(Part):
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
     """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments."""
+
+    @property
+    def shares(self) -> int:
+        """Parts of a batch that are trained on at the same time, each by `sequence_parallel` ranks."""
+        return self.ranks // self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.ranks % self.sequence_parallel:
+            divisors = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+            found = f"found {self.sequence_parallel}, which does not divide learner.ranks ({self.ranks})"
+            text = f"{found}; set one of {divisors}, or other ranks"
+            raise Mistakes(Mistake(("learner.sequence_parallel", "learner.ranks"), text))
+        return self
 
 
 CPU_KV_CACHE_GIB = 1.0

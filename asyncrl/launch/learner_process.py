@@ -164,8 +164,8 @@ def recipe_of(config: Config, rendezvous: Rendezvous, device: torch.device) -> R
         mask_truncated=config.algorithm.mask_truncated,
         minibatches=config.batch.minibatches,
         tokens_per_microbatch=config.learner.tokens_per_microbatch,
-        rank=rendezvous.rank,
-        ranks=rendezvous.ranks,
+        share=rendezvous.rank // config.learner.sequence_parallel,
+        shares=config.learner.shares,
         device=device,
     )
     return make_recipe(

@@ -125,7 +125,7 @@ def forecast(
 def _step(config: Config) -> Iterator[Line]:
     batch, sampling, learner = config.batch, config.sampling, config.learner
     tokens = batch.sequences * sampling.max_tokens
-    budget = learner.tokens_per_microbatch * learner.ranks
+    budget = learner.tokens_per_microbatch * learner.shares
     part = "a step of the learner"
     yield _count(part, "groups", batch.groups, "batch.groups")
     yield _count(part, "sequences", batch.sequences, f"groups x batch.group_size ({batch.group_size})")
@@ -133,7 +133,8 @@ def _step(config: Config) -> Iterator[Line]:
     yield _count(part, "tokens, at most", tokens, f"sequences x ({longest})")
     formed = f"batch.minibatches ({batch.minibatches}) x batch.epochs ({batch.epochs})"
     yield _count(part, "optimizer steps", batch.minibatches * batch.epochs, formed)
-    formed = "per optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks)"
+    formed = "per optimizer step with full sequences: tokens / minibatches / (tokens_per_microbatch x ranks"
+    formed += f" / sequence_parallel {learner.sequence_parallel})" if learner.sequence_parallel > 1 else ")"
     yield _count(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
 
 
@@ -248,12 +249,14 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
     learner, half = config.learner, config.model.dtype == "bfloat16"
     sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
     backward = ", x 2 of one backward pass" if half else ""
+    tokens = "tokens_per_microbatch"
+    tokens += f" / {learner.sequence_parallel} (sequence_parallel)" if learner.sequence_parallel > 1 else ""
     master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
     formed = {
         "learner weights": f"as above{sharded}",
         "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
         "optimizer": f"AdamW: parameters x 8{master}{sharded}",
-        "activations": "tokens_per_microbatch x what layers keep for backward, and the logits of one chunk",
+        "activations": f"{tokens} x what layers keep for backward, and the logits of one chunk",
         "buffers": "DeepSpeed's buckets of gradients, in ZeRO 3 also gathered weights, beyond activations",
         "reference": "weights, because of algorithm.kl",
         "critic": "weights, gradients and optimizer of a model like the policy",
@@ -360,8 +363,9 @@ def _full_gpu(config: Config, plan: Forecast, machine: Machine, index: int) -> s
     """Say how full a GPU would be, and which settings help, the most helpful one first."""
     used, size_bytes = plan[f"GPU {index}"], machine.gpu_bytes[index]
     learner, cures, others = config.learner, [], machine.used_by_others(index)
-    if not learner.gradient_checkpointing and plan["activations"] > plan["one rank"] / 4:
-        cures.append("set learner.gradient_checkpointing: true")
+    if plan["activations"] > plan["one rank"] / 4:
+        cure = "set learner.gradient_checkpointing: true"
+        cures.append("raise learner.sequence_parallel" if learner.gradient_checkpointing else cure)
     cures.append("lower learner.tokens_per_microbatch or generator.gpu_memory_utilization")
     if learner.ranks > 1 and learner.zero_stage < 3:
         cures.append("raise learner.zero_stage")

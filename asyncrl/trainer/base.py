@@ -38,7 +38,7 @@ LOSS = "loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """The result of a loss function for one micro-batch: sums, which add up over micro-batches and ranks."""
+    """The result of a loss function for one micro-batch: sums, which add up over micro-batches and shares."""
 
     # [], differentiable, already divided by the counts of the whole optimizer step.
     loss: Tensor
@@ -58,7 +58,7 @@ COLUMNS = frozenset({"logprobs_T", "sum_squared_probs_T", "reference_logprobs_T"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step, summed over micro-batches and ranks."""
+    """The result of one optimizer step, summed over micro-batches and shares."""
 
     metrics: Mapping[str, float]
     grad_norm: float
@@ -87,7 +87,12 @@ class Trainer(Protocol):
     def rank(self) -> int: ...
 
     @property
-    def ranks(self) -> int: ...
+    def share(self) -> int:
+        """The part of every batch that this rank trains on; ranks that divide sequences have the same."""
+        ...
+
+    @property
+    def shares(self) -> int: ...
 
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
@@ -102,7 +107,7 @@ class Trainer(Protocol):
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
     ) -> StepResult:
-        """One optimizer step on the gradient summed over micro-batches and ranks.
+        """One optimizer step on the gradient summed over micro-batches and shares.
 
         Without `entropy_gradient`, the loss may use `entropy_T` but is not differentiated by it.
 
@@ -136,7 +141,7 @@ class Trainer(Protocol):
         ...
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank."""
+        """The bytes of each share, in their order, on every rank."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -17,8 +17,8 @@ SETTINGS = PlanSettings(
     mask_truncated=False,
     minibatches=1,
     tokens_per_microbatch=24,
-    rank=0,
-    ranks=1,
+    share=0,
+    shares=1,
     device=torch.device("cpu"),
 )
 PHASE = {"logprobs_T": 0.0, "reference_logprobs_T": 1.0, "values_T": 2.0, "sum_squared_probs_T": 3.0}
@@ -116,7 +116,8 @@ class FakeTrainer:
 
     def __init__(self, meeting: Meeting | None = None, rank: int = 0) -> None:
         self._meeting = meeting or Meeting(1)
-        self.rank, self.ranks = rank, self._meeting.ranks
+        self.rank = self.share = rank
+        self.shares = self._meeting.ranks
         self.events: list[str] = []
         self.trained: list[int] = []
         self.measured_microbatches = 0

@@ -18,8 +18,8 @@ SIZES = {
 """Two heads of 32: the smallest that vLLM takes on CPUs."""
 
 
-def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """A Qwen2 of two layers with a character tokenizer, saved into `directory`."""
+def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0, **sizes: int) -> Path:
+    """A Qwen2 of two layers with a character tokenizer, saved into `directory`; `sizes` replace some of `SIZES`."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -27,7 +27,11 @@ def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
         directory
     )
     config = Qwen2Config(
-        vocab_size=len(vocabulary), **SIZES, tie_word_embeddings=tied, eos_token_id=1, pad_token_id=0
+        vocab_size=len(vocabulary),
+        **(SIZES | sizes),
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(directory)

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.batch.packing import TrainSample, deal, microbatch
-from asyncrl.config.algorithm import CriticConfig, OptimizerConfig
-from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.resolve import make_recipe
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
+from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
@@ -27,6 +29,7 @@ from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.types import Group, Rollout, VersionSpan
 
 KEY = b"5" * 64
 # Rises for 3 steps and falls for `RUN_STEPS` - 3.
@@ -84,6 +87,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
     learner = LearnerConfig(
         steps=RUN_STEPS,
         ranks=job["ranks"],
+        sequence_parallel=scenario.get("sequence_parallel", 1),
         device="cpu",
         threads=1,
         zero_stage=scenario["stage"],
@@ -358,6 +362,75 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
     ]
     trainer.close()
     return result, {"losses": losses, "rates": rates, "state": state, "numbers": numbers}
+
+
+def groups(number: int = 4, seed: int = 5) -> list[Group]:
+    """Pairs of responses, some with tool tokens, some cut off, all of several versions up to 5."""
+    rng = np.random.default_rng(seed)
+
+    def rollout() -> Rollout:
+        prompt, response = int(rng.integers(1, 8)), int(rng.integers(2, 30))
+        old = int(rng.integers(1, response))
+        mask = rng.random(response) < 0.8
+        return Rollout(
+            prompt_ids=rng.integers(2, 40, prompt, dtype=np.int32),
+            response_ids=rng.integers(2, 40, response, dtype=np.int32),
+            action_mask=mask,
+            behaviour_logprobs=np.where(mask, rng.normal(-3.7, 0.3, response), 0).astype(np.float32),
+            version_spans=(VersionSpan(int(rng.integers(1, 4)), old), VersionSpan(5, response - old)),
+            finish_reason="stop" if rng.random() < 0.7 else "length",
+            reward=float(rng.normal()),
+        )
+
+    return [
+        Group(ticket_id=i, rollouts=(rollout(), rollout()), generator_id="g", finished_version=5)
+        for i in range(number)
+    ]
+
+
+def recipes(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """A step of a recipe for each of `scenario["algorithms"]`: measured columns, plan, critic, policy,
+    reference. Loads before and saves after where the scenario says so."""
+    trainer = build(job, scenario, lr=0.01, eps=1.0, max_grad_norm=1e9)
+    results, measured = [], {}
+    if "load" in scenario:
+        CheckpointStore(Path(scenario["load"]), KEY, 2).load(trainer)
+    for number, algorithm in enumerate(scenario["algorithms"], start=scenario.get("first", 0)):
+        settings = PlanSettings(
+            max_lag=2,
+            mask_stale=True,
+            mask_truncated=True,
+            minibatches=2,
+            tokens_per_microbatch=scenario["budget"],
+            share=trainer.share,
+            shares=trainer.shares,
+            device=CPU,
+        )
+        recipe = make_recipe(
+            AlgorithmConfig.model_validate(algorithm),
+            BatchConfig(groups=4, group_size=2, minibatches=2),
+            CriticConfig(),
+            settings,
+            max_response_tokens=30,
+            reward_parts=(),
+        )
+        batch = groups(seed=number)
+        samples = recipe.planner.assemble(batch, 5)
+        columns = recipe.planner.measure(trainer, samples)
+        measured |= {f"measured.{number}.{name}": column for name, column in columns.items()}
+        plan = recipe.planner.plan(batch, samples, columns, recipe.coefficients.kl)
+        results += recipe.critic.train(trainer, plan) if recipe.critic else ()
+        results += recipe.train_policy(trainer, plan, 5)
+    if "save" in scenario:
+        CheckpointStore(Path(scenario["save"]), KEY, 2).save(1, trainer, {"version": 1})
+    report = {
+        "steps": [dict(result.metrics) | {"norm": result.grad_norm} for result in results],
+        "score": trainer.score([3, 9, 4, 30, 12]),
+        "flops": sum(one.flops or 0 for one in trainer.usage()),
+    }
+    state = everything(trainer)
+    trainer.close()
+    return measured | state, report
 
 
 def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:

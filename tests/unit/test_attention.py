@@ -226,4 +226,5 @@ def test_the_choice_depends_on_package_device_and_dtype(monkeypatch: pytest.Monk
     assert chosen() == "flash_attention_2"
     monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: True)
     assert chosen() == "flash_attention_3"
+    assert choose_attention(GPU, torch.bfloat16, sequence_parallel=True) == VARLEN
     assert chosen(torch.float32) == SEGMENTS

@@ -87,7 +87,7 @@ class SummingTrainer:
     """`Trainer` on a `Model` of each rank, a thread each."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self.rank, self.ranks = meeting, rank, meeting.ranks
+        self._meeting, self.rank, self.share, self.shares = meeting, rank, rank, meeting.ranks
         self.model = Model()
         self.done: list[Done] = []
         self.microbatches = 0
@@ -158,8 +158,8 @@ def trained(
             mask_truncated=mask_truncated,
             tokens_per_microbatch=budget,
             minibatches=batch.get("minibatches", 1),
-            rank=trainer.rank,
-            ranks=ranks,
+            share=trainer.rank,
+            shares=ranks,
         )
         algorithm = make_recipe(
             AlgorithmConfig.model_validate(config),

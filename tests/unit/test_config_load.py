@@ -427,6 +427,7 @@ def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: 
         "model.chat_template=true": "has no template",
         "sampling.max_response_tokens=65": "max_prompt_tokens 64 + max_response_tokens 65 = 129; allowed is 128",
         "generator.tensor_parallel=4": "divisor of the 6 attention heads; set one of [1, 2, 3, 6]",
+        "learner={ranks: 4, sequence_parallel: 4}": "learner.sequence_parallel: found 4; allowed is a divisor",
         "reward.functions.0.function=score.py:f": "reward.functions.0.function: found no score.py",
         "learner.hooks=[look.py:Look]": "learner.hooks.0.name: found no look.py; give `path.py:Look`",
         "learner.ranks=500": "found 500 ranks for 256 sequences",

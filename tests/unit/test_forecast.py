@@ -132,6 +132,18 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     assert not plan.warnings
 
 
+def test_ranks_that_divide_sequences_divide_activations_and_micro_batches():
+    learner = {"ranks": 4, "tokens_per_microbatch": 6400, "logprob_chunk_tokens": 1}
+    batch = {"groups": 25, "group_size": 2}  # of 1,024 tokens
+    whole, divided = (
+        planned(config_of(batch=batch, learner=learner | {"sequence_parallel": ranks})) for ranks in (1, 2)
+    )
+    logits = 32000 * 3 * 4
+    assert whole["activations"] - logits == 2 * (divided["activations"] - logits)
+    assert [plan["micro-batches per rank"] for plan in (whole, divided)] == [2, 4]
+    assert whole["optimizer"] == divided["optimizer"]
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
     [(0, 2.0, 6.0, 3.0), (1, 2.0, 6.0, 3.0), (2, 2.0, 3.0, 3.0), (3, 0.5, 1.5, 3.0)],

@@ -19,6 +19,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     kept_bytes_per_token,
 )
 from asyncrl.trainer.deepspeed.policy import PolicyModule
+from tests.support.sequence_ranks import OneRank
 from tests.support.task_config import config_of
 
 TOKENS, VOCABULARY = 256, 64
@@ -36,15 +37,16 @@ SHAPE = ModelShape(
 GIB = 1 << 30
 
 
-def kept_bytes(kind: str, dtype: torch.dtype, *, checkpointing: bool) -> int:
-    """Bytes of all activations that autograd saves in a forward pass; with checkpointing also the largest
-    amount that the backward pass saves again at a time."""
+def kept_bytes(kind: str, dtype: torch.dtype, *, checkpointing: bool, ranks: int) -> int:
+    """Bytes of all activations that autograd saves in a forward pass, in one of `ranks` that divide it; with
+    checkpointing also the largest amount that the backward pass saves again at a time."""
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **SIZES), dtype=dtype, attn_implementation=SEGMENTS
     ).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy, parameters = PolicyModule(model), {one.untyped_storage().data_ptr() for one in model.parameters()}
+    policy = PolicyModule(model, OneRank(0, ranks) if ranks > 1 else None)
+    parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,15 +66,20 @@ def kept_bytes(kind: str, dtype: torch.dtype, *, checkpointing: bool) -> int:
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_that_autograd_keeps(kind, dtype, checkpointing):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_activations_are_those_that_autograd_keeps(kind, dtype, checkpointing, ranks):
     model = ModelConfig(path="m", dtype=dtype)
     learner = LearnerConfig(
-        tokens_per_microbatch=TOKENS, logprob_chunk_tokens=1, gradient_checkpointing=checkpointing
+        ranks=ranks,
+        sequence_parallel=ranks,
+        tokens_per_microbatch=TOKENS,
+        logprob_chunk_tokens=1,
+        gradient_checkpointing=checkpointing,
     )
     predicted = activations_bytes(SHAPE, model, learner)
-    counted = kept_bytes(kind, getattr(torch, dtype), checkpointing=checkpointing)
+    counted = kept_bytes(kind, getattr(torch, dtype), checkpointing=checkpointing, ranks=ranks)
     if checkpointing:  # the backward pass recomputes one layer at a time
-        predicted -= TOKENS * kept_bytes_per_token(SHAPE, model)
+        predicted -= TOKENS // ranks * kept_bytes_per_token(SHAPE, model)
     assert predicted == pytest.approx(counted, rel=0.1)
 
 

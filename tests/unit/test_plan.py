@@ -141,7 +141,7 @@ def test_ranks_share_the_same_tokens_out(ranks, minibatches):
     merged: dict = {}
     counts = set()
     for rank in range(ranks):
-        settings = replace(SETTINGS, rank=rank, ranks=ranks, minibatches=minibatches)
+        settings = replace(SETTINGS, share=rank, shares=ranks, minibatches=minibatches)
         plan = make_plan(GROUPS, 5, advantage=dr_grpo, settings=settings)
         part = columns(plan)
         assert not merged.keys() & part.keys()

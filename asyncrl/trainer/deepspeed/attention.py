@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.deepspeed.sequence_parallel import across_ranks
 
 # Names of `segment_attention` and `varlen_attention` in transformers' registry.
 SEGMENTS, VARLEN = "asyncrl_segments", "asyncrl_varlen"
@@ -108,20 +109,21 @@ def _refuse(module: nn.Module, extras: Sequence[str]) -> None:
         )
 
 
-AttentionInterface.register(SEGMENTS, segment_attention)
-AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(SEGMENTS, across_ranks(segment_attention))
+AttentionInterface.register(VARLEN, across_ranks(varlen_attention))
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(device: torch.device, dtype: torch.dtype, *, sequence_parallel: bool = False) -> str:
     """Name the fastest attention that runs on `device` with `dtype`; `SEGMENTS` runs everywhere.
 
-    Raises ConfigError if flash-attention is installed and cannot be loaded.
+    Only `SEGMENTS` and `VARLEN` run with `sequence_parallel`. Raises ConfigError if flash-attention is
+    installed and cannot be loaded.
     """
     if device.type == "cuda" and dtype != torch.float32:
-        if is_flash_attn_3_available():
+        if is_flash_attn_3_available() and not sequence_parallel:
             _require_import("flash_attn_interface")
             return "flash_attention_3"
-        if is_flash_attn_2_available():
+        if is_flash_attn_2_available() and not sequence_parallel:
             _require_import("flash_attn")
             return "flash_attention_2"
         if torch.cuda.get_device_capability(device) >= AMPERE:

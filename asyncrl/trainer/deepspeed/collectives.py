@@ -33,9 +33,13 @@ class Rendezvous:
 class Ranks:
     """The process group of the learner."""
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """Wait for all ranks. Raises RunError if one is missing after `timeout_s` or the port is taken."""
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, per_share: int = 1) -> None:
+        """Wait for all ranks. Raises RunError if one is missing after `timeout_s` or the port is taken.
+
+        `per_share` consecutive ranks have the same share of every batch.
+        """
         self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
+        self.per_share = per_share
         timeout = timedelta(seconds=rendezvous.timeout_s)
         # DeepSpeed makes further groups, which use torch's default timeout of 10 minutes.
         defaults: Any = dist.distributed_c10d
@@ -78,6 +82,10 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in range(self.count)]
         dist.all_gather(parts, padded)
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def gather_shares(self, value: bytes) -> list[bytes]:
+        """The bytes of the first rank of each share, on every rank."""
+        return self.gather(value)[:: self.per_share]
 
     def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from asyncrl.trainer.deepspeed.policy import hidden_states
+from asyncrl.trainer.deepspeed.policy import token_outputs
+from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
 
 
 class ValueHead(nn.Linear):
@@ -37,16 +38,17 @@ class ValueHead(nn.Linear):
 class ValueModule(nn.Module):
     """A backbone and its value head."""
 
-    def __init__(self, backbone: Any) -> None:
-        """`backbone` is a model without output layer."""
+    def __init__(self, backbone: Any, sequence_ranks: SequenceRanks | None = None) -> None:
+        """`backbone` is a model without output layer; `sequence_ranks` as in `PolicyModule`."""
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self._sequence_ranks = backbone, sequence_ranks
         self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
 
     def forward(
         self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor
     ) -> Tensor:
         """values_T, float32, at the packed positions `source_T`, each before its action token."""
-        hidden_ND = hidden_states(self.backbone, input_ids_N, position_ids_N, sequence_starts)
-        values_T: Tensor = self.head(hidden_ND[source_T])
-        return values_T
+        packed = (input_ids_N, position_ids_N, sequence_starts, source_T)
+        return token_outputs(
+            self.backbone, lambda hidden_TD, _: self.head(hidden_TD), *packed, self._sequence_ranks
+        )

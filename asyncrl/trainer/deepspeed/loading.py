@@ -11,6 +11,7 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.deepspeed.attention import choose_attention
 from asyncrl.trainer.deepspeed.recompute import recompute
+from asyncrl.trainer.deepspeed.sequence_parallel import require_divisible
 
 
 def load_model(
@@ -18,6 +19,7 @@ def load_model(
     device: torch.device,
     *,
     gradient_checkpointing: bool | Literal["selective"] = False,
+    sequence_parallel: int = 1,
 ) -> Any:
     """Load a causal language model without dropout. Raises DataError and ConfigError."""
     dtype = getattr(torch, config.dtype)
@@ -26,7 +28,7 @@ def load_model(
             config.path,
             revision=config.revision,
             dtype=dtype,
-            attn_implementation=choose_attention(device, dtype),
+            attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError) as error:
@@ -40,6 +42,7 @@ def load_model(
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+    require_divisible(model.config, sequence_parallel)
     recompute(model, gradient_checkpointing)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return model.to(device).train()

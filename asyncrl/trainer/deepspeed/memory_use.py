@@ -130,11 +130,12 @@ def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes that a full packed micro-batch keeps for the backward pass, and the logits of a chunk.
+    """Bytes that one rank keeps of a full packed micro-batch for the backward pass, and a chunk of logits.
 
     The last norm keeps as much as those of the layers.
     """
-    tokens, layer = learner.tokens_per_microbatch, kept_bytes_per_token(shape, model)
+    tokens = -(-learner.tokens_per_microbatch // learner.sequence_parallel)
+    layer = kept_bytes_per_token(shape, model)
     kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
     return tokens * (kept + _norm_bytes(shape, model)) + logits

@@ -13,14 +13,19 @@ from asyncrl.trainer.deepspeed.memory_use import ModelShape
 class Meter:
     """What was used since the last `read`."""
 
-    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: str, planned_bytes: int) -> None:
-        """`planned_bytes` is what `asyncrl plan` expects that torch needs at most, on a GPU."""
+    def __init__(
+        self, shape: ModelShape, *, device: torch.device, dtype: str, planned_bytes: int, per_share: int = 1
+    ) -> None:
+        """`planned_bytes` is what `asyncrl plan` expects that torch needs at most, on a GPU.
+
+        `per_share` ranks divide the work on each micro-batch.
+        """
         self._shape, self._device, self._planned_bytes = shape, device, planned_bytes
         self._on_gpu = device.type == "cuda"
         # A float32 product is not among the peaks.
         is_in_table = self._on_gpu and dtype == "bfloat16"
         self._peak = peak_flops_per_s(torch.cuda.get_device_name(device)) if is_in_table else None
-        self._flops = 0
+        self._flops, self._per_share = 0, per_share
 
     def forward(self, microbatch: MicroBatch, *, logits: bool = True) -> None:
         """Count a pass without gradient; a critic has no `logits`."""
@@ -41,7 +46,9 @@ class Meter:
             memory["planned_bytes"] = self._planned_bytes
             torch.cuda.reset_peak_memory_stats(self._device)
         return Usage(
-            flops=flops if is_known(self._shape) else None, peak_flops_per_s=self._peak, memory=memory
+            flops=flops // self._per_share if is_known(self._shape) else None,
+            peak_flops_per_s=self._peak,
+            memory=memory,
         )
 
 

@@ -1,7 +1,8 @@
 """One model with its DeepSpeed engine: forward passes, and optimizer steps on a sum of gradients.
 
 The gradient of a step is the plain sum over micro-batches and ranks, so it does not depend on how a batch was
-cut. DeepSpeed's mean over ranks is undone, and its division by accumulation steps is switched off.
+cut. DeepSpeed's mean over ranks is undone, and its division by accumulation steps is switched off. Ranks of
+one share of the batch compute the same loss, but each of them only the gradient of its own tokens.
 """
 
 import json
@@ -80,7 +81,7 @@ class TrainedModel:
             self.engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
             sums = merge([sums, self._backward(microbatch, outputs(microbatch), loss)])
         grad_norm = self._apply()
-        reduced = merge(json.loads(part) for part in self._ranks.gather(json.dumps(sums).encode()))
+        reduced = merge(json.loads(part) for part in self._ranks.gather_shares(json.dumps(sums).encode()))
         metrics = reduced | {"skipped_steps": float(not math.isfinite(grad_norm))}
         return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
 

@@ -25,6 +25,7 @@ from asyncrl.trainer.deepspeed.meter import Meter
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.reference import Reference
 from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
+from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, size_of, whole_parameters
 from asyncrl.trainer.deepspeed.writes import Writes
 from asyncrl.weights.base import TensorSpec
@@ -56,25 +57,27 @@ class DeepSpeedTrainer:
         """
         rendezvous = rendezvous or Rendezvous()
         self.device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
-        self._ranks = Ranks(rendezvous, device)
+        together = learner.sequence_parallel
+        self._ranks = Ranks(rendezvous, device, per_share=together)
+        sequence = SequenceRanks(together) if together > 1 else None
         join_deepspeed(rendezvous.local_rank)
-        load = partial(load_model, model, device)
+        load = partial(load_model, model, device, sequence_parallel=together)
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": zero_stage(learner.zero_stage, model.dtype)}
         idle = critic.warmup_steps if critic is not None else 0
         self._policy = TrainedModel(
-            PolicyModule(trained()),
+            PolicyModule(trained(), sequence),
             learner.optimizer,
             total_steps=(learner.steps - idle) * optimizer_steps,
             offload=learner.offload_optimizer,
             ranks=self._ranks,
             **shared,
         )
-        self._reference = Reference(PolicyModule(load()), **shared) if reference else None
+        self._reference = Reference(PolicyModule(load(), sequence), **shared) if reference else None
         self._critic: TrainedModel | None = None
         if critic is not None:
             # A value head takes the place of the output layer.
-            values = ValueModule(trained().base_model)
+            values = ValueModule(trained().base_model, sequence)
             self._critic = TrainedModel(
                 values,
                 critic.optimizer,
@@ -87,11 +90,13 @@ class DeepSpeedTrainer:
         shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
         parts = rank_bytes(shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True)
         planned_bytes = torch_bytes(parts, rank=self.rank)
-        self._meter = Meter(shape, device=device, dtype=model.dtype, planned_bytes=planned_bytes)
+        self._meter = Meter(
+            shape, device=device, dtype=model.dtype, planned_bytes=planned_bytes, per_share=together
+        )
         self._export = partial(export_model, policy, model)
         # A learner with another layout cannot load the checkpoints of this one.
         self._layout: dict[str, Any] = {
-            "ranks": self.ranks,
+            "ranks": self._ranks.count,
             "zero_stage": shared["stage"],
             "offload_optimizer": learner.offload_optimizer,
             "dtype": model.dtype,
@@ -103,8 +108,12 @@ class DeepSpeedTrainer:
         return self._ranks.rank
 
     @property
-    def ranks(self) -> int:
-        return self._ranks.count
+    def share(self) -> int:
+        return self.rank // self._ranks.per_share
+
+    @property
+    def shares(self) -> int:
+        return self._ranks.count // self._ranks.per_share
 
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
@@ -166,7 +175,7 @@ class DeepSpeedTrainer:
         return self._ranks.broadcast(value)
 
     def gather(self, value: bytes) -> list[bytes]:
-        return self._ranks.gather(value)
+        return self._ranks.gather_shares(value)
 
     def save(self, directory: Path) -> None:
         writes = Writes()
@@ -181,7 +190,7 @@ class DeepSpeedTrainer:
             writes.attempt(lambda: self._export(state, directory / "hf"))
             layout = self._layout | {"moved_reference": self._reference is not None and self._reference.moved}
             writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(layout)))
-        failures = enumerate(self.gather(writes.failure.encode()))
+        failures = enumerate(self._ranks.gather(writes.failure.encode()))
         if found := "; ".join(f"rank {rank}: {failure.decode()}" for rank, failure in failures if failure):
             raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
 
