@@ -144,6 +144,22 @@ def test_ranks_that_divide_sequences_divide_activations_and_micro_batches():
     assert whole["optimizer"] == divided["optimizer"]
 
 
+def test_the_page_has_the_activations_of_long_contexts():
+    llama = ModelShape(
+        parameters=1, layers=32, hidden=4096, intermediate=14336, query=4096, kv=1024, vocabulary=128256
+    )
+    learner = {"ranks": 8, "tokens_per_microbatch": 65536, "gradient_checkpointing": True}
+    gigabytes = [
+        planned(
+            config_of(model={"dtype": "bfloat16"}, learner=learner | {"sequence_parallel": ranks}), llama
+        )["activations"] / 1e9
+        for ranks in (1, 2, 4, 8)
+    ]  # fmt: skip
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    said = "{:.1f} GB of activations for P = 1, {:.1f} for 2, {:.1f} for 4 and {:.1f} for 8"
+    assert said.format(*gigabytes) in page
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
     [(0, 2.0, 6.0, 3.0), (1, 2.0, 6.0, 3.0), (2, 2.0, 3.0, 3.0), (3, 0.5, 1.5, 3.0)],
