@@ -1,4 +1,4 @@
-.PHONY: quickstart test test-all install
+.PHONY: quickstart test test-all install gpu-check
 
 quickstart:
 	bash deploy/quickstart.sh
@@ -12,3 +12,7 @@ test-all:
 
 install:
 	bash deploy/install.sh
+
+# Measures this machine's GPUs in 5 to 8 minutes: docs/gpu.md.
+gpu-check:
+	.venv/bin/asyncrl doctor --gpu

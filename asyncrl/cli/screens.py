@@ -19,6 +19,7 @@ from asyncrl.telemetry.text import number, visible, visible_lines
 if TYPE_CHECKING:  # a command imports only what it shows
     from asyncrl.preflight.checks.base import Outcome
     from asyncrl.preflight.forecast import Forecast
+    from asyncrl.preflight.gpu.kit import Result
     from asyncrl.preflight.reward_trial import Trial, Tried
     from asyncrl.results import analyze, page
 
@@ -84,6 +85,25 @@ def show_outcome(outcome: "Outcome", console: Console) -> None:
     console.print(head.append(finding.found.strip().replace("\n", "\n" + " " * 23)), soft_wrap=True)
     if finding.fix:
         console.print(Text.assemble(" " * 23, ("fix: ", "bold"), finding.fix), soft_wrap=True)
+
+
+def show_result(result: "Result", console: Console) -> None:
+    """Print a row of the check of the GPUs: a line for each figure, with its limit."""
+    style = VERDICT_STYLES[result.verdict]
+    took = f"{result.seconds:.0f} s of at most {result.limit_s:.0f} s"
+    console.print(Text.assemble((result.name, f"bold {style}"), f"  {took}"), soft_wrap=True)
+    for figure in result.figures:
+        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}".strip()
+        line = Text.assemble(
+            (f"  {figure.verdict:<10}", VERDICT_STYLES.get(figure.verdict, "dim")),
+            f"{figure.name:<58}{value:<18}",
+            (f"{figure.limit:<16}", "dim"),
+        )
+        console.print(line.append(visible(figure.note), "dim"), soft_wrap=True)
+    if result.problem:
+        console.print(
+            Text(f"  failed    {visible(result.problem)}", VERDICT_STYLES["failed"]), soft_wrap=True
+        )
 
 
 def show_plan(plan: "Forecast") -> None:

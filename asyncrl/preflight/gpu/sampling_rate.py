@@ -52,7 +52,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 async def sampled_per_s(engine: Engine, load: Load, count: int) -> float:
-    """Return the tokens per second of `VLLMEngine.sample`, called for `count` prompts at once."""
+    """Return the tokens per second of `VLLMEngine.sample`, called for `count` prompts in parallel."""
     spec = SamplingSpec(temperature=1.0, max_response_tokens=load.tokens)
     started_s = time.perf_counter()
     calls = (engine.sample(ids, load.samples, spec) for ids in prompts(count))

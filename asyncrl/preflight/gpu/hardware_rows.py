@@ -1,0 +1,130 @@
+"""Rows about the machine: its software, its memory, and the links between its processes and GPUs."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from asyncrl.errors import DataError
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.checks import stack as software
+from asyncrl.preflight.checks.base import Finding
+from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
+from asyncrl.processes import stop_processes
+from asyncrl.weights.slots import Slot
+
+GIB = 1 << 30
+LEAST_NCCL = (2, 29, 7)  # vLLM disables its communicator with an older one
+TIMES = 4  # the best of as many copies counts
+PAIR_S = 90.0
+# Memory that others may use on a GPU before the check.
+TAKEN_MIB = 1024.0
+
+
+def stack(place: Place) -> Iterator[Figure]:
+    """Check versions, vLLM's plugin, GPUs and NCCL."""
+    yield _found("packages", software.packages())
+    for name in ("torch", "deepspeed", "transformers", *software.ENGINES):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield noted(name, note=metadata.version(name))
+    plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    yield judged("vLLM's plugin asyncrl", float("asyncrl" in plugins), at_least=1)
+    if not place.on_gpu:
+        yield absent("GPUs, NCCL", "a rehearsal on the CPU")
+        return
+    yield _found("GPUs", software.gpus())
+    yield noted("CUDA", note=str(torch.version.cuda))
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    note = f"{'.'.join(map(str, nccl))}; vLLM needs {'.'.join(map(str, LEAST_NCCL))}"
+    yield judged("NCCL is new enough", float(nccl >= LEAST_NCCL), at_least=1, note=note)
+    yield from _by_nvidia_smi()
+
+
+def _found(name: str, finding: Finding) -> Figure:
+    note = " ".join(filter(None, (finding.found, finding.fix and f"(fix: {finding.fix})")))
+    return judged(name, float(finding.verdict == "ok"), at_least=1, note=note)
+
+
+def _by_nvidia_smi() -> Iterator[Figure]:
+    """Check that the GPUs are free and have no memory errors."""
+    fields = "index,driver_version,memory.used,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    for line in said.strip().splitlines():
+        index, driver, used, errors = (value.strip() for value in line.split(","))
+        note = f"driver {driver}; before the check, of all processes"
+        yield judged(f"GPU {index}: used", float(used), "MiB", at_most=TAKEN_MIB, note=note)
+        if errors.isdigit():
+            yield judged(f"GPU {index}: uncorrected ECC errors", float(errors), at_most=0)
+
+
+def copies(place: Place) -> Iterator[Figure]:
+    """Measure copies between host and GPU, and within each."""
+    size_bytes = GIB if place.on_gpu else GIB // 16
+    slot = Slot.create(size_bytes)
+    started_s = time.perf_counter()
+    slot.buffer.fill_(1)
+    first_s = time.perf_counter() - started_s
+    yield noted("host: first touch", size_bytes / first_s / 1e9, "GB/s")
+    yield noted("host: copy", _rate(torch.empty_like(slot.buffer), slot.buffer), "GB/s")
+    if not place.on_gpu:
+        yield absent("copies to and from a GPU", "a rehearsal on the CPU")
+        return
+    gpu = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    yield noted("GPU to pageable host memory", _rate(slot.buffer, gpu), "GB/s")
+    yield noted("pageable host memory to GPU", _rate(gpu, slot.buffer), "GB/s")
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(slot.buffer.data_ptr(), size_bytes, 0))
+    yield judged("status of registering host memory", status, at_most=0)
+    yield noted("GPU to registered host memory", _rate(slot.buffer, gpu), "GB/s")
+    yield noted("registered host memory to GPU", _rate(gpu, slot.buffer), "GB/s")
+    yield noted("GPU: copy", _rate(torch.empty_like(gpu), gpu), "GB/s")
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """GB/s of the fastest copy."""
+    return len(source) / min(copy_s(target, source) for _ in range(TIMES)) / 1e9
+
+
+def copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Return the seconds of one copy."""
+    started_s = time.perf_counter()
+    target.copy_(source)
+    if source.is_cuda or target.is_cuda:
+        for device in {tensor.device for tensor in (source, target) if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def links(place: Place) -> Iterator[Figure]:
+    """Measure broadcasts between two processes, and copies between GPUs."""
+    yield noted("gloo", pair_rate("gloo", place.directory), "GB/s", note="loopback, two processes")
+    if not place.on_gpu or count_gpus() < 2:
+        yield absent("nccl, peer to peer", "one GPU" if place.on_gpu else "a rehearsal on the CPU")
+        return
+    for index in range(1, count_gpus()):
+        yield noted(f"peer access 0 to {index}", float(torch.cuda.can_device_access_peer(0, index)))
+        source = torch.empty(GIB, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty(GIB, dtype=torch.uint8, device=f"cuda:{index}")
+        yield noted(f"copy 0 to {index}", _rate(target, source), "GB/s")
+        del source, target
+    yield noted("nccl", pair_rate("nccl", place.directory), "GB/s", note="first and last GPU")
+
+
+def pair_rate(backend: str, directory: Path) -> float:
+    """Return GB/s of a broadcast between two new processes. Raises DataError."""
+    command = [sys.executable, "-m", "asyncrl.preflight.gpu.pair", backend]
+    answer = directory / f"pair-{backend}"
+    processes = [subprocess.Popen([*command, str(rank), str(answer)]) for rank in range(2)]
+    try:
+        statuses = [process.wait(PAIR_S) for process in processes]
+    finally:
+        stop_processes(processes, grace_s=0.0)
+    if any(statuses):
+        raise DataError(f"{backend}: two processes on this host could not broadcast; see the row's log")
+    return float(answer.read_text())

@@ -1,0 +1,223 @@
+"""The row about weights: a version by each possible transport, and a sender that is killed."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.errors import EngineError, TransferError
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.gpu.engine_rows import running
+from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted, value_in
+from asyncrl.preflight.gpu.hardware_rows import copy_s
+from asyncrl.weights.base import Failed, Sender, Sent, TensorSpec, UpdateOrder
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.publisher import SlotPublisher
+from asyncrl.weights.staging import HostStaging
+
+TIMES = 4  # updates by each transport; the first one, which opens connections, is not counted
+LEAST_RATIO = 0.85  # of the rate of a bare copy or broadcast
+DEADLINE_S = 30.0
+MOST_BACK_S = 2 * DEADLINE_S  # after a death: a deadline, and an update
+
+
+@dataclass(slots=True)
+class _Learner:
+    """The learner's side: a publisher of the model's weights and one sender."""
+
+    publisher: SlotPublisher
+    tensors: dict[str, Tensor]
+    sender: Sender
+    total_bytes: int
+    version: int = 0
+
+    @classmethod
+    def open(cls, place: Place, config: Config) -> "_Learner":
+        device = place.device
+        files = sorted(Path(place.model).glob("*.safetensors"))
+        tensors = {
+            name: tensor.to(device, torch.bfloat16)
+            for file in files
+            for name, tensor in load_file(file).items()
+        }
+        specs = [TensorSpec(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in tensors.items()]
+        layout = Layout.plan(specs, config.weights.bucket_mib << 20)
+        publisher = SlotPublisher(
+            layout,
+            device=device,
+            probe_ids=(),
+            initial_logprobs=(),
+            directory=place.directory / "weights",
+            deadline_s=DEADLINE_S,
+        )
+        return cls(publisher, tensors, publisher.open_sender(1), layout.total_bytes)
+
+    def publish(self) -> float:
+        """Publish the next version; return the seconds for which a training loop would wait."""
+        self.version += 1
+        started_s = time.perf_counter()
+        published = self.publisher.publish(self.version, self.tensors.items(), ())
+        blocked_s = time.perf_counter() - started_s
+        published.result(DEADLINE_S)
+        return blocked_s
+
+    def prepare(self, transport: str) -> UpdateOrder:
+        """Have the sender prepare the newest version. Raises TransferError."""
+        until_s = time.monotonic() + DEADLINE_S
+        while not self.sender.prepare(transport):  # a host copy of a GPU's version is being made
+            if time.monotonic() > until_s:
+                raise TransferError(f"{transport}: no copy of the version within {DEADLINE_S:.0f} s")
+            time.sleep(0.001)
+        reply = self.reply(until_s)
+        if not isinstance(reply, UpdateOrder):
+            raise TransferError(f"{transport}: the sender answered {reply}, not an order")
+        return reply
+
+    def reply(self, until_s: float) -> UpdateOrder | Sent | Failed:
+        """Wait for the sender's next reply. Raises TransferError."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            select.select([self.sender], [], [], left_s)
+            for reply in self.sender.replies():
+                return reply
+        raise TransferError(f"the sender was silent for {DEADLINE_S:.0f} s")
+
+
+def weights(place: Place) -> Iterator[Figure]:
+    """Publish and load versions over each transport, then kill a sender during a transfer."""
+    config = load_config(place.directory / "task.yaml")
+    with asyncio.Runner() as runner:
+        opened = running(config)
+        started = runner.run(opened.__aenter__())
+        learner, staging = _Learner.open(place, config), HostStaging(place.directory)
+        try:
+            yield noted("version", learner.total_bytes / 1e6, "MB")
+            blocked_s = statistics.median([learner.publish() for _ in range(TIMES)])
+            yield noted("learner's loop blocked by publishing", 1000 * blocked_s, "ms")
+            for transport in transports(place):
+                yield from _by(transport, place, runner, started, learner, staging)
+            if place.on_gpu and count_gpus() < 2:
+                yield absent("nccl", "one GPU: NCCL refuses two processes on it")
+            yield _killed(transports(place)[-1], runner, started, learner, staging)
+        finally:
+            learner.publisher.close()
+            staging.close()
+            runner.run(opened.__aexit__(None, None, None))
+
+
+def transports(place: Place) -> list[str]:
+    """Return the transports that learner and generator of this machine can use, the riskiest one last."""
+    return ["slot", "disk", "gloo", *(["nccl"] if place.on_gpu and count_gpus() > 1 else [])]
+
+
+def _by(
+    transport: str,
+    place: Place,
+    runner: asyncio.Runner,
+    engine: VLLMEngine,
+    learner: _Learner,
+    staging: HostStaging,
+) -> Iterator[Figure]:
+    seconds, stalls_s = [], []
+    for _ in range(TIMES):
+        learner.publish()
+        order = learner.prepare(transport)
+        started_s, before_s = time.perf_counter(), engine.stats().paused_s
+        learner.sender.transfer()
+        runner.run(_update(engine, staging, order))
+        seconds.append(time.perf_counter() - started_s)
+        stalls_s.append(engine.stats().paused_s - before_s)
+        if not isinstance(reply := learner.reply(time.monotonic() + DEADLINE_S), Sent):
+            raise TransferError(f"{transport}: the sender answered {reply}")
+    rate = learner.total_bytes / statistics.median(seconds[1:]) / 1e9
+    yield noted(f"{transport}: requests paused", 1000 * statistics.median(stalls_s[1:]), "ms")
+    yield noted(f"{transport}: sent, verified and loaded", rate, "GB/s")
+    if (limit := _limit(transport, place, learner)) is not None:
+        note = f"the limit is {limit:.3g} GB/s"
+        yield place.speed(f"{transport}: of its limit", rate / limit, at_least=LEAST_RATIO, note=note)
+
+
+async def _update(engine: VLLMEngine, staging: HostStaging, order: UpdateOrder) -> None:
+    """Do what a generator does with an order."""
+    ready = await asyncio.to_thread(staging.stage, order)
+    await engine.begin_update()
+    await engine.receive(ready)
+    await engine.finish_update(order.weights)
+
+
+def _limit(transport: str, place: Place, learner: _Learner) -> float | None:
+    """GB/s of a bare transfer of the same bytes; None if the row `links` has not measured it."""
+    if transport in ("gloo", "nccl"):
+        return value_in(place.directory / "links.jsonl", transport)
+    source = torch.zeros(learner.total_bytes, dtype=torch.uint8, device=place.device)
+    if transport == "slot":
+        target = torch.empty_like(source, device=f"cuda:{count_gpus() - 1}" if place.on_gpu else "cpu")
+        seconds = min(copy_s(target, source) for _ in range(TIMES))
+    else:
+        data, file = source.cpu().numpy().tobytes(), place.directory / "raw"
+        started_s = time.perf_counter()
+        file.write_bytes(data)
+        file.read_bytes()
+        seconds = time.perf_counter() - started_s
+        file.unlink()
+    return learner.total_bytes / seconds / 1e9
+
+
+def _killed(
+    transport: str, runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, staging: HostStaging
+) -> Figure:
+    """Kill the sender while the generator receives, and measure until the next version is loaded."""
+    learner.publish()
+    order = replace(learner.prepare(transport), deadline_s=DEADLINE_S / 2)
+    (sender,) = (p for p in psutil.Process().children(recursive=True) if _is_sender(p))
+    sender.send_signal(signal.SIGSTOP)  # so that the transfer cannot be over before the kill
+    learner.sender.transfer()
+
+    async def cut_off() -> bool:
+        receiving = asyncio.create_task(_update(engine, staging, order))
+        await asyncio.sleep(0.1)
+        os.kill(sender.pid, signal.SIGKILL)
+        with contextlib.suppress(TransferError, EngineError):
+            await receiving
+            return False
+        return True
+
+    started_s = time.perf_counter()
+    refused = runner.run(cut_off())
+    learner.sender.restart()
+    learner.publish()
+    order = learner.prepare(transport)
+    learner.sender.transfer()
+    runner.run(_update(engine, staging, order))
+    seconds = time.perf_counter() - started_s
+    note = "" if refused else "the version without its sender was accepted"
+    return judged(
+        f"{transport}: kill -9 of the sender during a transfer, back after",
+        seconds if refused else float("nan"),
+        "s",
+        at_most=MOST_BACK_S,
+        note=note,
+    )
+
+
+def _is_sender(process: psutil.Process) -> bool:
+    """Whether it is forked from the fork server, our child."""
+    parent = process.parent()
+    return (
+        "asyncrl.weights.sender" in process.cmdline()
+        and parent is not None
+        and "asyncrl.weights.sender" in parent.cmdline()
+    )
