@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.checks import gpu
 from asyncrl.preflight.checks import stack as software
 from asyncrl.preflight.checks.base import Finding
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
@@ -19,11 +20,8 @@ from asyncrl.processes import stop_processes
 from asyncrl.weights.slots import Slot
 
 GIB = 1 << 30
-LEAST_NCCL = (2, 29, 7)  # vLLM disables its communicator with an older one
 TIMES = 4  # the best of as many copies counts
 PAIR_S = 90.0
-# Memory that others may use on a GPU before the check.
-TAKEN_MIB = 1024.0
 
 
 def stack(place: Place) -> Iterator[Figure]:
@@ -39,28 +37,16 @@ def stack(place: Place) -> Iterator[Figure]:
         return
     yield _found("GPUs", software.gpus())
     yield noted("CUDA", note=str(torch.version.cuda))
-    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    note = f"{'.'.join(map(str, nccl))}; vLLM needs {'.'.join(map(str, LEAST_NCCL))}"
-    yield judged("NCCL is new enough", float(nccl >= LEAST_NCCL), at_least=1, note=note)
-    yield from _by_nvidia_smi()
+    for check in (gpu.driver, gpu.health, gpu.free_memory, gpu.attention, gpu.nccl):
+        yield _found(check.__name__.replace("_", " "), check())
 
 
 def _found(name: str, finding: Finding) -> Figure:
+    """Return a check of `asyncrl doctor` as a figure; a warning is not judged."""
     note = " ".join(filter(None, (finding.found, finding.fix and f"(fix: {finding.fix})")))
+    if finding.verdict == "warning":
+        return noted(name, note=note)
     return judged(name, float(finding.verdict == "ok"), at_least=1, note=note)
-
-
-def _by_nvidia_smi() -> Iterator[Figure]:
-    """Check that the GPUs are free and have no memory errors."""
-    fields = "index,driver_version,memory.used,ecc.errors.uncorrected.volatile.total"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    for line in said.strip().splitlines():
-        index, driver, used, errors = (value.strip() for value in line.split(","))
-        note = f"driver {driver}; before the check, of all processes"
-        yield judged(f"GPU {index}: used", float(used), "MiB", at_most=TAKEN_MIB, note=note)
-        if errors.isdigit():
-            yield judged(f"GPU {index}: uncorrected ECC errors", float(errors), at_most=0)
 
 
 def copies(place: Place) -> Iterator[Figure]:
@@ -75,15 +61,15 @@ def copies(place: Place) -> Iterator[Figure]:
     if not place.on_gpu:
         yield absent("copies to and from a GPU", "a rehearsal on the CPU")
         return
-    gpu = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    yield noted("GPU to pageable host memory", _rate(slot.buffer, gpu), "GB/s")
-    yield noted("pageable host memory to GPU", _rate(gpu, slot.buffer), "GB/s")
+    there = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    yield noted("GPU to pageable host memory", _rate(slot.buffer, there), "GB/s")
+    yield noted("pageable host memory to GPU", _rate(there, slot.buffer), "GB/s")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(slot.buffer.data_ptr(), size_bytes, 0))
     yield judged("status of registering host memory", status, at_most=0)
-    yield noted("GPU to registered host memory", _rate(slot.buffer, gpu), "GB/s")
-    yield noted("registered host memory to GPU", _rate(gpu, slot.buffer), "GB/s")
-    yield noted("GPU: copy", _rate(torch.empty_like(gpu), gpu), "GB/s")
+    yield noted("GPU to registered host memory", _rate(slot.buffer, there), "GB/s")
+    yield noted("registered host memory to GPU", _rate(there, slot.buffer), "GB/s")
+    yield noted("GPU: copy", _rate(torch.empty_like(there), there), "GB/s")
 
 
 def _rate(target: torch.Tensor, source: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ def learner(place: Place) -> Iterator[Figure]:
         yield absent("MFU", f"the peak of {name}, or the operations of this model, are not known")
     else:
         yield place.speed("MFU", flops / step_s / peak, at_least=LEAST_MFU, note=f"{peak / 1e12:g} TFLOP/s")
-    planned = forecast(config, shape, this_machine(), rows=None)
+    planned = forecast(config, shape, this_machine(config.learner.device), rows=None)
     planned_bytes = sum(planned[line] for line in PLANNED)
     peak_bytes = torch.cuda.max_memory_allocated()
     note = f"{peak_bytes / 2**30:.3g} of {planned_bytes / 2**30:.3g} GiB"

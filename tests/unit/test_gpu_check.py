@@ -1,0 +1,129 @@
+"""The check of a GPU machine, with rows of a test: verdicts, limits, what stays on disk, the exit status."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.before import app
+from asyncrl.errors import ConfigError
+from asyncrl.preflight.gpu import kit
+from asyncrl.preflight.gpu.figures import Place, absent, judged, noted
+from asyncrl.preflight.gpu.kit import Row, check, open_place
+
+HERE = "tests.unit.test_gpu_check"
+
+
+def fine(place):
+    yield noted("device", note=place.device)
+    yield judged("works", 1.0, at_least=1.0)
+    yield place.speed("ratio", 0.5, at_least=0.97)
+    yield absent("nccl", "one GPU")
+
+
+def hangs(place):
+    yield judged("before", 1.0)
+    child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+    (place.directory / "child").write_text(str(child))
+    time.sleep(600)
+    yield judged("after", 1.0)
+
+
+def dies(place):
+    yield judged("before", 1.0)
+    os.write(1, b"last words")
+    os.kill(os.getpid(), 9)
+
+
+def misses(place):
+    yield judged("updates that failed", 1.0, at_most=0)
+
+
+def row(function, limit_s=60.0):
+    return Row(function.__name__, f"{HERE}:{function.__name__}", limit_s)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Place(tmp_path, "cpu", str(tmp_path / "model"))
+    place.write()
+    return place
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "verdict"),
+    [
+        (0.97, {"at_least": 0.97}, "ok"),
+        (0.96, {"at_least": 0.97}, "failed"),
+        (1.0, {"at_most": 1.0}, "ok"),
+        (1.1, {"at_most": 1.0}, "failed"),
+        (math.nan, {"at_most": 1.0}, "failed"),
+        (math.nan, {"at_least": 0.0}, "failed"),
+    ],
+)
+def test_a_verdict_follows_from_the_limit(tmp_path, value, limits, verdict):
+    assert judged("x", value, **limits).verdict == verdict
+    assert Place(tmp_path, "cuda", "m").speed("x", value, **limits).verdict == verdict
+    assert Place(tmp_path, "cpu", "m").speed("x", value, **limits).verdict == "rehearsed"
+
+
+@pytest.mark.slow
+def test_a_row_that_hangs_or_dies_costs_only_itself(place):
+    # Starting Python and importing the package takes seconds on a loaded machine.
+    rows = [row(fine), row(hangs, 6.0), row(dies), row(misses), row(fine)]
+    first, hung, dead, missed, last = check(place, rows)
+    assert (first.verdict, last.verdict) == ("ok", "ok")
+    assert [figure.verdict for figure in first.figures] == ["noted", "ok", "rehearsed", "absent"]
+    assert hung.verdict == "failed" and "cut off after 6 s" in hung.problem
+    assert [figure.name for figure in hung.figures] == ["before"]
+    child = int((place.directory / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert dead.verdict == "failed" and [figure.name for figure in dead.figures] == ["before"]
+    assert "killed by SIGKILL" in dead.problem and "last words" in dead.problem
+    assert missed.verdict == "failed" and not missed.problem
+    values = json.loads((place.directory / "result.json").read_text())
+    assert [each["verdict"] for each in values["rows"]] == ["ok", "failed", "failed", "failed", "ok"]
+    assert values["rows"][0]["figures"][2]["at_least"] == 0.97
+
+
+@pytest.mark.parametrize(("function", "status"), [(fine, 0), (misses, 1)])
+def test_the_exit_status_follows_from_the_verdicts(tmp_path, monkeypatch, function, status):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kit.check, "__defaults__", ((row(function),),))
+    done = CliRunner().invoke(app, ["doctor", "--gpu", "--device", "cpu"])
+    assert done.exit_code == status, done.output
+    assert function.__name__ in done.output and "result.json" in done.output
+
+
+def test_without_a_gpu_it_says_so_and_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=r"found no NVIDIA GPU .* --device cpu"):
+        open_place("cuda", None)
+    with pytest.raises(ConfigError, match=r"has no config.json; give --model the directory"):
+        open_place("cpu", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cpu"], "without --gpu"),
+        (["--gpu", "--device", "tpu"], "allowed are cuda and cpu"),
+        (["--gpu", "task.yaml"], "makes its own task"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_named(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)
