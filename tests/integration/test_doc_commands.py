@@ -32,6 +32,8 @@ SMALLER = {
 NOT_TYPED = {
     "ASYNCRL_SECRET_FILE=join.key asyncrl generator": "two hosts: tests/integration/test_hardening.py has both ends on one",
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
+    "asyncrl doctor --gpu": "needs a GPU: tests/unit/test_gpu_check.py has its verdicts and limits",
+    "asyncrl doctor --gpu --device cpu": "minutes: tests/integration/test_gpu_rehearsal.py types it",
     "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
     "asyncrl quickstart": "minutes: as `make quickstart`; tests/integration/test_wheel.py has what comes before the warm-up",
     "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",
@@ -45,6 +47,7 @@ NOT_TYPED = {
     "git": "network",
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
+    "make gpu-check": "is `asyncrl doctor --gpu`",
     "make install": "minutes and network; `make test` begins with it",
     "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
     "make test": "lint, types and other tests than this one",

@@ -1,0 +1,54 @@
+"""`asyncrl doctor --gpu --device cpu`: the check of a GPU machine with every row that a CPU has, as typed."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.support.command import ASYNCRL
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# A figure of each row that a CPU has, and its verdict.
+EXPECTED = {
+    "task": {"making a model of random weights": "noted"},
+    "stack": {"packages": "ok", "vLLM's plugin asyncrl": "ok", "GPUs, NCCL": "absent"},
+    "engine": {"start": "ok", "probe floor, mean": "ok", "probe floor, largest": "ok"},
+    "copies": {"host: copy": "noted", "copies to and from a GPU": "absent"},
+    "links": {"gloo": "noted", "nccl, peer to peer": "absent"},
+    "weights": {
+        "slot: of its limit": "rehearsed",
+        "disk: of its limit": "rehearsed",
+        "gloo: sent, verified and loaded": "noted",
+        "gloo: kill -9 of the sender during a transfer, back after": "ok",
+    },
+    "generator": {f"{running} running, of vLLM alone": "rehearsed" for running in (64, 256, 1024)},
+    "learner": {"gradient norm": "ok", "speed": "noted", "MFU, peak memory against the plan": "absent"},
+    "loop": {
+        "speed": "noted",
+        "updates that failed": "ok",
+        "generators paused for weights": "rehearsed",
+        "kill -9 of a generator, back after": "ok",
+    },
+}
+
+
+def test_every_row_that_a_cpu_has_is_rehearsed(tmp_path):
+    command = [*ASYNCRL, "doctor", "--gpu", "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
+    assert done.stdout, done.stderr
+    said = json.loads(done.stdout)
+    (directory,) = tmp_path.glob("gpu-check-*")
+    assert said == json.loads((directory / "result.json").read_text())
+    problems = {row["row"]: row["problem"] for row in said["rows"] if row["problem"]}
+    assert not problems, problems
+    found = {row["row"]: {each["name"]: each for each in row["figures"]} for row in said["rows"]}
+    assert found.keys() == EXPECTED.keys()
+    for row, figures in EXPECTED.items():
+        assert {name: found[row].get(name, {}).get("verdict") for name in figures} == figures, row
+    assert found["generator"]["1024 running, of vLLM alone"]["at_least"] == 0.97
+    assert found["weights"]["slot: of its limit"]["at_least"] == 0.85
+    assert found["loop"]["generators paused for weights"]["at_most"] == 0.01
+    assert done.returncode == 0 and {row["verdict"] for row in said["rows"]} == {"ok"}
+    # What is large is gone, and figures and logs stay.
+    assert not (directory / "model").exists() and (directory / "loop.log").is_file()
