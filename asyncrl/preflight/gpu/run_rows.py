@@ -92,12 +92,13 @@ def _pace(place: Place, run: RunDirectory) -> Iterator[Figure]:
     refused = steps[-1].get("weights/updates_failed", 0.0)
     yield judged("updates that failed", refused, at_most=0)
     beats = [_rows(file) for file in sorted(run.metrics.glob("g*.jsonl"))]
-    alive_s, idle_s, paused_s = (
+    alive_s, idle_s, stalled_s, paused_s = (
         sum(rows[-1][name] - rows[0][name] for rows in beats if rows)
-        for name in ("alive_s", "idle_s", "paused_s")
+        for name in ("alive_s", "idle_s", "stalled_s", "paused_s")
     )
     if alive_s:
         yield noted("generators without a request", idle_s / alive_s, "share")
+        yield noted("generators without new weights", stalled_s / alive_s, "share")
         yield place.speed("generators paused for weights", paused_s / alive_s, "share", at_most=MOST_STALLED)
 
 
