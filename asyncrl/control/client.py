@@ -14,14 +14,21 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.control.curve import GeneratorKeys, present_keys
-from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, MAX_REASON_CHARACTERS, UnknownMember, set_options
+from asyncrl.control.messages import (
+    CODEC,
+    MAX_ORDER_BYTES,
+    MAX_REASON_CHARACTERS,
+    FromGenerator,
+    FromLearner,
+    UnknownMember,
+    set_options,
+)
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
@@ -183,7 +190,7 @@ class ControlClient:
             except WireError as error:
                 log.warning("a message from the learner was rejected: %s", error)
 
-    async def _handle(self, message: Any) -> None:
+    async def _handle(self, message: FromGenerator | FromLearner) -> None:
         self._heard_at_s = time.monotonic()
         match message:
             case Welcome():
@@ -219,7 +226,7 @@ class ControlClient:
         assert self._hello is not None
         return self._hello if self._beat is None else replace(self._hello, version=self._beat.version)
 
-    async def _send(self, message: Any) -> bool:
+    async def _send(self, message: FromGenerator) -> bool:
         """Send, or return False if no learner is connected."""
         try:
             await self._socket.send(CODEC.encode(message, self._wire_key), zmq.NOBLOCK)

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from typing import get_args
 
 import zmq
 
@@ -20,9 +21,9 @@ class UnknownMember:
     """learner -> generator: the heartbeat's sender is not a member, or no longer, and must say hello."""
 
 
-CODEC = MessageCodec(
-    (Hello, Heartbeat, Leave, UpdateReport, Welcome, Refused, UnknownMember, Stop, UpdateOrder)
-)
+FromGenerator = Hello | Heartbeat | Leave | UpdateReport
+FromLearner = Welcome | Refused | UnknownMember | Stop | UpdateOrder
+CODEC: MessageCodec[FromGenerator | FromLearner] = MessageCodec(get_args(FromGenerator | FromLearner))
 
 # Largest message that a generator accepts: orders carry the layout of the model, about 75 bytes per tensor.
 MAX_ORDER_BYTES = HEADER_BYTES + MESSAGE_LIMITS.meta_bytes

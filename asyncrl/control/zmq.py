@@ -27,7 +27,7 @@ from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused,
 from asyncrl.control.curve import LearnerKeys
 from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
-from asyncrl.control.messages import CODEC, Rejections, UnknownMember
+from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
@@ -361,12 +361,12 @@ class ControlHub:
         except RuntimeError as error:  # the host cannot start the thread, which starts with the first call
             log.warning("the leases of %s are not revoked (%s); they expire anyway", holder, error)
 
-    def _send(self, holder: str, message: Any) -> bool:
+    def _send(self, holder: str, message: FromLearner) -> bool:
         """Send to a member; False if it cannot be reached at this moment."""
         peer = self._peers.peer(holder)
         return peer is not None and self._answer(peer, message, holder)
 
-    def _answer(self, peer: bytes, message: Any, holder: str = "(not a member)") -> bool:
+    def _answer(self, peer: bytes, message: FromLearner, holder: str = "(not a member)") -> bool:
         try:
             self._router.send_multipart([peer, CODEC.encode(message, self._wire_key)], zmq.NOBLOCK)
         except WireError as error:  # for example an order with a probe that is not finite

@@ -5,11 +5,12 @@ import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from asyncrl.errors import WireError
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
+Message = TypeVar("Message")
 # Lists are long enough for one entry per parameter of a large model.
 MESSAGE_LIMITS = Limits(
     kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16
@@ -20,7 +21,7 @@ MAX_DEPTH = 16
 LARGEST_INT = 2**53
 
 
-class MessageCodec:
+class MessageCodec(Generic[Message]):
     """Turns instances of the given dataclasses into frames and back. Every field must fit its annotation.
 
     Annotations may use bool, int, float, str, bytes, None, unions, tuple[X, ...], list[X], Mapping or
@@ -28,17 +29,18 @@ class MessageCodec:
     version may lack fields that have a default.
     """
 
-    def __init__(self, types: tuple[type, ...]) -> None:
+    def __init__(self, types: tuple[type[Message], ...]) -> None:
         self._types = {kind.__name__: kind for kind in types}
-        self._hints = {kind: get_type_hints(kind) for kind in types}
+        self._hints: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in types}
 
-    def encode(self, message: Any, key: bytes = b"") -> bytes:
+    def encode(self, message: Message, key: bytes = b"") -> bytes:
         """Return one frame. Raises WireError if a value does not have the type of its field."""
         return encode_frame(MESSAGE_LIMITS, {"message": self._tagged(message)}, {}, key=key)
 
-    def decode(self, data: bytes, key: bytes = b"") -> Any:
+    def decode(self, data: bytes, key: bytes = b"") -> Message:
         """Return an instance of one of the types. Raises WireError."""
-        return self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
+        message: Message = self._message(decode_frame(MESSAGE_LIMITS, data, key=key).meta.get("message"))
+        return message
 
     def _tagged(self, message: Any) -> dict[str, Any]:
         kind = type(message)
