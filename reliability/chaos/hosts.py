@@ -85,6 +85,8 @@ class Hosts:
             ready.recv()
             self._holders.append(holder)
         self.store, self.learner, self.generators = (Host(holder.pid or 0) for holder in self._holders)
+        for host in (self.store, self.learner, self.generators):
+            host.ip("link", "set", "lo", "up")  # as on every host: a store of torch connects to itself
         self.cables = {
             "generators": Cable((self.store, self.generators), 0),
             "learner": Cable((self.store, self.learner), 1),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from reliability.chaos.hosts import obstacle
 from reliability.chaos.weights import aborted, run, sampling_on, stricken, visitors
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -35,6 +36,15 @@ def test_generators_come_and_go():
 def test_no_token_is_sampled_by_a_mixture_of_weights(transport):
     found = run(aborted, 6, transport=transport)
     assert found["failed_updates"] >= 6 and found["tokens"] > 0
+    assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_no_token_is_sampled_by_a_mixture_of_weights_from_another_host():
+    if reason := obstacle():
+        pytest.skip(reason)
+    found = run(aborted, 3, transport="gloo", between_hosts=True)
+    assert found["failed_updates"] >= 3 and found["tokens"] > 0
     assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
 
 
