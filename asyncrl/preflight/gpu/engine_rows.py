@@ -156,6 +156,6 @@ def _load(place: Place) -> Load:
         device=place.device,
         dtype="bfloat16",
         running=max(RUNNING),
-        tokens=256 if place.on_gpu else 8,
+        tokens=256 if place.on_gpu else 4,
         memory_share=MEMORY_SHARE if place.on_gpu else None,
     )

@@ -54,7 +54,7 @@ ROWS = (
     Row("copies", f"{HERE}.hardware_rows:copies", 120.0),
     Row("links", f"{HERE}.hardware_rows:links", 120.0),
     Row("weights", f"{HERE}.weights_rows:weights", 300.0),
-    Row("generator", f"{HERE}.engine_rows:generator", 420.0),
+    Row("generator", f"{HERE}.engine_rows:generator", 600.0),
     Row("learner", f"{HERE}.learner_rows:learner", 240.0),
     Row("loop", f"{HERE}.run_rows:loop", 420.0),
 )
