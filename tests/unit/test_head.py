@@ -1,7 +1,7 @@
 """What the log-probability head asks of the device: float32 sums, no waiting, one trace for every chunk."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,13 @@ def derivatives(
     slopes_T = torch.linspace(-1, 1, TOKENS)
     ((columns_RT[0] + entropy * columns_RT[1]) @ slopes_T).backward()
     return [columns_RT.detach(), hidden_TD.grad, weight_VD.grad]
+
+
+def plain_derivatives(dtype: torch.dtype) -> list[Tensor]:
+    """The same with functions that are not compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "fused", lambda function, device_type: function)
+        return derivatives(dtype, entropy=True, flag=True)
 
 
 def test_without_the_flag_the_gradient_is_that_of_a_loss_without_entropy() -> None:
@@ -107,11 +114,76 @@ def test_every_chunk_runs_one_trace_of_plain_operators(function: Callable[..., A
     assert len(traces) == 1
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The head uses what it uses on a GPU, with new compilations, also after the test."""
+    fused = head.fused
+    fused.cache_clear()
+    monkeypatch.setattr(head, "fused", lambda function, device_type: fused(function, "cuda"))
+    yield
+    fused.cache_clear()
+
+
 def test_only_gpus_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or "compiled")
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or function)
     head.fused.cache_clear()
     assert head.fused(statistics, "cpu") is statistics
-    assert head.fused(statistics, "cuda") == head.fused(statistics, "cuda") == "compiled"
+    assert head.fused(statistics, "cuda") is head.fused(statistics, "cuda")
     assert compiled == [statistics]
     head.fused.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_it_has_the_same_values_and_gradients(
+    dtype: torch.dtype, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the compiler that torch has for CPUs, which gets the same graphs as the one for GPUs."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = derivatives(dtype, entropy=True, flag=True)
+    assert not [record for record in caplog.records if record.name.startswith("asyncrl")]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs == 2
+    for found, expected in zip(compiled, plain_derivatives(dtype), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+class Broken:
+    """A compiled function that fails when it is called, like one without a C compiler."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, *_: Any) -> Any:
+        self.calls += 1
+        raise self.error
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: dict[str, Broken] = {}
+
+    def compile_(function: Callable[..., Any], dynamic: bool) -> Broken:
+        return broken.setdefault(function.__name__, Broken(RuntimeError("Failed to find C compiler")))
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for _ in range(2):
+        found = derivatives(torch.float32, entropy=True, flag=True)
+        for one, expected in zip(found, plain_derivatives(torch.float32), strict=True):
+            assert torch.equal(one, expected)
+    assert {name: one.calls for name, one in broken.items()} == {"statistics": 1, "off_target_gradient": 1}
+    assert len(caplog.records) == 2 and caplog.text.count("RuntimeError: Failed to find C compiler") == 2
+
+
+def test_a_full_gpu_is_no_failure_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken(torch.OutOfMemoryError("full"))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            derivatives(torch.float32, entropy=True, flag=True)
+    assert broken.calls == 2 and not caplog.records

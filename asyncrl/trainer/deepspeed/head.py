@@ -5,6 +5,7 @@ The logits of at most one chunk exist at any time, forward and backward: [C, V],
 waits for the device.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -60,10 +63,38 @@ def off_target_gradient(
     return p_CV.mul_(factor_CV).to(dtype)
 
 
+class Fused:
+    """A function without side effects whose passes over [C, V] are compiled into few kernels.
+
+    Without a C compiler, or if Triton fails, it runs as it is, and a warning says so once. Pass no views: the
+    offset of a view is a condition of the compiled code, and each new kind of offset is compiled again.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain, self._compiled = function, torch.compile(function, dynamic=True)
+        self._failed = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._failed:
+            try:
+                return self._compiled(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers raise anything; a fault of ours comes again below
+                self._failed = True
+                log.warning(
+                    "%s could not be compiled, so the learner's output layer is slower than it could be; "
+                    "check that this host has a C compiler and torch's release of Triton",
+                    self._plain.__name__,
+                    exc_info=error,
+                )
+        return self._plain(*arguments)
+
+
 @cache
 def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """`function` with its passes over [C, V] in few kernels on a GPU, and as it is on a CPU."""
-    return torch.compile(function, dynamic=True) if device_type == "cuda" else function
+    """`function` compiled on a GPU, and as it is on a CPU, where users need no compiler."""
+    return Fused(function) if device_type == "cuda" else function
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -93,7 +124,7 @@ class TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
             logits_CV = logits_of(hidden_TD[part], weight_VD, temperature)
-            columns_RT[:, part], logsumexp_T[part] = of_chunk(logits_CV, target_T[part], with_squares)
+            columns_RT[:, part], logsumexp_T[part] = of_chunk(logits_CV, target_T[part].clone(), with_squares)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, columns_RT[:2].clone())
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
         return columns_RT
@@ -114,9 +145,9 @@ class TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
-            by_entropy_C = by_entropy_T[part] if ctx.entropy_gradient else None
-            columns = (logsumexp_T[part], gradient_T[part], entropy_T[part], by_entropy_C)
-            logit_gradient_CV = of_chunk(logits_CV, *columns, hidden_TD.dtype)
+            by_entropy_C = by_entropy_T[part].clone() if ctx.entropy_gradient else None
+            columns = [column_T[part].clone() for column_T in (logsumexp_T, gradient_T, entropy_T)]
+            logit_gradient_CV = of_chunk(logits_CV, *columns, by_entropy_C, hidden_TD.dtype)
             logit_gradient_CV.scatter_(-1, target_T[part, None], at_target_T[part, None])
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
             weight_gradient_VD += product(logit_gradient_CV.T, hidden_TD[part])
