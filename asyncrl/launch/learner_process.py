@@ -92,16 +92,7 @@ def train(
     with ExitStack() as stack:
         log.info("loading the model")
         recipe = recipe_of(config, rendezvous, device)
-        trainer = DeepSpeedTrainer(
-            config.model,
-            config.learner,
-            temperature=config.sampling.temperature,
-            optimizer_steps=config.batch.optimizer_steps,
-            device=device,
-            rendezvous=rendezvous,
-            reference="reference_logprobs_T" in recipe.planner.columns,
-            critic=config.critic if recipe.critic else None,
-        )
+        trainer = trainer_of(config, recipe, rendezvous, device)
         stack.callback(trainer.close)
         probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
         probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
@@ -175,6 +166,22 @@ def recipe_of(config: Config, rendezvous: Rendezvous, device: torch.device) -> R
         settings,
         max_response_tokens=config.sampling.max_response_tokens,
         reward_parts=[function.part for function in config.reward.functions],
+    )
+
+
+def trainer_of(
+    config: Config, recipe: Recipe, rendezvous: Rendezvous, device: torch.device
+) -> DeepSpeedTrainer:
+    """Load model.path, with the reference and the critic that the recipe needs."""
+    return DeepSpeedTrainer(
+        config.model,
+        config.learner,
+        temperature=config.sampling.temperature,
+        optimizer_steps=config.batch.optimizer_steps,
+        device=device,
+        rendezvous=rendezvous,
+        reference="reference_logprobs_T" in recipe.planner.columns,
+        critic=config.critic if recipe.critic else None,
     )
 
 
