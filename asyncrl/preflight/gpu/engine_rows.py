@@ -55,7 +55,7 @@ def engine(place: Place) -> Iterator[Figure]:
             return seconds, len(rollouts), [await started.score(ids) for ids in sequences]
 
     seconds, sampled, scores = asyncio.run(ask())
-    yield judged("start", seconds, "s", at_most=START_S, note="by a generator's own path")
+    yield place.speed("start", seconds, "s", at_most=START_S, note="by a generator's own path")
     yield judged("responses to one request for 4", sampled, at_least=4)
     yield from _floor(sequences, config, scores)
 

@@ -79,7 +79,7 @@ def loop(place: Place) -> Iterator[Figure]:
         yield noted("start", time.perf_counter() - started_s, "s", note=f"to the end of step {WARM_STEPS}")
         _wait(process, lambda: len(_steps(run)) >= WARM_STEPS + STEPS)
         yield from _pace(place, run)
-        yield _killed(process, run)
+        yield _killed(place, process, run)
     finally:
         stop_process(process, grace_s=30.0)
 
@@ -102,7 +102,7 @@ def _pace(place: Place, run: RunDirectory) -> Iterator[Figure]:
         yield place.speed("generators paused for weights", paused_s / alive_s, "share", at_most=MOST_STALLED)
 
 
-def _killed(process: "subprocess.Popen[bytes]", run: RunDirectory) -> Figure:
+def _killed(place: Place, process: "subprocess.Popen[bytes]", run: RunDirectory) -> Figure:
     """Kill the first generator, and measure until the run has it back with the newest weights."""
     children = json.loads(run.processes.read_text())["children"]
     name = min(child for child in children if child.startswith("g"))
@@ -116,7 +116,7 @@ def _killed(process: "subprocess.Popen[bytes]", run: RunDirectory) -> Figure:
 
     _wait(process, is_back)
     seconds = time.perf_counter() - started_s
-    return judged("kill -9 of a generator, back after", seconds, "s", at_most=MOST_BACK_S)
+    return place.speed("kill -9 of a generator, back after", seconds, "s", at_most=MOST_BACK_S)
 
 
 def _wait(process: "subprocess.Popen[bytes]", condition: Callable[[], bool]) -> None:
