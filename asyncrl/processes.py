@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 _REAP_S = 10.0
 # Process, user and group of a peer, `struct ucred` of the kernel.
 _CREDENTIALS = struct.Struct("3i")
+# Instead of a preexec_fn, which is not safe in a process with threads.
+_BOUND_TO_PARENT = """
+import os, sys
+from asyncrl.processes import die_with_parent
+die_with_parent(int(sys.argv[1]))
+try:
+    os.execv(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error}")
+"""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -32,6 +42,15 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     _prctl("PR_SET_PDEATHSIG", 1, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def bound_to_us(command: Sequence[str]) -> list[str]:
+    """Return the command that starts `command` so that the kernel kills it when our process dies.
+
+    The first word of `command` is a path. Linux kills it with the *thread* that started it, so that thread
+    must live as long.
+    """
+    return [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
 
 
 def die_with_spawner() -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
-from asyncrl.processes import public_environment, stop_process
+from asyncrl.processes import bound_to_us, public_environment, stop_process
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
@@ -37,17 +36,6 @@ Look = Literal["dead", "silent", "loading", "ready"]
 LOCKED_USER = "user default off ~* &* +@all"
 # The server's memory limit / store.max_gib. The buffer reaches its cap first; this limit protects the host.
 MEMORY_MARGIN = 1.5
-
-# Becomes the server and dies with its parent. (A preexec_fn is not safe in a process with threads.)
-_BOUND_TO_PARENT = """
-import os, sys
-from asyncrl.processes import die_with_parent
-die_with_parent(int(sys.argv[1]))
-try:
-    os.execv(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    sys.exit(f"{sys.argv[2]}: {error}")
-"""
 
 
 class StoreServer:
@@ -117,7 +105,7 @@ class StoreServer:
 
     def begin(self) -> None:
         """Start the server without waiting; `comes_up` then watches it. Raises StoreError."""
-        argv = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), str(self._binary), "-"]
+        argv = bound_to_us([str(self._binary), "-"])
         self._close_log()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from asyncrl.preflight.checks import gpu
 from asyncrl.preflight.checks import stack as software
 from asyncrl.preflight.checks.base import Finding
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
-from asyncrl.processes import stop_processes
+from asyncrl.processes import bound_to_us, stop_processes
 from asyncrl.weights.slots import Slot
 
 GIB = 1 << 30
@@ -106,7 +106,7 @@ def pair_rate(backend: str, directory: Path) -> float:
     """Return GB/s of a broadcast between two new processes. Raises DataError."""
     command = [sys.executable, "-m", "asyncrl.preflight.gpu.pair", backend]
     answer = directory / f"pair-{backend}"
-    processes = [subprocess.Popen([*command, str(rank), str(answer)]) for rank in range(2)]
+    processes = [subprocess.Popen(bound_to_us([*command, str(rank), str(answer)])) for rank in range(2)]
     try:
         statuses = [process.wait(PAIR_S) for process in processes]
     finally:

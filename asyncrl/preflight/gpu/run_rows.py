@@ -15,7 +15,7 @@ import yaml
 
 from asyncrl.errors import RunError
 from asyncrl.preflight.gpu.figures import Figure, Place, judged, noted
-from asyncrl.processes import stop_process
+from asyncrl.processes import bound_to_us, stop_process
 from asyncrl.run.directory import RunDirectory
 
 STEPS = 20
@@ -72,7 +72,8 @@ def loop(place: Place) -> Iterator[Figure]:
     """Run the task for some steps; then kill a generator."""
     run = RunDirectory(place.directory / RUN)
     command = [sys.executable, "-m", "asyncrl.cli.main", "up", "--plain"]
-    process = subprocess.Popen([*command, "--config", str(place.directory / "task.yaml")])
+    command += ["--config", str(place.directory / "task.yaml")]
+    process = subprocess.Popen(bound_to_us(command))
     try:
         started_s = time.perf_counter()
         _wait(process, lambda: len(_steps(run)) >= WARM_STEPS)
