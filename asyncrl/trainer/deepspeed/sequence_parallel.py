@@ -71,10 +71,8 @@ class SequenceRanks:
         tokens = len(input_ids_N)
         missing = -tokens % self.count
         n = (tokens + missing) // self.count
-        own, own_t = (
-            slice(self._index * n, (self._index + 1) * n),
-            (source_T // n == self._index).nonzero()[:, 0],
-        )
+        own = slice(self._index * n, (self._index + 1) * n)
+        own_t = (source_T // n == self._index).nonzero()[:, 0]
         return Part(
             input_ids_n=pad(input_ids_N, (0, missing))[own],
             position_ids_n=pad(position_ids_N, (0, missing))[own],
