@@ -90,7 +90,9 @@ NOT_TYPED = {
 def listed() -> dict[str, str]:
     """Every command of every page, as typed in this project: its page."""
     found = [command for page in PAGES for command in (*commands(page), *inline_commands(page))]
-    return {filled(command.text): command.page for command in reversed(found)}
+    # A command that needs a file is only named where none follows it.
+    named = {command.text.removesuffix(" FILE") for command in found if command.text.endswith(" FILE")}
+    return {filled(command.text): command.page for command in reversed(found) if command.text not in named}
 
 
 def filled(text: str) -> str:

@@ -61,7 +61,7 @@ sampling.temperature=0.5 sampling.max_prompt_tokens=4 sampling.max_response_toke
 sampling.stop=[x];sampling.top_p=1;sampling.top_k=0;sampling.min_p=0
 staleness.max_lag=0 staleness.max_lag=6 staleness.window_groups=1 staleness.window_groups=90 staleness.policy=drop
 staleness.policy=correct_only learner.steps=12 learner.tokens_per_microbatch=14
-learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.hooks=[own.py:Hook]
+learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.sequence_parallel=1;learner.hooks=[own.py:Hook]
 eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 data.eval=train.jsonl data.eval=null
 store.url=OTHER store.max_gib=0.01
 store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;store.isolate_decoding=true;learner.optimizer.lr=1e-4
