@@ -64,28 +64,21 @@ class DeepSpeedTrainer:
         load = partial(load_model, model, device, sequence_parallel=together)
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": zero_stage(learner.zero_stage, model.dtype)}
+        engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
         idle = critic.warmup_steps if critic is not None else 0
         self._policy = TrainedModel(
             PolicyModule(trained(), sequence),
             learner.optimizer,
             total_steps=(learner.steps - idle) * optimizer_steps,
-            offload=learner.offload_optimizer,
-            ranks=self._ranks,
-            **shared,
+            **engine,
         )
         self._reference = Reference(PolicyModule(load(), sequence), **shared) if reference else None
         self._critic: TrainedModel | None = None
         if critic is not None:
             # A value head takes the place of the output layer.
             values = ValueModule(trained().base_model, sequence)
-            self._critic = TrainedModel(
-                values,
-                critic.optimizer,
-                total_steps=learner.steps * optimizer_steps,
-                offload=learner.offload_optimizer,
-                ranks=self._ranks,
-                **shared,
-            )
+            total_steps = learner.steps * optimizer_steps
+            self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
         policy = self._policy.engine.module.model
         shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
         parts = rank_bytes(shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True)
