@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import divisors
 from asyncrl.extras import install_command
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -109,8 +110,7 @@ def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
             "(max_position_embeddings of the model); lower one of them",
         )
     heads, generator, learner = text.get("num_attention_heads") or 0, config.generator, config.learner
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors}"
+    allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors(heads)}"
     if heads % generator.tensor_parallel:
         yield Mistake(("generator.tensor_parallel",), f"found {generator.tensor_parallel}; {allowed}")
     if heads % learner.sequence_parallel:

@@ -9,6 +9,7 @@ from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part
+from asyncrl.config.wording import divisors
 
 ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 
@@ -142,9 +143,8 @@ class BatchConfig(Part):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.groups % self.minibatches:
-            divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
             found = f"groups ({self.groups}) must divide into minibatches ({self.minibatches})"
-            text = f"{found}; use one of {divisors}"
+            text = f"{found}; use one of {divisors(self.groups)}"
             raise Mistakes(Mistake(("batch.minibatches", "batch.groups"), text))
         return self
 
@@ -240,9 +240,8 @@ class LearnerConfig(Part):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.ranks % self.sequence_parallel:
-            divisors = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
             found = f"found {self.sequence_parallel}, which does not divide learner.ranks ({self.ranks})"
-            text = f"{found}; set one of {divisors}, or other ranks"
+            text = f"{found}; set one of {divisors(self.ranks)}, or other ranks"
             raise Mistakes(Mistake(("learner.sequence_parallel", "learner.ranks"), text))
         return self
 

@@ -65,6 +65,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide `number`, ascending, for a message that says what is allowed."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
     """Return the end of a message: the known word that is most similar, or `otherwise` if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -7,7 +7,7 @@ import psutil
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.nvidia import visible_gpus
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
@@ -28,10 +28,9 @@ class Machine:
 def this_machine(device: str) -> Machine:
     """Return the memory of this machine for a run whose `learner.device` is `device`. Raises DataError."""
     memory = psutil.virtual_memory()
-    count = count_gpus() if device != "cpu" else 0
-    if not count:
+    if device == "cpu" or not count_gpus():
         return Machine(memory_bytes=memory.available, gpu_bytes=())
-    gpus = visible_gpus(visible_devices(range(count)).split(","))
+    gpus = visible_gpus()
     return Machine(
         memory_bytes=memory.available,
         # A GPU without memory of its own uses the host's.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.errors import DataError
+from asyncrl.launch.gpus import count_gpus, visible_devices
 
 SMI = "nvidia-smi"
 ASK_S = 20.0
@@ -43,8 +44,9 @@ def is_installed() -> bool:
     return shutil.which(SMI) is not None
 
 
-def visible_gpus(names: Sequence[str]) -> tuple[Gpu, ...]:
-    """Ask for the GPUs of these names, which CUDA_VISIBLE_DEVICES may have. Raises DataError."""
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Ask for the GPUs that this process may use. Raises DataError."""
+    names = visible_devices(range(count_gpus())).split(",")
     gpus = read_gpus(ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"))
     instances = read_instances(ask("-L"), gpus) if any(name.startswith("MIG-") for name in names) else ()
     return choose(names, gpus, instances)

@@ -23,7 +23,7 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.engine import VLLMEngine
-from asyncrl.launch.learner_process import recipe_of
+from asyncrl.launch.learner_process import recipe_of, trainer_of
 from asyncrl.launch.wiring import group_limits
 from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
@@ -181,16 +181,7 @@ def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
     """One step per batch with the real trainer, as the learner's process would."""
     rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0)
     recipe = recipe_of(config, rendezvous, device)
-    trainer = DeepSpeedTrainer(
-        config.model,
-        config.learner,
-        temperature=config.sampling.temperature,
-        optimizer_steps=config.batch.optimizer_steps,
-        device=device,
-        rendezvous=rendezvous,
-        reference="reference_logprobs_T" in recipe.planner.columns,
-        critic=config.critic if recipe.critic else None,
-    )
+    trainer = trainer_of(config, recipe, rendezvous, device)
     try:
         run = Recorded(trainer=trainer, batches=batches)
         run_learner(trainer, run, recipe, Hooks(), version=0, steps=len(batches))

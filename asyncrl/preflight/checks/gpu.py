@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus, driver_is_replaced, visible_devices
+from asyncrl.launch.gpus import count_gpus, driver_is_replaced
 from asyncrl.launch.nvidia import Gpu, ask, is_installed, short_bus, visible_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.preflight.checks.stack import installed_version
@@ -77,16 +77,11 @@ def kernel_log() -> str:
     return done.stdout
 
 
-def our_gpus() -> tuple[Gpu, ...]:
-    """Ask for the GPUs that this process may use. Raises DataError."""
-    return visible_gpus(visible_devices(range(count_gpus())).split(","))
-
-
 def driver() -> Finding:
     """Check that the driver can run programs that are built for torch's version of CUDA."""
     if not is_installed():
         return doubtful(*ABSENT)
-    (first, *_) = our_gpus()
+    (first, *_) = visible_gpus()
     if fault := _driver_fault(first):
         return wrong(fault, DRIVER_CURE)
     return fine(first.driver)
@@ -96,7 +91,7 @@ def health() -> Finding:
     """Check that the GPUs report no errors of their hardware."""
     if not is_installed():
         return doubtful(*ABSENT)
-    gpus, log = our_gpus(), kernel_log()
+    gpus, log = visible_gpus(), kernel_log()
     if found := "; ".join(faults(gpus, log)):
         return doubtful(found, FAULTS_CURE)
     read = "no Xid in the kernel's log" if log else "the kernel's log cannot be read here"
@@ -107,7 +102,9 @@ def free_memory() -> Finding:
     """Check that no other process has much of the GPUs' memory."""
     if not is_installed():
         return doubtful(*ABSENT)
-    return others(our_gpus(), ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"))
+    return others(
+        visible_gpus(), ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader")
+    )
 
 
 def others(gpus: Sequence[Gpu], processes: str) -> Finding:
@@ -161,7 +158,7 @@ def gpu_doubts(config: Config) -> Iterator[str]:
         yield "; ".join(ABSENT)
         return
     try:
-        gpus = our_gpus()
+        gpus = visible_gpus()
     except DataError as error:
         yield str(error)
         return
