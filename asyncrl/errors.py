@@ -80,6 +80,10 @@ class RewardError(AsyncRLError):
     """A reward function raised, hung, or returned something that is not a reward."""
 
 
+class EnvironmentFault(AsyncRLError):
+    """An environment failed: it raised, hung, died, or answered nonsense. The episode is never scored."""
+
+
 class CheckpointError(AsyncRLError):
     """A checkpoint that is missing, incomplete, or belongs to another run."""
 
