@@ -3,7 +3,8 @@
 * Prompt: the text to answer, with the dataset row from which rewards are computed.
 * Ticket: the permission to sample one prompt `group_size` times, with an integer id.
 * Rollout: one sampled response, with each token's behaviour log-probability and policy version.
-* Group: all rollouts of one ticket; the buffer stores it whole or not at all.
+* Episode: one run of an environment, with a rollout per branch; without an environment, one rollout.
+* Group: all episodes of one ticket; the buffer stores it whole or not at all.
 * Version: the number of batches on which the weights were trained. One step trains on one batch.
 * Lineage: the number of the learner's start that made a version; `lineage.py` explains it.
 * Lag: version being trained minus version of a token, in steps.
@@ -55,6 +56,22 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turns:
+    """The turns that a rollout trains, one entry each. A turn that branches share is only in the first."""
+
+    ends: NDArray[np.int32]  # the offset in the response behind the turn's last action, increasing
+    rewards: NDArray[np.float32] | None = None  # what the environment gave each turn; part of `reward`
+    states: NDArray[np.uint64] | None = None  # hash of the state that the turn began in; 0 if it has none
+
+    def __post_init__(self) -> None:
+        lengths = {len(column) for column in (self.ends, self.rewards, self.states) if column is not None}
+        if len(lengths) > 1 or (np.diff(self.ends, prepend=0) <= 0).any():
+            raise ValueError(
+                f"turns end at {self.ends}, with columns of {lengths} entries; needed are rising ends"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """One response to one prompt. Per-token columns have the length of `response_ids`."""
 
@@ -64,11 +81,12 @@ class Rollout:
     # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is not an action.
     behaviour_logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]  # the weights that sampled each token, run-length encoded
-    finish_reason: str  # `stop` or `length`
+    finish_reason: str  # `stop`, or why the response was cut off: `length`, or an episode's `turns` or `time`
     reward: float = 0.0  # weighted sum of `reward_parts`, before shaping; never overwritten
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     # The answer that a reward function found: "" if it found none, None if no function looks for one.
     answer: str | None = None
+    turns: Turns | None = None  # None: one turn
 
     def __post_init__(self) -> None:
         columns = ("response_ids", "action_mask", "behaviour_logprobs")
@@ -76,6 +94,13 @@ class Rollout:
         lengths["version_spans"] = sum(span.tokens for span in self.version_spans)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"rollout columns differ in length: {lengths}; each token needs one entry")
+        if self.turns is not None and (self.turns.ends > len(self.response_ids)).any():
+            raise ValueError(f"a turn ends behind the {len(self.response_ids)} tokens of the response")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut off."""
+        return self.finish_reason != "stop"
 
     @property
     def versions(self) -> NDArray[np.int64]:
@@ -99,7 +124,7 @@ class GroupTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """All rollouts of one ticket, or the reason why there are none."""
+    """All rollouts of one ticket in the order of its episodes, or the reason why there are none."""
 
     ticket_id: int
     rollouts: tuple[Rollout, ...]
@@ -113,6 +138,27 @@ class Group:
     greedy_reward: float | None = None  # of the greedy response to the prompt, if the advantage needs it
     # The ticket failed too often, for this reason. The group has no rollouts; it is counted and not trained.
     dead_reason: str | None = None
+    # Non-decreasing from 0 without gaps: the episode of each rollout, whose reward is its episode's. None:
+    # each rollout is an episode.
+    episode_of: NDArray[np.int32] | None = None
+    # What the environment counted: an entry per episode, NaN where it has none.
+    episode_metrics: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        of = self.episode_of
+        # Ranks have no gaps and begin at 0, so they are the sorted episodes only if these count up.
+        if of is not None and (
+            len(of) != len(self.rollouts)
+            or not np.array_equal(np.unique(of, return_inverse=True)[1], np.sort(of))
+        ):
+            raise ValueError(f"the episodes {of} of {len(self.rollouts)} rollouts do not count up from 0")
+        if any(len(values) != self.episodes for values in self.episode_metrics.values()):
+            raise ValueError(f"episode metrics need one entry for each of {self.episodes} episodes")
+
+    @property
+    def episodes(self) -> int:
+        """Return the number of episodes."""
+        return len(self.rollouts) if self.episode_of is None else int(self.episode_of.max(initial=-1)) + 1
 
     @classmethod
     def dead(

@@ -27,7 +27,8 @@ WIRE_VERSION = 1
 MAGIC = b"ASYNCRL\0"
 # The allowed data types, by name.
 DTYPES = {
-    name: np.dtype(name).newbyteorder("<") for name in ("float64", "int64", "float32", "int32", "uint8")
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("float64", "int64", "uint64", "float32", "int32", "uint8")
 }
 # A meta has at most this many times `Limits.items` entries in total, as an empty list is one byte in a frame
 # and sixty in memory.

@@ -1,7 +1,8 @@
 """A rollout group as a frame: the columns of all its rollouts, concatenated into few tensors.
 
 Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]`, `answer_bytes[r]`
-entries of the columns.
+entries of the columns. The columns of `_OPTIONAL` are in the frame only if the group has episodes of several
+turns: episode e owns the next entries of `episode_metrics`, rollout r the next `turns[r]` of its turns.
 """
 
 import reprlib
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
-from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
+from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
 from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
 
 # A frame must fit into one value of Redis (512 MiB).
@@ -22,8 +23,8 @@ GROUP_LIMITS = Limits(
 # Bounds for one group. Rollouts and spans are bounded in number, because each is many times larger in memory
 # than in the frame.
 MAX_ROLLOUTS, MAX_SPANS, MAX_ANSWER_BYTES = 4096, 1 << 16, 1024
-# The value in `answer_bytes` if no reward function has reported the answer.
-NO_ANSWER = -1
+# The value in `answer_bytes` if no reward function has reported the answer, and in `turns` if there are none.
+NONE = -1
 # A longer `dead_reason` is cut off.
 REASON_CHARACTERS = 1000
 
@@ -46,8 +47,17 @@ _COLUMNS = {
     "answer_bytes": "int32",
     "answers": "uint8",
 }
+_OPTIONAL = {
+    "episode_of": "int32",
+    "episode_metrics": "float32",
+    "turns": "int32",
+    "turn_ends": "int32",
+    "turn_rewards": "float32",
+    "turn_states": "uint64",
+}
 # Numpy's objects, because comparing them is faster than making their names.
 _DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
+_OPTIONAL_DTYPES = {name: DTYPES[kind] for name, kind in _OPTIONAL.items()}
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:
@@ -69,13 +79,14 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "rewards": [rollout.reward for rollout in rollouts],
         # NaN marks a part that this rollout does not have; no reward is NaN.
         "reward_parts": [rollout.reward_parts.get(part, np.nan) for rollout in rollouts for part in parts],
-        "answer_bytes": [NO_ANSWER if answer is None else len(answer) for answer in answers],
+        "answer_bytes": [NONE if answer is None else len(answer) for answer in answers],
         "answers": np.frombuffer(b"".join(answer or b"" for answer in answers), dtype=np.uint8),
     }
     arrays = {name: np.asarray(column, dtype=_COLUMNS[name]) for name, column in columns.items()}
     for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
         pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
         arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
+    arrays |= _episode_columns(group)
     _check_counts(arrays)
     reward_parts = [value for rollout in rollouts for value in rollout.reward_parts.values()]
     _check_finite(arrays, group.greedy_reward, reward_parts)
@@ -94,7 +105,30 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         meta["greedy_reward"] = float(group.greedy_reward)
     if group.times is not None:
         meta["times"] = [float(at) for at in group.times]
+    if group.episode_metrics:
+        meta["episode_metrics"] = list(group.episode_metrics)
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
+
+
+def _episode_columns(group: Group) -> dict[str, NDArray[Any]]:
+    """Return the optional columns that the group needs. A turn without a reward has 0, without a state 0."""
+    turns = [rollout.turns for rollout in group.rollouts]
+    columns: dict[str, list[NDArray[Any]]] = {}
+    if group.episode_of is not None:
+        columns["episode_of"] = [group.episode_of]
+    if group.episode_metrics:
+        columns["episode_metrics"] = [np.stack(list(group.episode_metrics.values()), axis=1).ravel()]
+    if played := [one for one in turns if one is not None]:
+        columns["turns"] = [np.array([NONE if one is None else len(one.ends) for one in turns])]
+        columns["turn_ends"] = [one.ends for one in played]
+        for name in ("rewards", "states"):
+            given = [getattr(one, name) for one in played]
+            if any(column is not None for column in given):
+                columns[f"turn_{name}"] = [
+                    np.zeros(len(one.ends), dtype=_OPTIONAL[f"turn_{name}"]) if column is None else column
+                    for one, column in zip(played, given, strict=True)
+                ]
+    return {name: np.concatenate(parts).astype(_OPTIONAL[name]) for name, parts in columns.items()}
 
 
 def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
@@ -108,31 +142,37 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
     greedy_reward = _optional(meta, "greedy_reward", float)
     _check_finite(frame.arrays, greedy_reward)
     try:
-        rollouts = _rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts"))
+        return Group(
+            ticket_id=_value(meta, "ticket_id", int),
+            rollouts=_rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts")),
+            generator_id=_value(meta, "generator_id", str),
+            finished_version=_value(meta, "finished_version", int),
+            sampling_s=_value(meta, "sampling_s", float),
+            reward_s=_value(meta, "reward_s", float),
+            times=_times(meta),
+            lane=_value(meta, "lane", str),
+            greedy_reward=greedy_reward,
+            dead_reason=_optional(meta, "dead_reason", str),
+            episode_of=frame.arrays.get("episode_of"),
+            episode_metrics=_episode_metrics(frame.arrays, meta),
+        )
     except (ValueError, IndexError) as error:
         raise WireError(f"the columns of the group contradict each other: {error}") from error
-    return Group(
-        ticket_id=_value(meta, "ticket_id", int),
-        rollouts=rollouts,
-        generator_id=_value(meta, "generator_id", str),
-        finished_version=_value(meta, "finished_version", int),
-        sampling_s=_value(meta, "sampling_s", float),
-        reward_s=_value(meta, "reward_s", float),
-        times=_times(meta),
-        lane=_value(meta, "lane", str),
-        greedy_reward=greedy_reward,
-        dead_reason=_optional(meta, "dead_reason", str),
-    )
 
 
 def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
     found = {name: array.dtype for name, array in arrays.items()}
-    if found != _DTYPES:
+    if found != _DTYPES and not _DTYPES.items() <= found.items() <= (_DTYPES | _OPTIONAL_DTYPES).items():
         names = {name: dtype.name for name, dtype in found.items()}
-        raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}")
+        raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}, allowed too are {_OPTIONAL}")
+    if ("turns" in found) != ("turn_ends" in found) or any(
+        f"turn_{name}" in found and "turns" not in found for name in ("rewards", "states")
+    ):
+        raise WireError(f"the group has tensors {list(found)}; turns and turn_ends come together")
     _check_counts(arrays)
-    for name in ("prompt_tokens", "response_tokens", "spans", "span_tokens", "answer_bytes"):
-        if (arrays[name] < (NO_ANSWER if name == "answer_bytes" else 0)).any():
+    lowest = {"prompt_tokens": 0, "response_tokens": 0, "spans": 0, "span_tokens": 0}
+    for name, least in (lowest | {"answer_bytes": NONE, "turns": NONE}).items():
+        if name in arrays and (arrays[name] < least).any():
             raise WireError(f"the group has a negative count in {name}")
     if (arrays["action_mask"] > 1).any():
         raise WireError("the group has an action mask with values other than 0 and 1")
@@ -153,7 +193,11 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
 def _check_finite(
     arrays: Mapping[str, NDArray[Any]], greedy_reward: float | None, reward_parts: Sequence[float] = ()
 ) -> None:
-    columns = {name: arrays[name] for name in ("behaviour_logprobs", "rewards")}
+    columns = {
+        name: arrays[name] for name in ("behaviour_logprobs", "rewards", "turn_rewards") if name in arrays
+    }
+    if "episode_metrics" in arrays:  # NaN marks a metric that this episode does not have
+        columns["episode_metrics"] = arrays["episode_metrics"][~np.isnan(arrays["episode_metrics"])]
     columns["reward_parts"] = np.asarray(reward_parts, dtype=np.float64)
     columns["greedy_reward"] = np.asarray(0.0 if greedy_reward is None else greedy_reward)
     for name, values in columns.items():
@@ -175,8 +219,9 @@ def _rollouts(
     ]
     part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
     answers = _split(arrays["answers"], arrays["answer_bytes"].clip(min=0), count)
-    has_answer = (arrays["answer_bytes"] > NO_ANSWER).tolist()
+    has_answer = (arrays["answer_bytes"] > NONE).tolist()
     rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
+    turns = _turns(arrays, count)
     if len(finish) != count:
         raise ValueError(f"{len(finish)} finish reasons for {count} rollouts")
     return tuple(
@@ -190,9 +235,37 @@ def _rollouts(
             reward=rewards[r],
             reward_parts={part: x for part, x in zip(parts, part_values[r], strict=True) if x == x},
             answer=answers[r].tobytes().decode() if has_answer[r] else None,
+            turns=turns[r],
         )
         for r in range(count)
     )
+
+
+def _turns(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Turns | None]:
+    if "turns" not in arrays:
+        return [None] * count
+    lengths = arrays["turns"]
+    columns = {
+        name: _split(arrays[f"turn_{name}"], lengths.clip(min=0), count)
+        for name in ("ends", "rewards", "states")
+        if f"turn_{name}" in arrays
+    }
+    return [
+        None if length == NONE else Turns(**{name: column[r] for name, column in columns.items()})
+        for r, length in enumerate(lengths.tolist())
+    ]
+
+
+def _episode_metrics(
+    arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
+) -> dict[str, NDArray[np.float32]]:
+    names = _texts(meta, "episode_metrics") if "episode_metrics" in meta else []
+    if bool(names) != ("episode_metrics" in arrays):
+        raise WireError(f"episode_metrics of the group has names {names!r:.200}, which need a column")
+    if not names:
+        return {}
+    table = arrays["episode_metrics"].reshape(-1, len(names))
+    return {name: table[:, index] for index, name in enumerate(names)}
 
 
 def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDArray[Any]]:

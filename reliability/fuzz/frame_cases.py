@@ -116,6 +116,11 @@ def _group(frame: bytes) -> None:
         }
         assert len(lengths) == 1, lengths
         assert np.isfinite(rollout.behaviour_logprobs).all() and math.isfinite(rollout.reward)
+        if (turns := rollout.turns) is not None:
+            assert (np.diff(turns.ends, prepend=0) > 0).all() and max(turns.ends, default=0) <= lengths.pop()
+            assert turns.rewards is None or np.isfinite(turns.rewards).all()
+    if group.episode_of is not None and group.rollouts:
+        assert set(group.episode_of.tolist()) == set(range(group.episodes))
     decode_group(encode_group(group))  # what is accepted can be passed on
 
 

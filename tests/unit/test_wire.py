@@ -21,7 +21,7 @@ from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.lineage import Weights
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
-from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan, version_spans
+from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan, version_spans
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire import codec
 from asyncrl.wire import group_frames as schema
@@ -43,7 +43,7 @@ names = st.text(max_size=12)
 
 
 @st.composite
-def rollouts(draw):
+def rollouts(draw, with_turns=False):
     length = draw(st.integers(0, 12))
     versions = sorted(draw(st.lists(st.integers(0, 2**40), min_size=length, max_size=length)))
     ids = st.integers(0, 2**31 - 1)
@@ -59,6 +59,35 @@ def rollouts(draw):
         reward=draw(finite),
         reward_parts=draw(st.dictionaries(names, finite, max_size=3)),
         answer=draw(st.none() | names),
+        turns=draw(st.none() | turns_within(length)) if with_turns else None,
+    )
+
+
+@st.composite
+def turns_within(draw, length):
+    ends = sorted(draw(st.sets(st.integers(1, length), max_size=4))) if length else []
+    return Turns(
+        ends=np.array(ends, dtype=np.int32),
+        rewards=draw(hnp.arrays(np.float32, len(ends), elements=finite)),
+        states=draw(hnp.arrays(np.uint64, len(ends))),
+    )
+
+
+@st.composite
+def episodes(draw):
+    """Groups of episodes with several sequences and turns."""
+    many = draw(st.lists(rollouts(with_turns=True), max_size=5))
+    steps = draw(st.lists(st.integers(0, 1), min_size=len(many), max_size=len(many)))
+    of = np.cumsum([0, *steps[1:]], dtype=np.int32)[: len(many)]
+    count = int(of[-1]) + 1 if many else 0
+    metric = hnp.arrays(np.float32, count, elements=st.floats(allow_infinity=False, width=32))
+    return Group(
+        ticket_id=1,
+        rollouts=tuple(many),
+        generator_id="g",
+        finished_version=3,
+        episode_of=draw(st.just(of) | st.none()) if count == len(many) else of,
+        episode_metrics=draw(st.dictionaries(names, metric, max_size=3)),
     )
 
 
@@ -79,19 +108,29 @@ groups = st.builds(
 def assert_same_group(left, right):
     for field in dataclasses.fields(Group):
         if field.name != "rollouts":
-            assert getattr(left, field.name) == getattr(right, field.name), field.name
+            assert_same(getattr(left, field.name), getattr(right, field.name), field.name)
     assert len(left.rollouts) == len(right.rollouts)
     for one, other in zip(left.rollouts, right.rollouts, strict=True):
         for field in dataclasses.fields(Rollout):
-            a, b = getattr(one, field.name), getattr(other, field.name)
-            if isinstance(a, np.ndarray):
-                assert a.dtype == b.dtype
-                np.testing.assert_array_equal(a, b)
-            else:
-                assert a == b, field.name
+            assert_same(getattr(one, field.name), getattr(other, field.name), field.name)
 
 
-@given(groups, st.binary(max_size=32))
+def assert_same(a, b, name):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        assert a.dtype == b.dtype, name
+        np.testing.assert_array_equal(a, b)
+    elif isinstance(a, Turns):
+        for field in dataclasses.fields(Turns):
+            assert_same(getattr(a, field.name), getattr(b, field.name), field.name)
+    elif name == "episode_metrics":
+        assert a.keys() == b.keys()
+        for metric in a:
+            assert_same(a[metric], b[metric], metric)
+    else:
+        assert a == b, name
+
+
+@given(groups | episodes(), st.binary(max_size=32))
 def test_a_group_survives_the_wire(group, key):
     assert_same_group(decode_group(encode_group(group, key), key), group)
 
@@ -122,6 +161,31 @@ def group_of(rng, rollouts_count=3, tokens=20):
 
 GROUP = group_of(np.random.default_rng(0))
 GREEDY = dataclasses.replace(GROUP, greedy_reward=0.75)
+EPISODES = dataclasses.replace(
+    group_of(np.random.default_rng(1), rollouts_count=4),
+    episode_of=np.array([0, 0, 1, 2], dtype=np.int32),
+    episode_metrics={
+        "calls": np.array([2, 0, np.nan], dtype=np.float32),
+        "seconds/model": np.array([0.5, 1.25, 3], dtype=np.float32),
+    },
+)
+EPISODES = dataclasses.replace(
+    EPISODES,
+    rollouts=tuple(
+        dataclasses.replace(
+            rollout,
+            finish_reason=("turns", "turns", "stop", "time")[r],
+            turns=Turns(
+                ends=np.array(ends, dtype=np.int32),
+                rewards=np.arange(len(ends), dtype=np.float32) / 4,
+                states=np.arange(len(ends), dtype=np.uint64) + 2**63,
+            ),
+        )
+        for r, (rollout, ends) in enumerate(
+            zip(EPISODES.rollouts, [[4, 9], [20], [1, 2, 20], []], strict=True)
+        )
+    ),
+)
 DEAD = Group.dead(7, "reward worker was killed", generator_id="generator-1", version=3)
 MESSAGES = MessageCodec((Hello, Heartbeat, Leave, Welcome, Refused, Stop, UpdateOrder, UpdateReport))
 ORDER = UpdateOrder(
@@ -144,6 +208,10 @@ FRAMES = {
     "greedy_group.v1": (
         encode_group(GREEDY, KEY),
         lambda data: assert_same_group(decode_group(data, KEY), GREEDY),
+    ),
+    "episodes.v1": (
+        encode_group(EPISODES, KEY),
+        lambda data: assert_same_group(decode_group(data, KEY), EPISODES),
     ),
     "dead_group.v1": (encode_group(DEAD), lambda data: assert_same_group(decode_group(data), DEAD)),
     "update_order.v1": (
@@ -240,7 +308,7 @@ plain = st.recursive(
 @given(st.data())
 def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
     """Somebody with the key, and a bug: any meta entry, table entry or tensor byte may be wrong."""
-    frame = encode_group(GREEDY)
+    frame = encode_group(data.draw(st.sampled_from([GREEDY, EPISODES])))
     body_bytes = codec._FIELDS.unpack_from(frame)[4]
     body, meta = (
         bytearray(frame[HEADER_BYTES : HEADER_BYTES + body_bytes]),
@@ -269,6 +337,7 @@ def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
     for rollout in group.rollouts:
         assert len(rollout.response_ids) == len(rollout.versions) == len(rollout.behaviour_logprobs)
         assert np.isfinite(rollout.behaviour_logprobs).all()
+    assert 0 <= group.episodes <= len(group.rollouts)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +412,80 @@ def test_a_greedy_reward_that_is_not_finite_is_refused_on_both_sides(bad):
     frame = decode_frame(GROUP_LIMITS, encode_group(GREEDY))
     with pytest.raises(WireError, match="greedy_reward"):
         decode_group(encode_frame(GROUP_LIMITS, {**frame.meta, "greedy_reward": bad}, frame.arrays))
+
+
+EPISODE_LIES = {
+    r"\[0 1 0 2\] of 4 rollouts do not count up": {"episode_of": [0, 1, 0, 2]},
+    r"\[1 1 1 2\] of 4 rollouts do not count up": {"episode_of": [1, 1, 1, 2]},
+    r"\[0 0 2 3\] of 4 rollouts do not count up": {"episode_of": [0, 0, 2, 3]},
+    r"\[0 0 1\] of 4 rollouts do not count up": {"episode_of": [0, 0, 1]},
+    "one entry for each of 2 episodes": {"episode_of": [0, 0, 1, 1]},
+    "a turn ends behind the 20 tokens": {"turn_ends": [4, 21, 20, 1, 2, 20]},
+    r"turns end at \[4 4\]": {"turn_ends": [4, 4, 20, 1, 2, 20]},
+    r"turns end at \[0 4\]": {"turn_ends": [0, 4, 20, 1, 2, 20]},
+    r"turns end at \[9 4\]": {"turn_ends": [9, 4, 20, 1, 2, 20]},
+    "lengths that add up to 6": {"turn_ends": [4, 9, 20, 1, 2]},
+    "add up to 6 for 4 rollouts and 5": {"turn_states": [1, 2, 3, 4, 5]},
+    "negative count in turns": {"turns": [-2, 1, 3, 0]},
+    "turn_rewards that are not finite": {"turn_rewards": [0, 1, np.nan, 0, 0, 0]},
+    "episode_metrics that are not finite": {"episode_metrics": [0, 1, np.inf, 0, 0, 0]},
+    "cannot reshape": {"episode_metrics": [0, 1, 2]},
+}
+
+
+@pytest.mark.parametrize("reason", EPISODE_LIES)
+def test_episodes_that_contradict_themselves_are_refused(reason):
+    frame = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
+    lies = {
+        name: np.array(column, dtype=frame.arrays[name].dtype)
+        for name, column in EPISODE_LIES[reason].items()
+    }
+    with pytest.raises(WireError, match=reason):
+        decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, **lies}))
+
+
+@pytest.mark.parametrize("gone", ["turns", "turn_ends", "episode_metrics", "rewards"])
+def test_a_column_that_another_needs_is_not_left_out(gone):
+    frame = decode_frame(GROUP_LIMITS, encode_group(EPISODES))
+    rest = {name: column for name, column in frame.arrays.items() if name != gone}
+    with pytest.raises(WireError, match="the group"):
+        decode_group(encode_frame(GROUP_LIMITS, frame.meta, rest))
+    with pytest.raises(WireError, match="allowed too"):
+        decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, "more": rest["finish"]}))
+
+
+def test_turns_without_rewards_or_states_have_zeros_beside_turns_with_them():
+    """An environment may reward some episodes only; a state of 0 is no state."""
+    first, *others = EPISODES.rollouts
+    bare = dataclasses.replace(first, turns=Turns(ends=first.turns.ends))
+    single = dataclasses.replace(others[0], turns=None)
+    group = dataclasses.replace(EPISODES, rollouts=(bare, single, *others[1:]))
+    read, alone, *_ = decode_group(encode_group(group)).rollouts
+    assert read.turns.rewards.tolist() == read.turns.states.tolist() == [0, 0] and alone.turns is None
+    group = dataclasses.replace(EPISODES, rollouts=(bare,), episode_of=None, episode_metrics={})
+    assert_same_group(decode_group(encode_group(group)), group)
+
+
+def test_the_largest_group_of_long_episodes_fits_a_frame():
+    """16 episodes of 128k tokens in 50 turns, an update in each turn; a prompt of 8k in each."""
+    turns, tokens = 50, 1 << 17
+    rollout = Rollout(
+        prompt_ids=np.zeros(1 << 13, np.int32),
+        response_ids=np.zeros(tokens, np.int32),
+        action_mask=np.ones(tokens, np.bool_),
+        behaviour_logprobs=np.zeros(tokens, np.float32),
+        version_spans=(*(VersionSpan(v, 2) for v in range(turns)), VersionSpan(turns, tokens - 2 * turns)),
+        finish_reason="turns",
+        turns=Turns(
+            ends=np.arange(1, turns + 1, dtype=np.int32),
+            rewards=np.zeros(turns, np.float32),
+            states=np.zeros(turns, np.uint64),
+        ),
+    )
+    group = Group(ticket_id=1, rollouts=(rollout,) * 16, generator_id="g", finished_version=turns)
+    frame = encode_group(group)
+    assert len(frame) < 45e6 < GROUP_LIMITS.body_bytes
+    assert decode_group(frame).rollouts[15].turns.ends[-1] == turns
 
 
 def test_a_frame_that_no_peer_would_take_is_not_sent():
