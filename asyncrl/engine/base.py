@@ -48,10 +48,19 @@ class Engine(Protocol):
         """The weights in use; version -1 while they are dirty (unverified, or a mixture of versions)."""
         ...
 
-    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+    @property
+    def salt(self) -> str:
+        """The name of the prefix cache of requests that start now; each weight update begins another one."""
+        ...
+
+    async def sample(
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+    ) -> list[Rollout]:
         """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
 
-        Requests continue through weight updates; cancelling the task aborts them. Raises EngineError.
+        Requests continue through weight updates; cancelling the task aborts them. With the `salt` of an
+        earlier moment the request reads and extends the prefix cache of that moment, so that a conversation
+        keeps its cache through updates as one request does. Raises EngineError.
         """
         ...
 

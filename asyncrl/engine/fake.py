@@ -52,6 +52,7 @@ class FakeEngine:
         self._logits = logits_of(0, vocabulary) if logits is None else np.array(logits, dtype=np.float32)
         self._received: NDArray[np.float32] | None = None
         self._weights = Weights(0)
+        self._updates = 0
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
@@ -64,8 +65,14 @@ class FakeEngine:
     def weights(self) -> Weights:
         return self._weights
 
-    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        self._require_alive()
+    @property
+    def salt(self) -> str:
+        return str(self._updates)
+
+    async def sample(
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+    ) -> list[Rollout]:
+        self._require_alive()  # `salt` has no effect: nothing is cached here
         task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))
         self._running[task] = count
         task.add_done_callback(self._running.pop)
@@ -127,6 +134,7 @@ class FakeEngine:
     async def begin_update(self) -> None:
         self._require_alive()
         self._weights = Weights(-1)
+        self._updates += 1
         self._received = None
         self._resumed.clear()
         if self._paused_since_s is None:

@@ -43,10 +43,12 @@ class CoreEngine(FakeEngine):
             sys.executable, "-c", CORE, str(os.getpid()), stdin=pipe, stdout=pipe, env=dict(os.environ)
         )
 
-    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+    async def sample(
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+    ) -> list[Rollout]:
         """See `Engine.sample`."""
         await self.progress()
-        return await super().sample(prompt_ids, count, spec)
+        return await super().sample(prompt_ids, count, spec, salt=salt)
 
     async def progress(self) -> None:
         """See `Engine.progress`."""

@@ -128,6 +128,42 @@ def test_prompts_cached_under_old_weights_are_not_used_by_new_requests(world, tm
 
 
 @tied
+def test_turns_of_one_salt_keep_their_cache_through_an_update_and_nothing_else_reads_it(
+    world, tmp_path, monkeypatch
+):
+    runner, engine, model = world
+    prompt = [1, *torch.randint(3, 512, (255,), generator=torch.Generator().manual_seed(1)).tolist()]
+    cached, generate = [], engine._llm.generate
+
+    async def observed(*args, **kwargs):
+        async for output in generate(*args, **kwargs):
+            yield output
+        cached.append(output.num_cached_tokens)
+
+    monkeypatch.setattr(engine._llm, "generate", observed)
+
+    async def scenario():
+        salt = engine.salt
+        (first,) = await engine.sample(prompt, 1, spec(tokens=20), salt=salt)
+        history = [*prompt, *first.response_ids.tolist(), 300, 301]
+        sent = scrambled(model, 6)
+        await apply(engine, disk_order(1, sent, tmp_path))
+        assert engine.salt != salt
+        (second,) = await engine.sample(history, 1, spec(tokens=20), salt=salt)
+        (fresh,) = await engine.sample(history, 1, spec(tokens=20))
+        return sent, second, fresh
+
+    sent, second, fresh = runner.run(scenario())
+    assert cached[0] == 0 and cached[1] >= 128 and cached[2] == 0
+    assert [span.version for span in second.version_spans] == [1]
+    assert_sampled_from(sent, fresh)
+    with pytest.raises(AssertionError):  # the history is that of the old weights, as in one long request
+        assert_sampled_from(sent, second)
+    monkeypatch.undo()
+    runner.run(apply(engine, disk_order(0, model, tmp_path)))
+
+
+@tied
 def test_a_response_that_a_string_ends_has_the_models_logprobs(world):
     runner, engine, model = world
     rollouts = runner.run(engine.sample([1, 403, 407], 4, spec(tokens=200, stop=("a",))))

@@ -39,8 +39,8 @@ class VLLMEngine:
     """The `Engine` interface on vLLM, made by `start`.
 
     The cache salt of a request is the number of weight updates before it, so it never reads prefix blocks
-    that older weights have computed. A running request keeps its own KV cache through an update, unless
-    `generator.recompute_kv`.
+    that older weights have computed. A running request keeps its own KV cache through an update, and so does
+    a conversation whose turns give the `salt` of its start, unless `generator.recompute_kv`.
     """
 
     def __init__(self, llm: Any, *, deadline_s: float, recompute_kv: bool) -> None:
@@ -95,8 +95,14 @@ class VLLMEngine:
 
     # --- sampling ---------------------------------------------------------------------------------
 
-    async def sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
-        task = asyncio.create_task(self._sample(prompt_ids, count, spec))
+    @property
+    def salt(self) -> str:
+        return str(self._updates)
+
+    async def sample(
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+    ) -> list[Rollout]:
+        task = asyncio.create_task(self._sample(prompt_ids, count, spec, salt))
         self._running[task] = count
         task.add_done_callback(self._running.pop)
         try:
@@ -109,7 +115,9 @@ class VLLMEngine:
             raise aborted()
         return task.result()
 
-    async def _sample(self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+    async def _sample(
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, salt: str | None
+    ) -> list[Rollout]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -123,7 +131,7 @@ class VLLMEngine:
             detokenize=bool(spec.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate(prompt_ids, params)
+        output = await self._generate(prompt_ids, params, None if self._recompute_kv else salt)
         rollouts = [to_rollout(prompt_ids, completion) for completion in output.outputs]
         self._sampled_tokens += sum(len(rollout.response_ids) for rollout in rollouts)
         return rollouts
@@ -139,13 +147,13 @@ class VLLMEngine:
         output = await self._call(self._generate(token_ids, params), f"score {len(token_ids)} tokens")
         return token_logprobs(output.prompt_logprobs, token_ids)[1:]
 
-    async def _generate(self, prompt_ids: Sequence[int], params: Any) -> Any:
+    async def _generate(self, prompt_ids: Sequence[int], params: Any, salt: str | None = None) -> Any:
         """The final output of one request."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = tokens_input(list(prompt_ids), cache_salt=str(self._updates))
+        prompt = tokens_input(list(prompt_ids), cache_salt=salt or self.salt)
         output = None
         try:
             async for newest in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
