@@ -26,6 +26,11 @@ def wishes(config: Config) -> Iterator[Wish]:
     for index, function in enumerate(config.reward.functions):
         if ":" in function.function:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
+    uses = config.environment.uses
+    for name in (uses,) if isinstance(uses, str) else uses:
+        yield Wish("environment.uses", name.rpartition(":")[0])
+    if config.environment.python:
+        yield Wish("environment.python", str(config.environment.python))
     advantage = config.algorithm.advantage.name
     if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake, Part
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -20,6 +21,7 @@ from asyncrl.config.sections import (
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
+    RewardConfig,
     SamplingConfig,
     StalenessConfig,
     TelemetryConfig,
@@ -30,6 +32,7 @@ from asyncrl.config.vllm_settings import vllm_takes_the_settings
 
 # Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
+TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its spans of versions
 
 LAST_PORT = 65535
 LARGEST = 1 << 53
@@ -105,6 +108,30 @@ def _system_message_has_a_template(data: DataConfig, model: ModelConfig) -> Iter
         yield Mistake(("data.system", "model.chat_template"), text)
 
 
+def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Mistake]:
+    if not reward.functions and not environment.uses:
+        text = (
+            "reward.functions is [] and there is no environment: nothing scores a response; name a function"
+        )
+        yield Mistake(("reward.functions", "environment.uses"), text)
+
+
+def _an_environment_is_used(environment: EnvironmentConfig) -> Iterator[Mistake]:
+    changed = environment.model_fields_set - {"uses"}
+    for key in sorted(changed) if not environment.uses else ():
+        if getattr(environment, key) != getattr(EnvironmentConfig(), key):
+            text = f"environment.{key} is set, but environment.uses is not; name the environment, or drop it"
+            yield Mistake((f"environment.{key}", "environment.uses"), text)
+
+
+def _tools_are_rendered(environment: EnvironmentConfig, model: ModelConfig) -> Iterator[Mistake]:
+    """Only a chat template says how a model is shown tools."""
+    if isinstance(environment.uses, tuple) and environment.uses and not model.chat_template:
+        found = "environment.uses is a list of tools, but model.chat_template is false"
+        text = f"{found}; set it to true, or name a class with `reset` and `step` for plain text"
+        yield Mistake(("environment.uses", "model.chat_template"), text)
+
+
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         text = "store.bind is for the run's own server, but store.url names another server; drop one"
@@ -127,6 +154,7 @@ def _store_holds_what_is_open(
     learner: LearnerConfig,
     batch: BatchConfig,
     store: StoreConfig,
+    environment: EnvironmentConfig,
 ) -> Iterator[Mistake]:
     """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
     lag = staleness.max_lag
@@ -134,7 +162,9 @@ def _store_holds_what_is_open(
     groups = (lag + 1 + saved) * batch.groups
     prompt_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens
     rollout_bytes = ROLLOUT_BYTES + prompt_bytes + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
-    group_bytes = GROUP_BYTES + batch.group_size * rollout_bytes
+    rollout_bytes += TURN_BYTES * environment.max_turns if environment.uses else 0
+    sequences = batch.group_size * environment.sequences
+    group_bytes = GROUP_BYTES + sequences * rollout_bytes
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > store.max_gib:
         sizes = ("batch.group_size", "sampling.max_prompt_tokens", "sampling.max_response_tokens")
@@ -150,7 +180,7 @@ def _store_holds_what_is_open(
             f"store.max_gib is {store.max_gib:g}, but {groups} groups of up to {group_bytes / 2**20:.3g} MiB "
             f"can be open, {needed_gib:.3g} GiB: {lag + 1} steps under way (staleness.max_lag + 1) and "
             f"{saved} that the oldest checkpoint lacks (checkpoint.keep * every), of {batch.groups} groups "
-            f"(batch.groups) with {batch.group_size} sequences of sampling.max_prompt_tokens and "
+            f"(batch.groups) with {sequences} sequences of sampling.max_prompt_tokens and "
             "max_response_tokens; a full store would stop the run for good; set store.max_gib: "
             f"{math.ceil(needed_gib)}, or checkpoint more often",
         )
@@ -202,6 +232,9 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,
+    _something_scores,
+    _an_environment_is_used,
+    _tools_are_rendered,
     _one_store,
     _sequences_fit,
     _store_holds_what_is_open,

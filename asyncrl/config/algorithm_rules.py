@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, EntropyConfig, KLConfig
 from asyncrl.config.base import Choice, Mistake
-from asyncrl.config.sections import BatchConfig, LearnerConfig, RewardConfig, SamplingConfig, StalenessConfig
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.sections import (
+    BatchConfig,
+    LearnerConfig,
+    RewardConfig,
+    SamplingConfig,
+    StalenessConfig,
+    reward_parts,
+)
 
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
@@ -189,7 +197,9 @@ def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
                 )
 
 
-def _gdpo_sees_parts(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterator[Mistake]:
+def _gdpo_sees_parts(
+    algorithm: AlgorithmConfig, reward: RewardConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
     """GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it."""
     advantage, key = algorithm.advantage, "algorithm.advantage"
     if advantage.name != "gdpo":
@@ -200,7 +210,7 @@ def _gdpo_sees_parts(algorithm: AlgorithmConfig, reward: RewardConfig) -> Iterat
     if algorithm.kl.placement == "reward":
         found = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
         yield Mistake(("algorithm.kl.placement", key), f"{found}; set placement: loss")
-    weights, parts = advantage.params.get("weights"), {function.part for function in reward.functions}
+    weights, parts = advantage.params.get("weights"), set(reward_parts(reward, environment))
     if isinstance(weights, Mapping) and (unknown := set(weights) - parts):
         allowed = f"the parts of the reward are {', '.join(sorted(parts))}; use their names"
         text = f"{key}.weights names {', '.join(sorted(unknown))}; {allowed}"

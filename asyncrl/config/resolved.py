@@ -20,6 +20,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "model": ("path", "revision", "dtype", "chat_template"),
     "data": ("train", "eval", "prompt_field", "template", "system", "split", "eval_split", "shuffle"),
     "reward": ("functions",),
+    "environment": ("uses", "max_turns", "weight", "max_observation_characters", "history"),
     "batch": ("groups", "group_size"),
     "sampling": ("temperature", "max_prompt_tokens", "max_response_tokens", "stop"),
     "staleness": ("max_lag", "window_groups"),
@@ -28,6 +29,9 @@ SHARED: dict[str, tuple[str, ...]] = {
     "learner": ("steps",),
     "eval": ("prompts", "samples", "temperature", "every"),
 }
+
+# The code and the variables that a config brings to a generator's host.
+HOST: dict[str, Any] = {"run": {"environment"}, "model": True, "reward": True, "environment": True}
 
 BREAKS = set("\x85\u2028\u2029\ufeff")  # line breaks that only YAML knows
 
@@ -69,7 +73,7 @@ def config_hash(config: Config) -> str:
 
 def host_digest(config: Config) -> str:
     """Hash the code, sandbox and environment that a config gives to a generator's host, to 16 hex digits."""
-    parts = config.model_dump(mode="json", include={"run": {"environment"}, "model": True, "reward": True})
+    parts = config.model_dump(mode="json", include=HOST)
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
@@ -81,6 +85,8 @@ def eval_digest(config: Config) -> str:
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
         "eval": config.eval.model_dump(mode="json", include={"samples", "temperature"}),
     }
+    if config.environment.uses:  # otherwise the digest is that of releases without environments
+        asked["environment"] = config.environment.model_dump(mode="json", include=set(SHARED["environment"]))
     return hashlib.sha256(_canonical(asked).encode()).hexdigest()[:8]
 
 

@@ -11,6 +11,7 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.config.agreements import disagreements
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Mistakes, Part
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -40,6 +41,7 @@ class Config(Part):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
+    environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     staleness: StalenessConfig = StalenessConfig()

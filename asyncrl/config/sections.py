@@ -9,6 +9,7 @@ from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part
+from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.config.wording import divisors
 
 ANY_SETTINGS = {"type": "object", "additionalProperties": True}
@@ -87,8 +88,8 @@ class RewardFunctionConfig(Part):
 class RewardConfig(Part):
     """Scoring of rollouts."""
 
-    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1, max_length=64)]
-    """Parts of the reward, which is their weighted sum."""
+    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(max_length=64)]
+    """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
     timeout_s: Positive = 10.0
     """Time limit of a call. A call that takes longer is killed, and its ticket is given back."""
     workers: PositiveInt = 1
@@ -112,10 +113,19 @@ class RewardConfig(Part):
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         names = [function.part for function in self.functions]
+        if ENVIRONMENT_PART in names:
+            text = f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
+            raise Mistakes(Mistake(("reward",), text))
         if len(set(names)) != len(names):
             text = f"reward.functions need different names, got {names}; set `name` on one of them"
             raise Mistakes(Mistake(("reward",), text))
         return self
+
+
+def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:
+    """Return the names of the parts of the reward."""
+    own = [ENVIRONMENT_PART] if environment.uses else []
+    return [function.part for function in reward.functions] + own
 
 
 class BatchConfig(Part):

@@ -18,6 +18,7 @@ from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
 from asyncrl.launch.learner_parts import Lead, open_lead_run
@@ -165,7 +166,7 @@ def recipe_of(config: Config, rendezvous: Rendezvous, device: torch.device) -> R
         config.critic,
         settings,
         max_response_tokens=config.sampling.max_response_tokens,
-        reward_parts=[function.part for function in config.reward.functions],
+        reward_parts=reward_parts(config.reward, config.environment),
     )
 
 

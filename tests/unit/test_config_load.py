@@ -195,7 +195,7 @@ def test_missing_sections_and_keys_are_asked_for(tmp_path: Path) -> None:
         "`path: ...`" in message
     )
     assert f"{path}  data: found nothing; it is needed: Source of the prompts; add `data: ...`" in message
-    assert f"{path}:3  reward.functions: found []; allowed is a list of at least 1" in message
+    assert f"{path}:3  reward.functions: is [] and there is no environment" in message
 
 
 def test_missing_file_is_said(tmp_path: Path) -> None:

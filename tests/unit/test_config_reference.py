@@ -78,7 +78,6 @@ def test_what_the_program_accepts_is_not_marked(text, tmp_path):
         "algorithm: {shaping: [soft_overlog]}",
         "algorithm: {filters: [{low: 0.1, high: 0.9}]}",
         "algorithm: {filters: [{name: reward_range, low: 0.1}]}",
-        "reward: {functions: []}",
         "reward: {functions: [{weight: 1.0}]}",
         "learner: {optimizer: {betas: [0.9]}}",
         "generator: {gpu_memory_utilization: 1.5}",

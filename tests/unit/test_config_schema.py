@@ -272,6 +272,17 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "names other; the parts of the reward are exact_match",
     ),
     (algorithm(advantage={"name": "gdpo", "weights": {"exact_match": 1}}), None),
+    ({"reward": {"functions": []}}, "nothing scores a response; name a function"),
+    ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
+    ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),
+    ({"environment": {"max_turns": 16}}, None),
+    ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
+    ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),
+    (
+        algorithm(advantage={"name": "gdpo", "weights": {"environment": 1}})
+        | {"environment": {"uses": "e.py:E"}},
+        None,
+    ),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
 ]
@@ -317,7 +328,17 @@ def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> N
     assert silent == GROUP_ADVANTAGES
 
 
+def test_rewritten_turns_are_further_sequences_in_the_store() -> None:
+    environment: dict[str, Any] = {"uses": "e.py:E", "max_turns": 500}
+    big: dict[str, Any] = {"model": {"path": "m", "chat_template": True}}
+    assert config(environment=environment, **big).environment.sequences == 1
+    with pytest.raises(ValidationError, match="with 4000 sequences of"):
+        config(environment=environment | {"history": "template"}, **big)
+
+
 def test_reward_parts_need_different_names() -> None:
+    with pytest.raises(ValidationError, match="`environment` is the name of the environment's own reward"):
+        config(reward={"functions": [{"function": "a:environment"}]})
     functions = [{"function": "a:f"}, {"function": "b:f"}]
     with pytest.raises(ValidationError, match="different names"):
         config(reward={"functions": functions})

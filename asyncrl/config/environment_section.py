@@ -1,0 +1,47 @@
+"""The section `environment` of a config."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
+from asyncrl.config.base import Part
+
+ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
+
+
+class EnvironmentConfig(Part):
+    """Episodes of several turns in an environment; without `uses` an episode is one response."""
+
+    uses: str | tuple[str, ...] = ()
+    """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions, which are
+    tools."""
+    python: Path | None = None
+    """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
+    that of the run."""
+    max_turns: PositiveInt = 16
+    """Most answers of the model in an episode; `sampling.max_response_tokens` is the budget of all together,
+    with the text that the environment adds."""
+    step_s: Positive = 10.0
+    """Time limit of one reset, step or tool call."""
+    episode_s: Positive = 600.0
+    """Time limit of an episode, after which it is cut off and counts as truncated."""
+    replays: NonNegativeInt = 2
+    """Further attempts at an episode whose environment failed; then its ticket fails. It never scores 0."""
+    weight: float = 1.0
+    """Factor of the environment's own reward, the part `environment`, in the sum that is trained on."""
+    workers: PositiveInt = 1
+    """Processes per generator that load the environment; each runs many episodes."""
+    memory_gib: Annotated[float, Field(ge=0.25)] | None = None
+    """Address-space limit of each process of the environment, in GiB."""
+    max_observation_characters: PositiveInt = 16384
+    """Length to which a tool's result or an observation is cut."""
+    history: Literal["exact", "template"] = "exact"
+    """`exact` keeps what was sampled when the chat template would rewrite earlier turns; `template` renders
+    them again, which costs one more sequence for each rewritten turn."""
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of an episode: a turn whose history was rewritten begins another one."""
+        return self.max_turns if self.uses and self.history == "template" else 1
