@@ -8,13 +8,17 @@ import math
 import os
 import random
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.batch.packing import TrainSample, deal, microbatch
 from asyncrl.batch.plan import PlanSettings
@@ -25,8 +29,9 @@ from asyncrl.errors import CheckpointError
 from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
-from asyncrl.trainer.deepspeed.collectives import Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
+from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
+from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
+from asyncrl.trainer.deepspeed.loading import load_model
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group, Rollout, VersionSpan
@@ -468,6 +473,48 @@ def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str,
     CheckpointStore(Path(scenario["store"]), KEY, 2).save(1, trainer, {"version": 1})
     trainer.close()
     return {"done": torch.zeros(1)}, scores
+
+
+class Held(TorchDispatchMode):
+    """The bytes of tensors that torch has allocated within, now and at most; mapped files do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_storage(one)._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(result):
+            if not isinstance(one, Tensor) or one.is_meta or (storage := _storage(one))._cdata in known:
+                continue
+            known.add(storage._cdata)
+            self._hold(storage.nbytes())
+            weakref.finalize(storage, self._hold, -storage.nbytes())
+        return result
+
+    def _hold(self, size_bytes: int) -> None:
+        self.now += size_bytes
+        self.peak = max(self.peak, self.now)
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def loading(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """A model that the ranks load in parts; the bytes that each rank holds of it then, and held at most."""
+    ranks = Ranks(Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60), CPU)
+    join_deepspeed(job["rank"])
+    with Held() as held:
+        config = ModelConfig(path=job["model"], dtype=scenario["dtype"])
+        model = load_model(config, CPU, shards=True)
+        kept = held.now
+    tensors = {name: parameter.detach().clone() for name, parameter in whole_parameters(model)}
+    tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    report = {"bytes": [json.loads(one) for one in ranks.gather(json.dumps([kept, held.peak]).encode())]}
+    deepspeed.comm.destroy_process_group()
+    return tensors, report
 
 
 def work(job: dict[str, Any], log: Path) -> None:

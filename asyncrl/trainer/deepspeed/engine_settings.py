@@ -49,6 +49,17 @@ def join_deepspeed(local_rank: int) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
+def shard_settings(dtype: str) -> dict[str, Any]:
+    """What DeepSpeed must know of a model to share out its parameters for ZeRO 3, while it is loaded."""
+    return {
+        # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+
+
 def engine_settings(module: nn.Module, *, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a sharded model, without an optimizer, whose state may be offloaded."""
     numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
@@ -59,11 +70,7 @@ def engine_settings(module: nn.Module, *, dtype: str, stage: int, offload: bool 
         "stage3_max_live_parameters": GATHERED_WEIGHTS,
         "stage3_max_reuse_distance": GATHERED_WEIGHTS,
     }
-    return {
-        # The trainer sets accumulation boundaries itself; these two keys only have to be consistent.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+    return shard_settings(dtype) | {
         "steps_per_print": NEVER,
         "zero_optimization": zero | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
-        "bf16": {"enabled": dtype == "bfloat16"},
     }

@@ -1,15 +1,21 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.deepspeed.attention import choose_attention
+from asyncrl.trainer.deepspeed.engine_settings import shard_settings
 from asyncrl.trainer.deepspeed.recompute import recompute
 from asyncrl.trainer.deepspeed.sequence_parallel import require_divisible
 
@@ -20,17 +26,22 @@ def load_model(
     *,
     gradient_checkpointing: bool | Literal["selective"] = False,
     sequence_parallel: int = 1,
+    shards: bool = False,
 ) -> Any:
-    """Load a causal language model without dropout. Raises DataError and ConfigError."""
+    """Load a causal language model without dropout. Raises DataError and ConfigError.
+
+    With `shards`, each rank keeps its part of every parameter, and all ranks must call this together.
+    """
     dtype = getattr(torch, config.dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
-            dtype=dtype,
-            attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
-            trust_remote_code=config.trust_remote_code,
-        )
+        with built_in_shards(config.dtype) if shards else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                revision=config.revision,
+                dtype=dtype,
+                attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
+                trust_remote_code=config.trust_remote_code,
+            )
     except (OSError, ValueError) as error:
         raise DataError(
             f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
@@ -46,6 +57,33 @@ def load_model(
     recompute(model, gradient_checkpointing)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return model.to(device).train()
+
+
+class _Shards:
+    """What transformers asks of its own HfDeepSpeedConfig, which needs accelerate."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def built_in_shards(dtype: str) -> Iterator[None]:
+    """Let transformers share out each module's parameters for ZeRO 3, as soon as the module is constructed.
+
+    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what constructors
+    compute, such as the float32 frequencies of rotary embeddings, to `dtype`; `tensor_overrides` prevents this.
+    """
+    shards, init = _Shards(shard_settings(dtype)), deepspeed.zero.Init
+    set_hf_deepspeed_config(shards)  # transformers keeps a weak reference
+    deepspeed.zero.Init = partial(init, tensor_overrides=())
+    try:
+        yield
+    finally:
+        deepspeed.zero.Init = init
+        unset_hf_deepspeed_config()
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:

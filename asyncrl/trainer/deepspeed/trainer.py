@@ -61,9 +61,10 @@ class DeepSpeedTrainer:
         self._ranks = Ranks(rendezvous, device, per_share=together)
         sequence = SequenceRanks(together) if together > 1 else None
         join_deepspeed(rendezvous.local_rank)
-        load = partial(load_model, model, device, sequence_parallel=together)
+        stage = zero_stage(learner.zero_stage, model.dtype)
+        load = partial(load_model, model, device, sequence_parallel=together, shards=stage == 3)
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
-        shared: dict[str, Any] = {"dtype": model.dtype, "stage": zero_stage(learner.zero_stage, model.dtype)}
+        shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
         idle = critic.warmup_steps if critic is not None else 0
         self._policy = TrainedModel(
@@ -90,7 +91,7 @@ class DeepSpeedTrainer:
         # A learner with another layout cannot load the checkpoints of this one.
         self._layout: dict[str, Any] = {
             "ranks": self._ranks.count,
-            "zero_stage": shared["stage"],
+            "zero_stage": stage,
             "offload_optimizer": learner.offload_optimizer,
             "dtype": model.dtype,
             "critic": critic is not None,
