@@ -73,8 +73,9 @@ class _Shards:
 def built_in_shards(dtype: str) -> Iterator[None]:
     """Let transformers share out each module's parameters for ZeRO 3, as soon as the module is constructed.
 
-    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what constructors
-    compute, such as the float32 frequencies of rotary embeddings, to `dtype`; `tensor_overrides` prevents this.
+    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what
+    constructors compute to `dtype`, such as the float32 frequencies of rotary embeddings; `tensor_overrides`
+    prevents this.
     """
     shards, init = _Shards(shard_settings(dtype)), deepspeed.zero.Init
     set_hf_deepspeed_config(shards)  # transformers keeps a weak reference
