@@ -23,6 +23,7 @@ WAITING = (
         ("time/wait_groups", "time/measure", "time/critic", "time/train", "time/publish", "time/checkpoint"),
         "s",
     ),
+    Curve("The last update paused its engine", ("weights/paused_s",), "s"),
 )
 SECTIONS = {"Learning": CURVES, "Staleness": STALENESS, "Who waited for whom": WAITING}
 WIDTH, HEIGHT, PAGE_WIDTH = 8, 6, 24

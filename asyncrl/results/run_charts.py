@@ -54,6 +54,7 @@ CURVES = (
     Curve("Speed of the learner", ("perf/learner_tokens_per_s",), "tokens/s"),
     Curve("Model FLOPs utilisation of the learner", ("perf/mfu",), "share"),
     Curve("Memory of the learner's GPUs", ("memory/allocated_bytes/*", "memory/planned_bytes/*"), "bytes"),
+    Curve("Transfer of a version to its last generator", ("weights/transfer_gb_per_s",), "GB/s"),
 )
 
 AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_queue"), "steps")

@@ -16,7 +16,7 @@ HIGHEST, LOWEST = ("reward/mean", "eval/accuracy", "alarm/*"), ("policy/entropy"
 OVERVIEW = (
     "reward/mean", "eval/accuracy", "completions/length_mean", "policy/entropy", "policy/grad_norm",
     "mismatch/k3", "mismatch/ess", "staleness/mean", "weights/probe_max", "idle/learner", "time/step",
-    "perf/learner_tokens_per_s",
+    "perf/learner_tokens_per_s", "perf/mfu", "weights/transfer_gb_per_s",
 )  # fmt: skip
 
 

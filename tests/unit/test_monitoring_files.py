@@ -106,7 +106,11 @@ def test_a_panel_shows_one_run_stands_alone_and_says_what_it_means() -> None:
     identities = [panel["id"] for panel in panels()]
     assert len(set(identities)) == len(identities)
     rows = [panel["title"] for panel in panels() if panel["type"] == "row"]
-    assert rows == ["Learning", "Mismatch and staleness", "Who waits", "Buffer", "Generators", "Weights"]
+    last = ["Buffer", "Generators", "Weights"]
+    assert rows == ["Learning", "Mismatch and staleness", "Who waits", "Hardware", *last]
+    asked = " ".join(expression for _, expression in expressions())
+    for name in ("perf_mfu_share", "memory_allocated_bytes", "generator_stalled_seconds", "gb_per_second"):
+        assert name in asked, "what a run on GPUs is judged by"
 
 
 def test_an_alert_says_what_is_wrong_and_what_to_do() -> None:

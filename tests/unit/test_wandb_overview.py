@@ -72,6 +72,20 @@ def test_every_metric_that_it_names_is_one_of_ours(asked):
             assert f"`{name}`" in explained or f"`{general}`" in explained, name
 
 
+def test_it_shows_how_well_a_machine_is_used(asked):
+    named = {
+        name for _, _, panels in grids(None)[:3] for panel in panels for name in panel["config"]["metrics"]
+    }
+    assert {"perf/mfu", "weights/transfer_gb_per_s", "weights/paused_s", "idle/learner"} <= named
+    patterns = [
+        panel["config"]["metricRegex"]
+        for _, _, panels in grids(None)[:3]
+        for panel in panels
+        if panel["config"].get("useMetricRegex")
+    ]
+    assert any(re.search(pattern, "memory/allocated_bytes/rank0") for pattern in patterns)
+
+
 def test_charts_lie_in_rows_beside_each_other(asked):
     for heading, _, panels in grids(None):
         places = [panel["layout"] for panel in panels]
