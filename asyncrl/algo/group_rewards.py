@@ -1,6 +1,6 @@
 """The input of advantage estimators, and the group arithmetic they share.
 
-Axes in names:  T action tokens, S sequences (rollouts), G groups (prompts).
+Axes in names:  T action tokens, S sequences (rollouts), K turns, G groups (prompts).
 Rewards are summed and centred in float64, because a variance is a small difference of large numbers.
 """
 
@@ -33,10 +33,16 @@ class GroupRewards:
     reference_logprobs_T: Tensor | None = None  # ln pi of the reference; for a user's advantage function
     # Sum of squared probabilities over the vocabulary; used by optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
+    # The turns of all sequences, in the order of the tokens; used by the module `turn_advantages`.
+    episode_K: Tensor | None = None  # int64, non-decreasing: the sequence of each turn
+    turn_T: Tensor | None = None  # int64, 0..K-1, non-decreasing: the turn of each action token
+    turn_rewards_K: Tensor | None = None  # float32, part of `rewards_S` that the environment gave the turn
+    turn_states_K: Tensor | None = None  # int64, the state in which the turn began; 0 if it has none
 
     def __post_init__(self) -> None:
         sequences = self.rewards_S.shape
-        shapes = {"T": self.sequence_T.shape, "S": sequences, "group": (self.num_groups,)}
+        turns = (0,) if self.episode_K is None else self.episode_K.shape
+        shapes = {"T": self.sequence_T.shape, "S": sequences, "K": turns, "group": (self.num_groups,)}
         # The end of a column's name is its axis.
         axes = {one.name: one.name.rpartition("_")[2] for one in fields(self)}
         columns = {name: getattr(self, name) for name, axis in axes.items() if axis in shapes}

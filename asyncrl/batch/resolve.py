@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.algo.token_advantages import value_targets
+from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.estimate import Estimator
@@ -49,7 +50,8 @@ def make_recipe(
     logprobs = frozenset({"logprobs_T"} if measures_proximal or pays_kl else ())
     columns = needs & COLUMNS | reference | logprobs
     has_critic = "values_T" in columns
-    known = inspect.signature(value_targets).parameters
+    make_targets = turn_value_targets if advantage.name == "turn_gae" else value_targets
+    known = inspect.signature(make_targets).parameters
     discounts = {name: value for name, value in advantage.params.items() if name in known}
     estimator = Estimator(
         advantage=_function("advantage", advantage),
@@ -57,7 +59,7 @@ def make_recipe(
         parts=reward_parts,
         shaping=[_function("shaping", choice) for choice in config.shaping],
         penalty=_function("kl", kl.estimator) if pays_kl else None,
-        targets=partial(value_targets, **discounts) if has_critic else None,
+        targets=partial(make_targets, **discounts) if has_critic else None,
         needs_greedy=GREEDY in needs,
     )
     return Recipe(

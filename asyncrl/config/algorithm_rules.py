@@ -18,6 +18,7 @@ from asyncrl.config.sections import (
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
 GROUP_ADVANTAGES |= {"gpg", "maxrl", "lite_ppo", "gdpo", "optimal_token_baseline"}
+GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo"}
 
 # Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
@@ -178,6 +179,18 @@ def _critic_is_used(
         yield Mistake(("critic.warmup_steps", "learner.steps"), text)
 
 
+def _an_environment_scores_turns(
+    algorithm: AlgorithmConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
+    name = algorithm.advantage.name
+    if not environment.uses and registry.NEEDS.get(("advantage", name), frozenset()) & registry.OF_TURNS:
+        found = f"algorithm.advantage is {name}, which needs rewards or states of turns"
+        text = (
+            f"{found}, but there is no environment to give them; set environment.uses, or take rloo or grpo"
+        )
+        yield Mistake(("algorithm.advantage", "environment.uses"), text)
+
+
 def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     """A token that the current policy has just sampled has the ratio 1, so a bound must not exclude 1."""
     chosen = {"correction": algorithm.correction}
@@ -243,6 +256,7 @@ ALGORITHM_RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _kl_estimator_fits_its_place,
     _entropy_controller_has_room,
     _critic_is_used,
+    _an_environment_scores_turns,
     _fresh_tokens_are_kept,
     _gdpo_sees_parts,
     _shaping_has_an_effect,

@@ -37,6 +37,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
             "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo gpg grpo_passk maxrl gdpo "
             "reinforce_plus_plus_baseline",
             "token_advantages": "gae reinforce_plus_plus remax optimal_token_baseline",
+            "turn_advantages": "turn_rloo gigpo mt_grpo turn_gae",
         }
     ),
     "policy_loss": _table(
@@ -85,11 +86,18 @@ SUPPLIED: Mapping[str, tuple[str, ...]] = {
     "shaping": ("response_tokens", "max_response_tokens", "finish_reason")
 }
 
-# Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass.
+# Columns of `GroupRewards` that only an environment gives.
+OF_TURNS = frozenset({"turn_rewards_K", "turn_states_K"})
+
+# Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass, rewards of turns.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("advantage", "gae"): frozenset({"values_T"}),
     ("advantage", "remax"): frozenset({"greedy_rewards_group"}),
     ("advantage", "optimal_token_baseline"): frozenset({"logprobs_T", "sum_squared_probs_T"}),
+    ("advantage", "turn_rloo"): frozenset({"turn_rewards_K"}),
+    ("advantage", "gigpo"): OF_TURNS,
+    ("advantage", "mt_grpo"): frozenset({"turn_rewards_K"}),
+    ("advantage", "turn_gae"): frozenset({"turn_rewards_K", "values_T"}),
 }
 
 # Arguments that the learner passes by keyword to functions that declare them.

@@ -125,7 +125,7 @@ def make_rewards(
         return torch.tensor([draw.uniform(low, high) for _ in range(count)], dtype=torch.float32)
 
     tokens = sum(lengths)
-    return GroupRewards(
+    rewards = GroupRewards(
         rewards_S=torch.tensor(values, dtype=torch.float32),
         group_S=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
         num_groups=len(sizes),
@@ -143,3 +143,23 @@ def make_rewards(
         truncated_S=uniform(len(lengths)) > 0,
         sum_squared_probs_T=uniform(tokens, 0.3, 1.0),
     )
+    turns = [_turns(draw, length) for length in lengths]  # tokens of each turn, for each sequence
+    flat = [count for counts in turns for count in counts]
+    return dataclasses.replace(
+        rewards,
+        episode_K=torch.repeat_interleave(
+            torch.arange(len(turns)), torch.tensor([len(one) for one in turns])
+        ),
+        turn_T=torch.repeat_interleave(torch.arange(len(flat)), torch.tensor(flat, dtype=torch.int64)),
+        turn_rewards_K=torch.tensor([draw.choice([0.0, 0.5, draw.uniform(-1, 1)]) for _ in flat]),
+        turn_states_K=torch.tensor([draw.choice([-7, 0, 3, 1 << 62]) for _ in flat], dtype=torch.int64),
+    )
+
+
+def _turns(draw: random.Random, tokens: int) -> list[int]:
+    """Divide the tokens of a sequence into turns of at least one."""
+    found: list[int] = []
+    while tokens:
+        found.append(draw.randint(1, tokens))
+        tokens -= found[-1]
+    return found

@@ -298,7 +298,7 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("gae", gae, {"gae_lambda": 0.5, "critic_lambda": 1.0, "whitened": False}),
 ]
 IDS = [f"{name}-{params}" for name, _, params in CASES]
-NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae"}
+NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae", "turn_gae"}
 """Estimators that compare with something else than the group."""
 
 
@@ -352,6 +352,10 @@ def test_permuting_the_sequences_of_a_group_permutes_the_advantages(name):
         if field.name[-2:] in ("_S", "_T") and (column := getattr(rewards, field.name)) is not None
     }
     columns["sequence_T"] = torch.repeat_interleave(torch.arange(7), rewards.lengths_S[order_S])
+    order_K = torch.cat([torch.where(rewards.episode_K == s)[0] for s in order_S])
+    columns["episode_K"] = order_S.argsort()[rewards.episode_K[order_K]]
+    columns["turn_T"] = order_K.argsort()[rewards.turn_T[order_T]]
+    columns |= {name: getattr(rewards, name)[order_K] for name in ("turn_rewards_K", "turn_states_K")}
     parts = {key: part[order_S] for key, part in rewards.parts.items()}
     permuted = dataclasses.replace(rewards, **columns, parts=parts)
     torch.testing.assert_close(
@@ -388,7 +392,7 @@ def test_small_differences_of_large_rewards_survive():
         rewards_S=torch.tensor([4096.0, 4096.5, 4096.0, 4096.5]),
         lengths_S=torch.ones(4, dtype=torch.int64),
         sequence_T=torch.arange(4),
-        **dict.fromkeys(["values_T", "logprobs_T", "behaviour_logprobs_T", "sum_squared_probs_T"]),
+        **dict.fromkeys(["values_T", "logprobs_T", "behaviour_logprobs_T", "sum_squared_probs_T", "turn_T"]),
     )
     s = math.sqrt(0.75)
     assert estimate("grpo", rewards).tolist() == pytest.approx([-s, s, -s, s], rel=1e-4)
@@ -448,6 +452,12 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
         ("remax", "greedy_rewards_group"),
         ("optimal_token_baseline", "logprobs_T"),
         ("optimal_token_baseline", "sum_squared_probs_T"),
+        ("turn_rloo", "turn_rewards_K"),
+        ("turn_rloo", "turn_T"),
+        ("gigpo", "turn_states_K"),
+        ("mt_grpo", "turn_rewards_K"),
+        ("turn_gae", "values_T"),
+        ("turn_gae", "turn_rewards_K"),
     ],
 )
 def test_a_missing_column_is_named(name, column):
@@ -465,7 +475,19 @@ def test_gdpo_names_parts_that_do_not_exist_and_refuses_token_rewards():
         estimate("gdpo", make_rewards(1, token_rewards=True))
 
 
-@pytest.mark.parametrize("column", ["group_S", "lengths_S", "values_T", "greedy_rewards_group", "parts"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        "group_S",
+        "lengths_S",
+        "values_T",
+        "greedy_rewards_group",
+        "parts",
+        "turn_T",
+        "turn_rewards_K",
+        "turn_states_K",
+    ],
+)
 def test_columns_of_the_wrong_shape_are_named(column):
     rewards = make_rewards(4, sizes=[2, 3])
     wrong = {"right": torch.zeros(9)} if column == "parts" else torch.zeros(99)
@@ -492,4 +514,8 @@ def test_log_linear_proximal_is_finite_for_any_behaviour(behaviour):
 
 
 def test_every_registered_advantage_is_tested_here():
-    assert {name for name, _, _ in CASES} == set(registry.names("advantage"))
+    """Those of turns are in test_turn_advantages.py."""
+    of_turns = {
+        name for name, place in registry.TABLES["advantage"].items() if place.startswith("turn_advantages:")
+    }
+    assert {name for name, _, _ in CASES} == set(registry.names("advantage")) - of_turns

@@ -279,6 +279,12 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
     ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),
     (
+        algorithm(advantage="turn_rloo"),
+        "turn_rloo, which needs rewards or states of turns",
+    ),
+    (algorithm(advantage="turn_gae"), "but there is no environment"),
+    (algorithm(advantage="gigpo") | {"environment": {"uses": "e.py:E"}}, None),
+    (
         algorithm(advantage={"name": "gdpo", "weights": {"environment": 1}})
         | {"environment": {"uses": "e.py:E"}},
         None,
@@ -319,6 +325,10 @@ def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> N
         greedy_rewards_group=torch.zeros(3),
         logprobs_T=torch.full((4,), -1.0),
         sum_squared_probs_T=torch.full((4,), 0.5),
+        episode_K=torch.tensor([0, 0, 1, 2]),
+        turn_T=torch.arange(4),
+        turn_rewards_K=torch.ones(4),
+        turn_states_K=torch.zeros(4, dtype=torch.int64),
     )
     silent = {
         name
