@@ -76,6 +76,14 @@ class ResultError(EngineError):
     """The engine's answer cannot be trained on. The ticket has failed, the engine continues."""
 
 
+class DriftError(ResultError):
+    """A turn was sampled behind other token ids than those that its session would train it behind."""
+
+
+class RenderError(AsyncRLError, ValueError):
+    """A chat template refuses the messages."""
+
+
 class RewardError(AsyncRLError):
     """A reward function raised, hung, or returned something that is not a reward."""
 

@@ -31,5 +31,7 @@ echo "installing asyncrl[$extra] into .venv (a few minutes the first time)"
 # The CPU build of torch is not on PyPI itself; PyTorch's own index is asked only where it is not found otherwise.
 "${pip[@]}" install -e ".[$extra,dev]" ||
     "${pip[@]}" install -e ".[$extra,dev]" --extra-index-url https://download.pytorch.org/whl/cpu
+# Test data: real chat templates, which only TRL's wheel has as files. Its code is not run, so its dependencies are left out.
+"${pip[@]}" install --no-deps "trl>=1.16,<2"
 rm -f .venv/installed-*
 touch "$stamp"

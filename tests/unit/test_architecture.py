@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 LAYER = {
     "lineage": 0, "types": 0, "errors": 0, "backoff": 0, "files": 0, "processes": 0, "progress": 0, "plugins": 0, "builds": 0,
-    "algo": 1, "unpickling": 1, "best_effort": 1, "stopwatch": 1, "extras": 1, "workers": 1,
+    "algo": 1, "unpickling": 1, "best_effort": 1, "stopwatch": 1, "extras": 1, "workers": 1, "session": 1,
     "config": 2, "wire": 2,
     "weights": 3,
     "buffer": 4, "control": 4, "engine": 4, "trainer": 4, "batch": 4, "rewards": 4, "environments": 4, "telemetry": 4,

@@ -1,0 +1,91 @@
+"""The nouns of a session, and the interface to a tokenizer with its chat template."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.types import Rollout
+
+Message = Mapping[str, Any]
+"""A message or a tool in the form of OpenAI's chat interface."""
+
+
+class Renderer(Protocol):
+    """A tokenizer and its chat template."""
+
+    stop_ids: frozenset[int]
+    """Tokens that end a response."""
+
+    special_texts: frozenset[str]
+    """The texts of all special tokens, which `encode` turns into these tokens wherever they occur."""
+
+    opening_ids: tuple[int, ...]
+    """Tokens that the tokenizer puts before plain text, such as BOS; a template writes its own."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, generation: bool) -> str:
+        """Return the template's text, with the opening of the next answer if `generation`.
+
+        Raises RenderError if the template refuses the messages.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; no special token is added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, with special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """What the engine is asked: the ids before one answer, and where the answer stands in the tree."""
+
+    prompt_ids: tuple[int, ...]
+    parent: "Turn | None"  # the turn that is continued; None: the request begins a sequence
+    delta_ids: tuple[int, ...]  # the end of `prompt_ids` that is behind the parent's last token
+    rule: str  # how the delta was found; a key of `Session.counts`
+    broken_specials: int = 0  # texts of special tokens in the messages that were broken
+    messages: tuple[Message, ...] = ()  # the conversation before the answer; () for plain text
+    key: bytes | None = None  # of the conversation before the answer; None for plain text
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Turn:
+    """One recorded answer. `reward` and `state` may be set until the session is flattened."""
+
+    index: int  # in the order of recording, from 0
+    parent: "Turn | None"
+    delta_ids: tuple[int, ...]  # prompt ids behind the parent's last token; for a root, the whole prompt
+    prompt_digest: bytes  # of the prompt ids that the engine reported
+    rollout: Rollout  # the sampled ids, log-probabilities and spans, as the engine gave them
+    message: Message
+    messages: tuple[Message, ...]  # the conversation up to and with `message`; () for plain text
+    is_trained: bool
+    reward: float | None = None
+    state: int | None = None  # hash of the environment's state before the turn
+    children: int = 0
+
+    @property
+    def sampled_ids(self) -> NDArray[np.int32]:
+        """Return the ids that the policy sampled."""
+        return self.rollout.response_ids
+
+    @property
+    def path(self) -> "list[Turn]":
+        """Return the turns from the root to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Return all token ids up to the end of the answer."""
+        return tuple(one for turn in self.path for one in (*turn.delta_ids, *turn.sampled_ids.tolist()))

@@ -1,0 +1,88 @@
+"""A `transformers` tokenizer as the renderer of a session."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from asyncrl.errors import RenderError
+from asyncrl.session.base import Message
+
+# Forms of a message with calls: the content if it has no text, and whether arguments are JSON text. Templates
+# disagree, so the first form is taken in which the template writes a call.
+_FORMS = (("", False), (None, False), ("", True), (None, True))
+
+
+class TemplateRenderer:
+    """The `Renderer` of a tokenizer, whose chat template is only needed for messages."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int] = ()) -> None:
+        """Take the stop tokens of the generation config; the tokenizer's EOS is always one."""
+        eos = tokenizer.eos_token_id
+        self._tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids) | (frozenset() if eos is None else {eos})
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_texts = frozenset(token.content for token in added if token.special)
+        # Some tokenizers append an end token to every text, too.
+        self.opening_ids = tuple(one for one in tokenizer("")["input_ids"] if one not in self.stop_ids)
+        self._form = next((form for form in _FORMS if self._writes_calls(form)), _FORMS[0])
+
+    def _writes_calls(self, form: tuple[str | None, bool]) -> bool:
+        function = {"name": "some_name", "arguments": {"some_key": "some_value"}}
+        call = {"id": "call00001", "type": "function", "function": function}
+        messages: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text = self._render(messages, (), form, generation=False)
+        except RenderError:
+            return False
+        is_written = all(part in text for part in ("some_name", "some_key", "some_value"))
+        return is_written and not any(wrong in text for wrong in ("None", "'some_key'", '\\"some_key\\"'))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, generation: bool) -> str:
+        return self._render(messages, tools, self._form, generation=generation)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        form: tuple[str | None, bool],
+        *,
+        generation: bool,
+    ) -> str:
+        # A template is a program of the model's author; it raises what it likes.
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [_in_form(message, *form) for message in messages],
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=generation,
+                )
+            )
+        except Exception as error:
+            roles = ", ".join(str(message.get("role")) for message in messages[-8:])
+            raise RenderError(
+                f"the chat template refuses the messages ({type(error).__name__}: {error}); the roles of the "
+                f"last ones are: {roles}; change the messages, or set a template that allows them"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        decode = self._tokenizer.decode
+        return str(decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _in_form(message: Message, empty: str | None, as_text: bool) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    content = message["content"] or empty
+    return {**message, "content": content, "tool_calls": calls if as_text else message["tool_calls"]}

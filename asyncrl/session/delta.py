@@ -1,0 +1,94 @@
+"""The text between a sampled answer and the next one.
+
+Only this text is tokenised. It begins behind the stop token of the answer, so that the sampled ids stay as
+they are, whatever the template would write in their place.
+"""
+
+from collections.abc import Callable, Sequence
+
+from asyncrl.errors import RenderError
+from asyncrl.session.base import Message, Renderer
+
+STABLE = "stable"  # the template's text of the history is a prefix of its text of the longer history
+SHORT = "short"  # the same holds for a history of two messages that stands for the real one
+KEPT = "kept"  # the template keeps the last answer, and what it writes behind the answer's stop is taken
+RENDERED = "rendered"  # none holds: the whole conversation is rendered and begins a sequence
+_PLAIN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"})
+_MARK = "the-last-answer-ends-here-8f1c2d"
+
+
+class _Border:
+    """What a template writes behind an answer."""
+
+    def __init__(self, renderer: Renderer, tools: Sequence[Message]) -> None:
+        self._renderer = renderer
+        self._tools = tools
+        self._stops = sorted((renderer.decode([one]) for one in renderer.stop_ids), key=len, reverse=True)
+
+    def render(self, messages: Sequence[Message], *, generation: bool) -> str | None:
+        try:
+            return self._renderer.render(messages, self._tools, generation=generation)
+        except RenderError:
+            return None
+
+    def closing(self, history: str) -> str:
+        """The stop token and the blanks with which the text of a history ends, or "" if it ends otherwise."""
+        place, stop = max(((history.rfind(stop), stop) for stop in self._stops), default=(-1, ""))
+        behind = history[place + len(stop) :] if place >= 0 else "text"
+        return stop + behind if not behind.strip() else ""
+
+    def continued(self, history: Sequence[Message], new: Sequence[Message]) -> str | None:
+        """The text behind the last answer if the longer history begins with the text of the shorter one."""
+        before = self.render(history, generation=False)
+        after = self.render([*history, *new], generation=True)
+        if before is None or after is None or not after.startswith(before):
+            return None
+        return self.closing(before) + after[len(before) :]
+
+    def marked(self, history: Sequence[Message], new: Sequence[Message]) -> str | None:
+        """The text from the first stop token behind the last answer."""
+        after = self.render([*history[:-1], {**history[-1], "content": _MARK}, *new], generation=True)
+        if after is None or after.count(_MARK) != 1:
+            return None
+        behind = after.partition(_MARK)[2]
+        places = [place for stop in self._stops if (place := behind.find(stop)) >= 0]
+        return behind[min(places) :] if places else None
+
+    def after_stop(self, text: str, stop: str | None) -> str:
+        """`text` without the stop token that the policy has sampled.
+
+        `stop` is None if the answer was cut off: the text then begins with the template's stop token. A stop
+        token that closes answers is left out, too, if the policy sampled another one in its place. But the
+        stop token of some templates opens the next message (GLM, tool results of Gemma 4): it is left out
+        only if the policy sampled it.
+        """
+        first = next((one for one in self._stops if text.startswith(one)), "")
+        closer = self.closing(self.render(_PLAIN, generation=False) or "").rstrip()
+        return text[len(first) :] if stop is not None and first in (stop, closer) else text
+
+
+def delta(
+    renderer: Renderer,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Message],
+    last_id: int,
+) -> tuple[str, str] | None:
+    """Return the rule that holds and the text to tokenise behind the token `last_id`, or None.
+
+    `history` ends with the answer that `last_id` ends. The first rule that holds is taken: STABLE, SHORT,
+    KEPT.
+    """
+    border = _Border(renderer, tools)
+    bare = {name: history[-1][name] for name in ("role", "tool_calls") if name in history[-1]}
+    short = [_PLAIN[0], {**bare, "content": "" if "tool_calls" in bare else "x"}]
+    rules: tuple[tuple[str, Callable[[], str | None]], ...] = (
+        (STABLE, lambda: border.continued(history, new)),
+        (SHORT, lambda: border.continued(short, new)),
+        (KEPT, lambda: border.marked(history, new)),
+    )
+    for name, rule in rules:
+        if (text := rule()) is not None:
+            stop = renderer.decode([last_id]) if last_id in renderer.stop_ids else None
+            return name, border.after_stop(text, stop)
+    return None

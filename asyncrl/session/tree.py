@@ -1,0 +1,158 @@
+"""A session: the conversations of one episode as a tree of turns, each leaf one sequence to train on."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.session.base import Message, Renderer, Request, Turn
+from asyncrl.session.chat_messages import Breaker, key_after, keys_of
+from asyncrl.session.delta import RENDERED, STABLE, delta
+from asyncrl.session.sequences import sequences_of
+from asyncrl.types import Rollout
+
+_ROOT = "roots"  # a request that continues no recorded turn
+_TEXT = "text"  # plain text behind all that is there
+
+
+class Session:
+    """Finds for each request the recorded turn that it continues, and records the answers.
+
+    `history="exact"` keeps what was sampled, also where the template would rewrite it. `history="template"`
+    gives the policy the template's text of the whole conversation; a conversation that the template rewrote
+    begins a sequence.
+    """
+
+    def __init__(self, renderer: Renderer, *, history: Literal["exact", "template"] = "exact") -> None:
+        self._renderer = renderer
+        self._history = history
+        self._turns: list[Turn] = []
+        self._found: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to the answer
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return how many turns are `roots` and `branches`, and how many the template would have rewritten.
+
+        The rules `stable`, `short`, `kept`, `rendered` and `text` are keys, too. `broken_specials` counts
+        texts of special tokens that were broken, `untrained` turns that were recorded with `train=False`.
+        """
+        return self._counts
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Return all recorded turns, in the order of recording."""
+        return self._turns
+
+    def request(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Request:
+        """Return the ids to sample behind: the turn that these messages continue, and what is new.
+
+        Raises RenderError if the template refuses messages that continue no turn.
+        """
+        keys = list(keys_of(messages, tools))
+        parent = self._find(keys)
+        # The history is that of the record, because it has the reasoning that many agents do not send back.
+        history = parent.messages if parent else ()
+        breaker = Breaker(self._renderer.special_texts)
+        new = [breaker.message(message) for message in messages[len(history) :]]
+        rule, text = self._continued(parent, new, tools)
+        if rule in (_ROOT, RENDERED):
+            parent = None
+        ids = tuple(self._renderer.encode(text))
+        return Request(
+            prompt_ids=(*parent.ids, *ids) if parent else ids,
+            parent=parent,
+            delta_ids=ids,
+            rule=rule,
+            broken_specials=breaker.broken,
+            messages=(*history, *new),
+            key=keys[-1],
+        )
+
+    def request_text(self, text: str) -> Request:
+        """Return the ids to sample behind for a model without a chat template.
+
+        The text is tokenised as it is, behind everything that was recorded so far. The first text of a
+        session is a prompt: it gets the tokens that the tokenizer puts before a text, unless it has them.
+        """
+        breaker = Breaker(self._renderer.special_texts)
+        parent = self._turns[-1] if self._turns else None
+        ids = tuple(self._renderer.encode(breaker.text(text) if parent else text))
+        opening = self._renderer.opening_ids
+        if parent is None and ids[: len(opening)] != opening:
+            ids = (*opening, *ids)
+        return Request(
+            prompt_ids=(*parent.ids, *ids) if parent else ids,
+            parent=parent,
+            delta_ids=ids,
+            rule=_TEXT,
+            broken_specials=breaker.broken,
+        )
+
+    def record(self, request: Request, rollout: Rollout, message: Message, *, train: bool = True) -> Turn:
+        """Add the answer to the tree as the engine gave it, and return its turn.
+
+        `message` is the answer as the agent gets it. With `train=False` its tokens are context only. Raises
+        ValueError if the answer has no tokens.
+        """
+        if not len(rollout.response_ids):
+            raise ValueError("the answer has no tokens; the engine must sample at least one")
+        turn = Turn(
+            index=len(self._turns),
+            parent=request.parent,
+            delta_ids=request.delta_ids,
+            prompt_digest=blake2b(rollout.prompt_ids.astype(np.int32).tobytes()).digest(),
+            rollout=rollout,
+            message=message,
+            messages=(*request.messages, Breaker(self._renderer.special_texts).message(message))
+            if request.key
+            else (),
+            is_trained=train,
+        )
+        self._turns.append(turn)
+        if request.key:
+            self._found.setdefault(key_after(request.key, message), []).append(turn)
+        self._count(request, turn)
+        return turn
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """Return one sequence for each leaf, in the order of recording; rewards are the caller's.
+
+        A turn that several sequences share is an action in the first of them only. Raises DriftError if a
+        turn was sampled behind other ids than those before it in its sequence.
+        """
+        return sequences_of(self._turns)
+
+    def _find(self, keys: Sequence[bytes]) -> Turn | None:
+        """The turn with the longest of these conversations; if there are several, one without a child."""
+        for key in reversed(keys):
+            if turns := self._found.get(key):
+                return next((turn for turn in reversed(turns) if not turn.children), turns[-1])
+        return None
+
+    def _continued(
+        self, parent: Turn | None, new: Sequence[Message], tools: Sequence[Message]
+    ) -> tuple[str, str]:
+        """The rule, and the text to tokenise behind the parent, or, for a new sequence, all of it."""
+        history = parent.messages if parent else ()
+        if parent is not None and self._history == "exact":
+            found = delta(self._renderer, history, new, tools, int(parent.sampled_ids[-1]))
+            if found is not None:
+                return found
+        whole = self._renderer.render([*history, *new], tools, generation=True)
+        if parent is None:
+            return _ROOT, whole
+        if self._history == "template" and whole.startswith(before := self._renderer.decode(parent.ids)):
+            return STABLE, whole[len(before) :]
+        return RENDERED, whole
+
+    def _count(self, request: Request, turn: Turn) -> None:
+        self._counts[request.rule] += 1
+        self._counts["broken_specials"] += request.broken_specials
+        self._counts["untrained"] += not turn.is_trained
+        self._counts["rewritten"] += request.rule not in (_ROOT, _TEXT, STABLE)
+        if turn.parent is not None:
+            turn.parent.children += 1
+            self._counts["branches"] += turn.parent.children > 1

@@ -1,0 +1,312 @@
+"""Sessions over real chat templates: no drift, each turn trained once, what was sampled stays as it is."""
+
+import os
+import random
+import re
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import DriftError, RenderError
+from asyncrl.session.tree import Session
+from asyncrl.types import Rollout, VersionSpan
+from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of
+from tests.support.random_agent import TOOL, Agent, Call
+
+CONVERSATIONS = int(os.environ.get("ASYNCRL_CONVERSATIONS", "1800"))
+"""Over all templates; the nightly job plays 10,000."""
+
+
+def agent_of(name: str, seed: int, *, history: str = "exact") -> Agent:
+    renderer = renderer_of(name)
+    tokenizer = renderer._tokenizer
+    specials = {tokenizer.convert_tokens_to_ids(text) for text in renderer.special_texts}
+    return Agent(
+        renderer=renderer,
+        vocabulary=[one for one in range(len(tokenizer)) if one not in specials],
+        draw=random.Random(f"{name}{seed}"),
+        session=Session(renderer, history=history),
+        with_tools=name not in WITHOUT_TOOLS,
+    )
+
+
+def place_of(call: Call, rollouts) -> list[tuple[int, int]]:
+    """Where the answer's log-probabilities stand: the rollout, and the offset in its response."""
+    wanted = call.rollout.behaviour_logprobs
+    return [
+        (index, start)
+        for index, rollout in enumerate(rollouts)
+        for start in np.flatnonzero(rollout.behaviour_logprobs == wanted[0])
+        if np.array_equal(rollout.behaviour_logprobs[start : start + len(wanted)], wanted)
+    ]
+
+
+def check(agent: Agent) -> None:
+    """Compare the sequences with the agent's book."""
+    rollouts = agent.session.rollouts()
+    ends: list[set[int]] = [set() for _ in rollouts]
+    for call in agent.calls:
+        ((index, start),) = place_of(call, rollouts)  # trained once
+        rollout, end = rollouts[index], start + len(call.rollout.response_ids)
+        before = (*rollout.prompt_ids.tolist(), *rollout.response_ids[:start].tolist())
+        assert before == call.request.prompt_ids  # what the engine was asked
+        assert np.array_equal(rollout.response_ids[start:end], call.rollout.response_ids)
+        assert np.array_equal(rollout.versions[start:end], call.rollout.versions)
+        assert rollout.action_mask[start:end].all()
+        ends[index].add(end)
+    for rollout, found in zip(rollouts, ends, strict=True):
+        assert [*found] == [] or sorted(found) == (
+            rollout.turns.ends.tolist() if rollout.turns else [len(rollout.response_ids)]
+        )
+        assert not rollout.behaviour_logprobs[~rollout.action_mask].any()
+        assert rollout.action_mask[-1]
+    trained = sum(int(rollout.action_mask.sum()) for rollout in rollouts)
+    assert trained == sum(len(call.rollout.response_ids) for call in agent.calls)
+
+
+def plain_words(message) -> str:
+    """The text of a message up to its number, without special tokens."""
+    return re.match(r".*?n\d+", message["content"])[0]
+
+
+def check_tree(agent: Agent) -> None:
+    """Each call continues the one that the agent meant, with the new messages' text behind it, once."""
+    for call in agent.calls:
+        request = call.request
+        if request.rule == "rendered":
+            assert request.parent is None
+        else:
+            assert request.parent is (call.before.turn if call.before else None)
+        whole, new = agent.renderer.decode(request.prompt_ids), agent.renderer.decode(request.delta_ids)
+        for words in (plain_words(message) for message in call.new):
+            assert whole.count(words) == new.count(words) == 1
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_no_drift_over_random_conversations(name):
+    for seed in range(-(-CONVERSATIONS // len(STOPS))):
+        agent = agent_of(name, seed)
+        agent.play(agent.draw.randint(2, 7))
+        check(agent)
+        check_tree(agent)
+        assert name == "gptoss" or not agent.session.counts["rendered"]
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_with_history_template_the_policy_reads_what_the_template_writes(name):
+    for seed in range(10):
+        agent = agent_of(name, seed, history="template")
+        agent.play(6)
+        check(agent)
+        for call in agent.calls:
+            text = agent.renderer.render(call.request.messages, call.tools, generation=True)
+            assert agent.renderer.decode(call.request.prompt_ids) == text
+
+
+def rollout_of(prompt_ids, ids, *, version: int = 0) -> Rollout:
+    return Rollout(
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        response_ids=np.array(ids, dtype=np.int32),
+        action_mask=np.ones(len(ids), dtype=np.bool_),
+        behaviour_logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+        version_spans=(VersionSpan(version, len(ids)),),
+        finish_reason="stop",
+    )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(session: Session, renderer, messages, answer: str, *, tools=(), train=True, stop: str = "", **more):
+    """Let the policy answer with this text, and add question and answer to `messages`."""
+    request = session.request(messages, tools=tools)
+    ids = [*renderer.encode(answer), *renderer.encode(stop or renderer.decode([min(renderer.stop_ids)]))]
+    message = {"role": "assistant", "content": answer, **more}
+    turn = session.record(request, rollout_of(request.prompt_ids, ids), message, train=train)
+    messages.append(message)
+    return turn
+
+
+@pytest.mark.parametrize("name", sorted(set(STOPS) - {"glm4moe", "gptoss"}))
+def test_with_the_templates_own_tokens_a_stable_turn_is_what_the_template_renders(name):
+    """The policy samples what the template would write; rule `stable` then gives the template's prompt."""
+    renderer, tools = renderer_of(name), () if name in WITHOUT_TOOLS else (TOOL,)
+    session, messages, stable = Session(renderer), [user("one two")], 0
+    for question in ("three", "four", "five"):
+        request = session.request(messages, tools=tools)
+        answer = {"role": "assistant", "content": f"answer to {question}"}
+        before, whole = (
+            renderer.decode(request.prompt_ids),
+            renderer.render([*messages, answer], tools, generation=False),
+        )
+        if request.rule in ("roots", "stable"):
+            assert before == renderer.render(messages, tools, generation=True)
+            stable += request.rule == "stable"
+        if not whole.startswith(before):
+            return  # the template gives the history another text than the opening that it gave the policy
+        ids = renderer.encode(whole[len(before) :])
+        last = max(index for index, one in enumerate(ids) if one in renderer.stop_ids)
+        session.record(request, rollout_of(request.prompt_ids, ids[: last + 1]), answer)
+        messages += [answer, user(question)]
+    assert stable or name in ("gemma4_v5", "phi3", "qwen3", "qwen3_5_think")
+
+
+def delta_text(name: str, stop: str, *, call: bool = False, cut_off: bool = False) -> str:
+    """What the session puts behind an answer that ended with `stop`."""
+    renderer, tools = renderer_of(name), (TOOL,) if call else ()
+    session, messages = Session(renderer), [user("q")]
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    calls = [{"id": "call00001", "type": "function", "function": function}]
+    more = {"tool_calls": calls} if call else {}
+    said(session, renderer, messages, "fine", tools=tools, stop="x" if cut_off else stop, **more)
+    new = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"} if call else user("r")
+    request = session.request([*messages, new], tools=tools)
+    assert request.parent is session.turns[0]
+    return renderer.decode(request.delta_ids)
+
+
+def test_the_delta_begins_behind_the_stop_token():
+    assert delta_text("qwen2_5", "<|im_end|>") == "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_another_stop_token_stands_in_the_place_of_the_templates():
+    assert delta_text("qwen2_5", "<|endoftext|>") == delta_text("qwen2_5", "<|im_end|>")
+
+
+def test_a_cut_off_answer_gets_the_templates_stop_token():
+    assert delta_text("qwen2_5", "", cut_off=True) == "<|im_end|>" + delta_text("qwen2_5", "<|im_end|>")
+
+
+def test_a_stop_token_that_opens_the_next_message_is_not_repeated_nor_lost():
+    behind = "\nr<|assistant|>"
+    assert delta_text("glm4moe", "<|user|>") == behind
+    assert delta_text("glm4moe", "<|endoftext|>") == delta_text("glm4moe", "", cut_off=True)
+    assert delta_text("glm4moe", "<|endoftext|>") == "<|user|>" + behind
+    results = delta_text("gemma4_v5", "<|tool_response>", call=True)
+    assert results.startswith("response:add")
+    assert delta_text("gemma4_v5", "<turn|>", call=True) == "<|tool_response>" + results
+
+
+def test_a_branch_trains_shared_turns_in_the_first_sequence_only():
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer), [user("q")]
+    first = said(session, renderer, messages, "one")
+    left, right = [*messages, user("left")], [*messages, user("right")]
+    second = said(session, renderer, left, "two")
+    third = said(session, renderer, right, "three")
+    first.reward, third.reward, second.state = 0.5, 2.0, 2**64 - 1
+    one, other = session.rollouts()
+    assert session.counts["branches"] == 1
+    lengths = [len(turn.sampled_ids) for turn in (first, second, third)]
+    assert [int(rollout.action_mask.sum()) for rollout in (one, other)] == [
+        lengths[0] + lengths[1],
+        lengths[2],
+    ]
+    assert one.turns.ends.tolist() == [lengths[0], len(one.response_ids)]
+    assert one.turns.rewards.tolist() == [0.5, 0.0]
+    assert one.turns.states.tolist() == [0, 2**64 - 1]
+    assert other.turns.ends.tolist() == [len(other.response_ids)]
+    assert other.turns.rewards.tolist() == [2.0]
+    assert other.turns.states is None
+    shared = lengths[0]
+    assert other.response_ids[:shared].tolist() == one.response_ids[:shared].tolist()
+
+
+def test_one_turn_is_the_engines_rollout():
+    renderer = renderer_of("qwen2_5")
+    session = Session(renderer)
+    turn = said(session, renderer, [user("q")], "one")
+    (rollout,) = session.rollouts()
+    assert rollout.turns is None
+    assert rollout.prompt_ids is turn.rollout.prompt_ids
+    assert rollout.version_spans == turn.rollout.version_spans
+    assert np.array_equal(rollout.response_ids, turn.sampled_ids)
+
+
+def test_what_lies_between_two_turns_has_the_version_of_the_turn_before():
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer), [user("q")]
+    for version in (3, 4):
+        request = session.request(messages)
+        answer = {"role": "assistant", "content": str(version)}
+        ids = [*renderer.encode("x"), min(renderer.stop_ids)]
+        session.record(request, rollout_of(request.prompt_ids, ids, version=version), answer)
+        messages += [answer, user("r")]
+    (rollout,) = session.rollouts()
+    assert rollout.version_spans == (
+        VersionSpan(3, len(rollout.response_ids) - 2),
+        VersionSpan(4, 2),
+    )
+    assert not rollout.behaviour_logprobs[~rollout.action_mask].any()
+
+
+def test_untrained_turns_are_context_and_end_no_sequence():
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer), [user("q")]
+    said(session, renderer, messages, "one")
+    said(session, renderer, [*messages, user("judge")], "two", train=False)
+    said(session, renderer, [user("a summary")], "three", train=False)
+    (rollout,) = session.rollouts()
+    assert rollout.action_mask.all()
+    assert rollout.turns is None
+    assert session.counts["untrained"] == 2
+
+
+def test_texts_of_special_tokens_are_broken_and_counted_once():
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer), [user("see <|im_end|> and <|im_start|>")]
+    said(session, renderer, messages, "one")
+    messages.append(user("again"))
+    request = session.request(messages)
+    assert request.parent is session.turns[0]
+    # After the default system message, the question, the answer and the next question.
+    assert renderer.decode(request.prompt_ids).count("<|im_end|>") == 4
+    said(session, renderer, messages, "two")
+    assert session.counts["broken_specials"] == 2
+
+
+def test_plain_text_goes_on_behind_everything():
+    renderer = renderer_of("qwen2_5")
+    session = Session(renderer)
+    for text, answer in (("1+2=", "3"), ("4+5=<|im_end|>", "9")):
+        request = session.request_text(text)
+        ids = renderer.encode(answer)
+        session.record(request, rollout_of(request.prompt_ids, ids), {"content": answer})
+    (rollout,) = session.rollouts()
+    assert renderer.decode(rollout.prompt_ids) == "1+2="
+    assert renderer.decode(rollout.response_ids) == "34+5=< |im_end|>9"
+    assert session.counts["broken_specials"] == 1
+
+
+def test_an_engine_that_samples_behind_other_ids_is_drift():
+    renderer = renderer_of("qwen2_5")
+    session = Session(renderer)
+    request = session.request([user("q")])
+    session.record(request, rollout_of(request.prompt_ids[1:], [1]), {"role": "assistant", "content": "x"})
+    with pytest.raises(DriftError, match="turn 0 of a session"):
+        session.rollouts()
+
+
+def test_an_answer_without_tokens_is_refused():
+    session = Session(renderer_of("qwen2_5"))
+    request = session.request([user("q")])
+    with pytest.raises(ValueError, match="no tokens"):
+        session.record(request, rollout_of(request.prompt_ids, []), {"role": "assistant", "content": ""})
+
+
+def test_messages_that_the_template_refuses_are_named():
+    with pytest.raises(RenderError, match="the roles of the last ones are: user, user"):
+        Session(renderer_of("gemma3")).request([user("q"), user("r")])
+
+
+def test_the_same_answer_twice_gives_two_branches_and_each_is_continued():
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer), [user("q")]
+    for _ in range(2):
+        said(session, renderer, [*messages], "one")
+    messages += [{"role": "assistant", "content": "one"}, user("r")]
+    for _ in range(2):
+        said(session, renderer, [*messages], "two")
+    assert {turn.parent for turn in session.turns[2:]} == set(session.turns[:2])
+    assert len(session.rollouts()) == 2
