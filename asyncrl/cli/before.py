@@ -129,8 +129,21 @@ def reward_test(
 
 
 @app.command()
-def warmup(directory: Path, seed: int = 0) -> None:
-    """Make the quick-start model, which is tiny and adds two numbers badly."""
+def warmup(
+    directory: Path,
+    seed: int = 0,
+    game: Annotated[
+        str, typer.Option(help="`sums` of the quick start, or `guess` or `calculator` of these configs.")
+    ] = "sums",
+) -> None:
+    """Make the tiny model of a shipped config, which is bad at its task."""
+    from asyncrl.quickstart.pupils import PUPILS, make_pupil
+    from asyncrl.quickstart.tiny import Size
     from asyncrl.quickstart.warmup import WarmupSettings, build
 
-    build(directory, WarmupSettings(seed=seed), typer.echo)
+    if game == "sums":
+        build(directory, WarmupSettings(seed=seed), typer.echo)
+    elif game in PUPILS:
+        make_pupil(game, directory, Size(seed=seed), typer.echo)
+    else:
+        raise typer.BadParameter(f"found {game}; allowed are sums, {', '.join(PUPILS)}", param_hint="--game")

@@ -28,7 +28,8 @@ def wishes(config: Config) -> Iterator[Wish]:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
     uses = config.environment.uses
     for name in (uses,) if isinstance(uses, str) else uses:
-        yield Wish("environment.uses", name.rpartition(":")[0])
+        if not name.startswith("asyncrl."):  # the games of the shipped configs
+            yield Wish("environment.uses", name.rpartition(":")[0])
     if config.environment.python:
         yield Wish("environment.python", str(config.environment.python))
     advantage = config.algorithm.advantage.name

@@ -20,36 +20,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from asyncrl.errors import RunError
+from asyncrl.quickstart.tiny import EOS, IGNORED, PAD, Size, make_model, make_tokenizer, train_on
 from asyncrl.run.directory import write_directory
 
 Row = dict[str, str]
-PAD, BOS, EOS = 0, 1, 2
-SPECIALS = ("<pad>", "<bos>", "<eos>")
 CHARACTERS = "0123456789+="
-IGNORED = -100  # label of tokens outside the answer, which torch's cross-entropy ignores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupSettings:
+class WarmupSettings(Size):
     """Everything that the model depends on."""
 
-    seed: int = 0
-    layers: int = 3
-    hidden: int = 128
-    heads: int = 4  # head size 32, the smallest that vLLM's CPU attention supports
-    intermediate: int = 384
-    # About 1 / sqrt(hidden). With the usual 0.02, a model this small starts to learn three times later.
-    initializer_range: float = 0.08
     test_rows: int = 512
     correct_share: float = 0.35  # share of correct sums in the warm-up; the others forget the carries
-    lr: float = 1e-3  # rises for `lr_rise` steps, then falls linearly to 0
-    lr_rise: int = 20
-    batch: int = 128
-    steps: int = 500
-    report_every: int = 50
 
     @property
     def digest(self) -> str:
@@ -80,13 +66,7 @@ def build(directory: Path, settings: WarmupSettings, report: Callable[[str], Non
     with write_directory(directory) as writing:
         for name, rows in (("train", train), ("test", test)):
             (writing / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        threads = torch.get_num_threads()
-        # More threads slow a model this small down, and their number would change the result.
-        torch.set_num_threads(1)
-        try:
-            built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
-        finally:
-            torch.set_num_threads(threads)
+        built = {"digest": settings.digest} | _warm_up(settings, train, test, writing / "model", report)
         (writing / "build.json").write_text(json.dumps(built | {"settings": asdict(settings)}, indent=1))
     return _result(directory, built)
 
@@ -111,39 +91,12 @@ def careless_sum(prompt: str) -> str:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character and <bos> in front of every text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    vocabulary = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS[PAD]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", BOS)]
-    )
-    marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **marks)
+    return make_tokenizer(CHARACTERS)
 
 
 def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
     """Make a model initialised from the seed."""
-    torch.manual_seed(settings.seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(SPECIALS) + len(CHARACTERS),
-            hidden_size=settings.hidden,
-            intermediate_size=settings.intermediate,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            num_key_value_heads=settings.heads // 2,
-            max_position_embeddings=64,
-            initializer_range=settings.initializer_range,
-            tie_word_embeddings=False,
-            pad_token_id=PAD,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            dtype=torch.float32,
-        )
-    )
+    return make_model(settings, CHARACTERS)
 
 
 def greedy_accuracy(
@@ -168,24 +121,14 @@ def _warm_up(
     """Train, save model and tokenizer in `target`, and return accuracy and seconds."""
     started_at_s = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min(1.0, (done + 1) / settings.lr_rise) * (1.0 - done / settings.steps)
-    )
     accuracy = 0.0
-    for step, (tokens_BT, labels_BT) in enumerate(_batches(tokenizer, train, settings), start=1):
-        loss = model(input_ids=tokens_BT, labels=labels_BT).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % settings.report_every == 0 or step == settings.steps:
-            accuracy, seconds = greedy_accuracy(model, tokenizer, test), time.monotonic() - started_at_s
-            report(
-                f"warm-up step {step}/{settings.steps}: loss {loss.item():.3f}, held-out accuracy "
-                f"{accuracy:.0%}, {seconds:.0f} s"
-            )
+
+    def judged() -> str:
+        nonlocal accuracy
+        accuracy = greedy_accuracy(model, tokenizer, test)
+        return f", held-out accuracy {accuracy:.0%}"
+
+    train_on(model, _batches(tokenizer, train, settings), settings, report, judged)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return {"accuracy": accuracy, "seconds": round(time.monotonic() - started_at_s, 1)}
