@@ -128,9 +128,9 @@ def order(version, transport, details, deadline_s=DEADLINE_S):
     )
 
 
-def disk_order(version, model, directory):
+def disk_order(version, model, directory, leave_out=()):
     """The file of a learner, which stays, and the order to load it."""
-    return slot_order(version, model, directory=Path(directory))[1]
+    return slot_order(version, model, leave_out, directory=Path(directory))[1]
 
 
 def flat(model, leave_out=()):

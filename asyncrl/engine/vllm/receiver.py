@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
@@ -76,10 +77,7 @@ def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int])
     wanted = _names(model, tied=True) - tied
     try:
         yield
-        if missing := sorted(wanted - loaded):
-            raise TransferError(
-                f"{len(missing)} of {len(wanted)} parameters were not sent, first {missing[0]!r}"
-            )
+        _require_all(model, wanted, loaded)
     except BaseException:
         # Put the kernels' tensors back and drop what was buffered, which vLLM would mix into the next reload.
         for layer in model.modules():
@@ -105,6 +103,41 @@ def _names(model: nn.Module, *, tied: bool) -> set[str]:
         for name, parameter in model.named_parameters(remove_duplicate=not tied)
         if not isinstance(parameter, KVCacheScaleParameter)
     }
+
+
+def _require_all(model: nn.Module, wanted: set[str], loaded: set[str]) -> None:
+    """Raise TransferError if a parameter of the open reload was not sent, or only a part of it."""
+    if missing := sorted(wanted - loaded):
+        found = f"{len(missing)} of {len(wanted)} parameters"
+    elif missing := _missing_parts(model):
+        found = f"{len(missing)} parts of fused parameters"
+    if missing:
+        raise TransferError(f"{found} were not sent, first {missing[0]!r}")
+
+
+def _missing_parts(model: nn.Module) -> list[str]:
+    """The parts that fused linear layers lack before a reload ends, such as `v_proj.weight` of `qkv_proj`.
+
+    vLLM counts the numbers that a layer has got, and would use an incomplete layer as it is. Embeddings and
+    experts may lack numbers, because they are padded.
+    """
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    missing = []
+    for path, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not isinstance(layer, LinearBase) or info.load_numel >= (info.load_numel_total or 0):
+            continue
+        parent, _, name = path.rpartition(".")
+        got: set[tuple[str, Any]] = set()
+        for parameter, call in info.loaded_weights:
+            ids = call.arguments.get("loaded_shard_id")
+            got.update((parameter, one) for one in (ids if isinstance(ids, tuple) else (ids,)))
+        for parameter, _ in layer.named_parameters(recurse=False):
+            for i, part in enumerate(fused.get(name, (name,))):
+                # A part is known by its number or letter; without either, the whole was sent.
+                if not got & {(parameter, one) for one in (None, i, "qkv"[i : i + 1])}:
+                    missing.append(f"{parent}.{part}.{parameter}")
+    return missing
 
 
 def _repack_tied(model: nn.Module) -> None:
