@@ -91,6 +91,11 @@ class RewardError(AsyncRLError):
 class EnvironmentFault(AsyncRLError):
     """An environment failed: it raised, hung, died, or answered nonsense. The episode is never scored."""
 
+    def __init__(self, message: str, *, reason: str = "raised") -> None:
+        """Give the reason that counts it: `raised`, `returned`, `died`, `hung`, `start` or `silent`."""
+        super().__init__(message)
+        self.reason = reason
+
 
 class CheckpointError(AsyncRLError):
     """A checkpoint that is missing, incomplete, or belongs to another run."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,14 +33,14 @@ except OSError as error:
 """
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies.
+def die_with_parent(parent_pid: int | None = None, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, or send another signal, when its parent dies.
 
     The kernel ignores a death before this call. So this process exits if its parent is not `parent_pid`.
     """
     if sys.platform != "linux":
         return
-    _prctl("PR_SET_PDEATHSIG", 1, signal.SIGKILL)
+    _prctl("PR_SET_PDEATHSIG", 1, how)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
 
@@ -97,9 +98,13 @@ def is_secret(name: str) -> bool:
     return name.upper().endswith(("TOKEN", "KEY", "PASSWORD", "SECRET", "CREDENTIALS"))
 
 
-def public_environment() -> dict[str, str]:
-    """Return our environment without secrets."""
-    return {name: value for name, value in os.environ.items() if not is_secret(name)}
+def public_environment(also: Sequence[str] = ()) -> dict[str, str]:
+    """Return our environment without secrets, except those whose names match a pattern in `also`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not is_secret(name) or any(fnmatchcase(name, pattern) for pattern in also)
+    }
 
 
 def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:

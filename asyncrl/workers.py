@@ -4,6 +4,7 @@ A message is its length (4 bytes, little-endian) and then its bytes, which are M
 otherwise. Every wait for the other side has a deadline, and a program that misses it is killed.
 """
 
+import asyncio
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ import msgpack
 from asyncrl.processes import public_environment, stop_process
 
 LENGTH = struct.Struct("<I")
+# Output of user code is counted, and only its end is kept, for the error message.
+OUTPUT_TAIL_BYTES = 4096
 
 
 def framed(data: bytes) -> bytes:
@@ -104,3 +107,30 @@ class Worker:
     def _close(self) -> None:
         self._replies.close()
         self.channel.close()
+
+
+class Printed:
+    """Output of user code: its size, and its end."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._total_bytes = 0
+        self._tail = b""
+
+    async def follow(self, stream: asyncio.StreamReader) -> None:
+        """Read until the stream ends, so that no process blocks on a full pipe."""
+        while chunk := await stream.read(65536):
+            self._total_bytes += len(chunk)
+            self._tail = (self._tail + chunk)[-OUTPUT_TAIL_BYTES:]
+
+    @property
+    def text(self) -> str:
+        """The end of the output."""
+        return self._tail.decode("utf-8", "replace").strip()[-500:]
+
+    @property
+    def note(self) -> str:
+        """The end of an error message about the process; empty without output."""
+        dropped = self._total_bytes - len(self._tail)
+        before = f" ({dropped:,} bytes before were dropped)" if dropped else ""
+        return f"; it last printed{before}: {self.text}" if self.text else ""

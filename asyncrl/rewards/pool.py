@@ -14,7 +14,6 @@ import signal
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of
 from asyncrl.rewards.seccomp import open_program
-from asyncrl.workers import LENGTH, ending, pack
+from asyncrl.workers import LENGTH, Printed, ending, pack
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ AGAIN_S = 1.0
 # Limit for killed workers to end when the pool closes.
 END_S = 5.0
 MAX_REPLY_BYTES = 64 * 1024
-# Output of user code is counted, and only its end is kept, for the error message.
-OUTPUT_TAIL_BYTES = 4096
 
 
 class _Lost(RewardError):
@@ -107,7 +104,7 @@ class _Worker:
         self._config = config
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
-        self._printed = _Printed()
+        self._printed = Printed()
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -172,7 +169,7 @@ class _Worker:
             return
         self.kill()
         self._process = await self._fork()
-        self._printed = _Printed()
+        self._printed = Printed()
         reader = asyncio.create_task(_read_output(self._process, self._printed))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
@@ -233,7 +230,7 @@ class _Worker:
     @property
     def printed(self) -> str:
         """The end of what user code printed in this process."""
-        return self._printed.tail.decode("utf-8", "replace").strip()[-500:]
+        return self._printed.text
 
     async def _send(self, frame: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -243,7 +240,7 @@ class _Worker:
                 await self._process.stdin.drain()
         except (ConnectionError, TimeoutError) as error:
             raise _Lost(
-                f"the reward worker accepts no calls ({type(error).__name__}){self._output()}"
+                f"the reward worker accepts no calls ({type(error).__name__}){self._printed.note}"
             ) from error
 
     async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
@@ -254,14 +251,16 @@ class _Worker:
                 (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
                 if length > MAX_REPLY_BYTES:
                     raise RewardError(
-                        f"{doing}: the reward worker's reply is not a frame ({length} bytes){self._output()}"
+                        f"{doing}: the worker's reply is not a frame ({length} bytes){self._printed.note}"
                     )
                 reply = msgpack.unpackb(await self._process.stdout.readexactly(length))
         except TimeoutError:
-            raise _Lost(f"{doing} took longer than {limit_s:g} s and was killed{self._output()}") from None
+            raise _Lost(
+                f"{doing} took longer than {limit_s:g} s and was killed{self._printed.note}"
+            ) from None
         except (asyncio.IncompleteReadError, ValueError, struct.error) as error:
             raise _Lost(
-                f"{doing}: the worker process died ({await self._status()}){self._output()}"
+                f"{doing}: the worker process died ({await self._status()}){self._printed.note}"
             ) from error
         if isinstance(reply, dict) and (
             "error" in reply
@@ -269,7 +268,7 @@ class _Worker:
         ):
             return reply
         wrong = "the reward worker is out of step, because user code wrote to its pipe"
-        raise RewardError(f"{doing}: {wrong}{self._output()}")
+        raise RewardError(f"{doing}: {wrong}{self._printed.note}")
 
     async def _status(self) -> str:
         assert self._process is not None
@@ -279,26 +278,11 @@ class _Worker:
         except TimeoutError:
             return "its pipe is closed, or carries no messages"
 
-    def _output(self) -> str:
-        dropped = self._printed.total_bytes - len(self._printed.tail)
-        before = f" ({dropped:,} bytes before were dropped)" if dropped else ""
-        return f"; it last printed{before}: {self.printed}" if self.printed else ""
 
-
-@dataclass(slots=True)
-class _Printed:
-    """Output of user code: its size, and its end."""
-
-    total_bytes: int = 0
-    tail: bytes = b""
-
-
-async def _read_output(process: asyncio.subprocess.Process, printed: _Printed) -> None:
-    """Read what user code prints, so that it never blocks on a full pipe; ends with the process."""
+async def _read_output(process: asyncio.subprocess.Process, printed: Printed) -> None:
+    """Read what user code prints; ends with the process."""
     assert process.stderr is not None
-    while chunk := await process.stderr.read(65536):
-        printed.total_bytes += len(chunk)
-        printed.tail = (printed.tail + chunk)[-OUTPUT_TAIL_BYTES:]
+    await printed.follow(process.stderr)
     await process.wait()
 
 

@@ -1,0 +1,160 @@
+"""The program of an environment's processes: it imports the user's file, runs it, and may be killed.
+
+The environment's own Python runs `START` and needs nothing but the standard library. The process is a *fork
+server*: it imports the user's file once, says what it found, and forks one worker per order. A worker has its
+own socket, session, temporary directory and random numbers, and ends with the fork server. An import that
+starts threads makes forks unsafe; such a process becomes a worker itself.
+
+Messages on the fork server's socket (`json_frames`):
+
+    in   {uses: [target, ...], limits: {RLIMIT_ name: value}, base}                         once
+    out  {description: {...}, threads} | {error: reason}                                     once
+    in   {serve: number, directory, fork}, with the worker's end of its socket
+    out  {serving: number, pid}
+    in   {reap: number}                                      its worker has been killed, or has ended
+    out  {ended: number, status: exit status, negative for a signal}
+
+The messages of workers are in `player` and `rollout_host`. User code never sees these sockets: its standard
+input is empty, and its output goes to standard error.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asyncrl.environments.json_frames import packed, receive_order
+from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
+from asyncrl.environments.rollout_host import RolloutHost
+from asyncrl.environments.user_code import describe
+from asyncrl.plugins import load
+from asyncrl.processes import die_with_parent
+
+# Directory of this package, which the environment's Python need not have.
+PLACE = str(Path(__file__).parents[2])
+# Program text, with arguments PLACE, the socket's descriptor, and the process id of the parent.
+START = f"import sys; sys.path.insert(0, sys.argv[1]); from {__name__} import main; main()"
+REAP_AGAIN_S = 0.02
+
+
+def main() -> None:
+    """Serve orders until the parent's socket ends."""
+    place, descriptor, parent_pid = sys.argv[1:]
+    sys.path.remove(place)  # what lies next to this package is not for user code
+    die_with_parent(int(parent_pid))
+    control = socket.socket(fileno=int(descriptor))
+    control.set_inheritable(False)
+    _hide_pipes()
+    orders, _ = receive_order(control)
+    for name, value in orders["limits"].items():
+        _restrict(getattr(resource, f"RLIMIT_{name}"), value)
+    try:
+        targets = [load(target) for target in orders["uses"]]
+        description = describe(targets)
+    except BaseException as error:  # noqa: BLE001 - user code may raise even SystemExit
+        reason = str(error) if isinstance(error, ImportError | TypeError) else repr(error)
+        control.sendall(packed({"error": reason[:MAX_REASON_CHARACTERS]}))
+        return
+    threads = len(os.listdir("/proc/self/task"))
+    control.sendall(packed({"description": description, "threads": threads}))
+    gc.freeze()
+    _ForkServer(control, targets, description["kind"], orders["base"]).serve(int(parent_pid))
+
+
+class _ForkServer:
+    """Forks workers, and reports how they ended."""
+
+    def __init__(self, control: socket.socket, targets: list[Any], kind: str, base: str) -> None:
+        self._control, self._targets, self._kind, self._base = control, targets, kind, base
+        # Process ids by number: of all workers, and of those to wait for.
+        self._workers: dict[int, int] = {}
+        self._killed: dict[int, int] = {}
+
+    def serve(self, parent_pid: int) -> None:
+        # From here on, the death of the parent leaves time to kill what the workers started.
+        signal.signal(signal.SIGTERM, lambda number, frame: self._end())
+        die_with_parent(parent_pid, signal.SIGTERM)
+        while True:
+            if select.select([self._control], [], [], REAP_AGAIN_S if self._killed else None)[0]:
+                try:
+                    order, descriptors = receive_order(self._control)
+                except (EOFError, OSError):
+                    self._end()
+                self._follow(order, descriptors)
+            for number, pid in list(self._killed.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del self._killed[number], self._workers[number]
+                    self._tell({"ended": number, "status": os.waitstatus_to_exitcode(status)})
+
+    def _follow(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        if "reap" in order:
+            self._killed[order["reap"]] = self._workers[order["reap"]]
+            return
+        channel, own_pid = socket.socket(fileno=descriptors[0]), os.getpid()
+        if not order["fork"]:
+            self._tell({"serving": order["serve"], "pid": own_pid})
+            _work(channel, self._targets, self._kind, order["directory"])
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._control.close()
+            die_with_parent(own_pid)
+            _work(channel, self._targets, self._kind, order["directory"])
+        channel.close()
+        self._workers[order["serve"]] = pid
+        self._tell({"serving": order["serve"], "pid": pid})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._control.sendall(packed(message))
+
+    def _end(self) -> NoReturn:
+        for pid in self._workers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        shutil.rmtree(self._base, ignore_errors=True)
+        os._exit(0)
+
+
+def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str) -> NoReturn:
+    """Be a worker until the socket ends."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = directory
+        random.seed()  # not the fork server's numbers
+        if kind == "rollout":
+            asyncio.run(RolloutHost(channel, targets[0]).serve())
+        else:
+            Player(channel, targets, is_tools=kind == "tools").serve()
+    except (EOFError, OSError):  # the parent has closed the socket
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - it must not return to the fork server's loop
+        sys.excepthook(*sys.exc_info())
+    os._exit(1)
+
+
+def _hide_pipes() -> None:
+    """Give user code an empty standard input; its output joins standard error."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    # The output before an error belongs to the message of the error.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _restrict(kind: int, value: int) -> None:
+    """Set the soft and the hard limit, unless they are lower already."""
+    _, hard = resource.getrlimit(kind)
+    lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (lowest, lowest))

@@ -1,0 +1,332 @@
+"""Starts, watches and ends the processes of an environment; `episode_worker` is their program.
+
+A process that hangs, or says what it should not, is killed with its process group. The fork server is started
+again when it is gone.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.environments.channel import Channel
+from asyncrl.environments.episode_worker import PLACE, START
+from asyncrl.environments.json_frames import packed
+from asyncrl.errors import EnvironmentFault
+from asyncrl.processes import public_environment
+from asyncrl.workers import Printed, ending
+
+log = logging.getLogger(__name__)
+
+# Limit for a process to import the user's file.
+START_S = 60.0
+# Limit for the fork server to fork.
+FORK_S = 20.0
+# Starts of the fork server that may fail one after the other, and the pause between them.
+BEGINNINGS = 3
+AGAIN_S = 1.0
+# Limit for the exit status of a worker to arrive, and for killed processes to end.
+END_S = 5.0
+# Libraries start no threads when they are imported, because a process with threads cannot fork safely.
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "RAYON")}
+# RLIMIT_*, soft and hard.
+LIMITS = {"CORE": 0, "NOFILE": 1024}
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A process that runs user code."""
+
+    program: "_Program"
+    number: int
+    pid: int
+    channel: Channel
+    directory: Path
+    is_killed: bool = False
+
+    def kill(self) -> None:
+        """Kill the process with what it started, once."""
+        if self.is_killed:
+            return
+        self.is_killed = True
+        self.channel.close()
+        self.program.kill_worker(self.number, self.pid, self.directory)
+
+    async def fault(self, doing: str, reason: str, limit_s: float) -> EnvironmentFault:
+        """Kill the process, and describe why: `reason` is `hung`, `died`, or what is wrong with its bytes."""
+        self.kill()
+        how = await self.program.ended(self.number)
+        if reason == "hung":
+            text = f"took longer than {limit_s:g} s and was killed"
+        else:
+            text = f"the process died ({how})" if reason == "died" else f"the process {reason} and was killed"
+        slug = reason if reason in ("hung", "died") else "returned"
+        return EnvironmentFault(f"{doing}: {text}{self.program.note}", reason=slug)
+
+
+class ForkServer:
+    """The processes that have imported the user's file."""
+
+    def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
+        """`variables` are patterns of environment variables that workers get although they look secret."""
+        self._config = config
+        self._variables = variables
+        self._base = Path(tempfile.mkdtemp(prefix="asyncrl-environment-"))
+        self._program: _Program | None = None
+        self._programs: set[_Program] = set()
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+
+    async def start(self) -> Mapping[str, Any]:
+        """Import the user's file, and return its description. Raises EnvironmentFault."""
+        program = await self._running()
+        if not program.forks:
+            log.warning(
+                "the import of %s started %d threads, and processes with threads cannot fork: each worker is "
+                "a new interpreter that imports it again; start threads in `reset` and episodes start faster",
+                self._config.uses,
+                program.threads - 1,
+            )
+        return program.description
+
+    async def worker(self, channel: Channel) -> Worker:
+        """Start a worker that talks through `channel`. Raises EnvironmentFault."""
+        program = await self._running()
+        if not program.forks:
+            program = await self._begin()
+        number = next(self._numbers)
+        directory = self._base / str(number)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+            try:
+                pid = await program.serve(number, theirs, directory)
+            except BaseException:
+                channel.close()
+                if not program.forks:
+                    program.kill()
+                raise
+        return Worker(program, number, pid, channel, directory)
+
+    async def close(self) -> None:
+        """Kill all processes and remove their files. It takes `END_S` at most."""
+        for program in self._programs:
+            program.kill()
+        await asyncio.gather(*(program.buried() for program in self._programs))
+        await asyncio.to_thread(shutil.rmtree, self._base, ignore_errors=True)
+
+    async def _running(self) -> "_Program":
+        """The fork server, which is started again when it is gone."""
+        async with self._starting:
+            for left in reversed(range(BEGINNINGS)):
+                if self._program is not None and (self._program.is_alive or not self._program.forks):
+                    break
+                if self._program is not None:
+                    log.warning("the fork server of %s is gone; another one is started", self._config.uses)
+                try:
+                    self._program = await self._begin()
+                    if not self._program.forks:  # it has said what it found
+                        self._program.kill()
+                except (EnvironmentFault, OSError) as error:
+                    if not left or (isinstance(error, EnvironmentFault) and error.reason == "start"):
+                        raise EnvironmentFault(str(error), reason="start") from error
+                    log.warning("an environment process did not start, so another one is started: %s", error)
+                    await asyncio.sleep(AGAIN_S)
+            assert self._program is not None
+            return self._program
+
+    async def _begin(self) -> "_Program":
+        self._programs = {program for program in self._programs if not program.is_buried}
+        program = _Program()
+        self._programs.add(program)
+        await program.start(self._config, public_environment(self._variables), self._base)
+        return program
+
+
+class _Program:
+    """One process that has imported the user's file: the fork server, or a worker that cannot fork."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._control, self._theirs = socket.socketpair()
+        self._channel = Channel(self._receive, self._lose)
+        self._described: asyncio.Future[dict[str, Any]] = loop.create_future()
+        # Process ids of workers, and their exit statuses, by number.
+        self._pids: dict[int, asyncio.Future[int]] = {}
+        self._statuses: dict[int, asyncio.Future[int]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._printed = Printed()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Whether it follows orders; the number of its threads; what the user's file has.
+        self.is_alive = True
+        self.threads = 1
+        self.description: Mapping[str, Any] = {}
+
+    @property
+    def is_buried(self) -> bool:
+        return not self.is_alive and not self._tasks
+
+    @property
+    def forks(self) -> bool:
+        return self.threads == 1
+
+    @property
+    def note(self) -> str:
+        """The end of what user code printed, for the end of a message."""
+        return self._printed.note
+
+    async def start(self, config: EnvironmentConfig, variables: Mapping[str, str], base: Path) -> None:
+        """Start the process, and wait for the import. Raises EnvironmentFault and OSError."""
+        uses = [config.uses] if isinstance(config.uses, str) else list(config.uses)
+        memory = {"AS": int(config.memory_gib * 2**30)} if config.memory_gib else {}
+        python, descriptor = str(config.python or sys.executable), self._theirs.fileno()
+        try:
+            with self._theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(python, "-c", START, PLACE, str(descriptor), str(os.getpid())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=[descriptor],
+                    env=ONE_THREAD | dict(variables),
+                    start_new_session=True,  # its own process group: killed with its children
+                )
+            self._keep(self._follow_output(self._process))
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: self._channel, sock=self._control)
+            self._channel.send({"uses": uses, "limits": LIMITS | memory, "base": str(base)})
+            async with asyncio.timeout(START_S):
+                answer = await self._described
+        except TimeoutError:
+            self.kill()
+            found = f"environment.uses {config.uses}: the import takes longer than {START_S:g} s"
+            raise EnvironmentFault(f"{found}{self.note}", reason="hung") from None
+        except BaseException:
+            self.kill()
+            raise
+        if "error" in answer:
+            self.kill()
+            raise EnvironmentFault(f"environment.uses {config.uses}: {answer['error']}", reason="start")
+        self.description, self.threads = answer["description"], answer["threads"]
+
+    async def serve(self, number: int, theirs: socket.socket, directory: Path) -> int:
+        """Have a worker at the other end of a socket, and return its process id. Raises EnvironmentFault."""
+        pid = self._pids[number] = asyncio.get_running_loop().create_future()
+        self._statuses[number] = asyncio.get_running_loop().create_future()
+        order = packed({"serve": number, "directory": str(directory), "fork": self.forks})
+        try:
+            if socket.send_fds(self._control, [order], [theirs.fileno()]) < len(order):
+                raise BlockingIOError
+            async with asyncio.timeout(FORK_S):
+                return await asyncio.shield(pid)
+        except asyncio.CancelledError:
+            pid.add_done_callback(partial(self._abandon, number, directory))
+            raise
+        except (OSError, TimeoutError) as error:
+            self.kill()  # also what it forks late
+            raise EnvironmentFault(
+                f"the fork server of the environment does not fork ({type(error).__name__}); it was killed",
+                reason="hung" if isinstance(error, TimeoutError | BlockingIOError) else "died",
+            ) from error
+
+    def _abandon(self, number: int, directory: Path, pid: asyncio.Future[int]) -> None:
+        if not pid.exception():
+            self.kill_worker(number, pid.result(), directory)
+
+    def kill_worker(self, number: int, pid: int, directory: Path) -> None:
+        """Kill a worker and its group; remove its files when it has ended."""
+        # The fork server does not reap a worker before it is told to, so this is still the worker's number.
+        for kill in (os.killpg, os.kill):  # a worker that was just forked has no group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        if not self.forks:
+            self.kill()
+        elif self.is_alive:
+            with contextlib.suppress(OSError):
+                self._control.send(packed({"reap": number}))
+        self._keep(self._tidy(number, directory))
+
+    async def ended(self, number: int) -> str:
+        """Describe how a killed or dead worker ended."""
+        try:
+            async with asyncio.timeout(END_S):
+                if not self.forks and self._process:
+                    return ending(await self._process.wait())
+                return ending(await asyncio.shield(self._statuses[number]))
+        except TimeoutError:
+            return "its socket is closed"
+        except EnvironmentFault as error:
+            return str(error)
+
+    def kill(self) -> None:
+        """Kill the process, its group and its workers."""
+        self.is_alive = False
+        self._channel.close()
+        for pid in self._pids.values():
+            if pid.done() and not pid.exception():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid.result(), signal.SIGKILL)
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._fail()
+
+    async def buried(self) -> None:
+        """Wait until everything has ended, at most `END_S`."""
+        if not self._tasks:
+            return
+        _, left = await asyncio.wait(self._tasks, timeout=END_S)
+        for task in left:  # a process that left the group still holds the pipe
+            task.cancel()
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "serving" in message:
+            self._pids[message["serving"]].set_result(int(message["pid"]))
+        elif "ended" in message:
+            del self._pids[message["ended"]]
+            self._statuses[message["ended"]].set_result(int(message["status"]))
+        else:
+            self._described.set_result(message)
+
+    def _lose(self, wrong: str) -> None:
+        self.kill()
+
+    def _fail(self) -> None:
+        waiting: list[asyncio.Future[Any]] = [self._described, *self._pids.values(), *self._statuses.values()]
+        for future in waiting:
+            if not future.done():
+                text = f"the fork server of the environment died{self.note}"
+                future.set_exception(EnvironmentFault(text, reason="died"))
+                future.exception()  # it need not be awaited
+
+    async def _follow_output(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        await self._printed.follow(process.stderr)
+        await process.wait()
+
+    async def _tidy(self, number: int, directory: Path) -> None:
+        await self.ended(number)
+        self._statuses.pop(number, None)
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # it has files
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,64 @@
+"""Messages between a generator and an environment's processes: JSON behind its length (4 bytes).
+
+Like all that these processes import, it needs nothing but the standard library.
+"""
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 16 * 2**20
+
+
+def packed(message: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes. Raises TypeError or ValueError if JSON cannot have it or it is too long."""
+    data = json.dumps(message, default=_plain).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"returned {len(data):,} bytes; at most {MAX_MESSAGE_BYTES:,} are allowed")
+    return LENGTH.pack(len(data)) + data
+
+
+def take_frames(arrived: bytearray) -> list[dict[str, Any]]:
+    """Remove and return all messages that are whole. Raises ValueError for bytes that are no messages."""
+    messages, start = [], 0
+    while len(arrived) >= start + LENGTH.size:
+        (length,) = LENGTH.unpack_from(arrived, start)
+        if length > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length:,} bytes")
+        end = start + LENGTH.size + length
+        if len(arrived) < end:
+            break
+        message = json.loads(arrived[start + LENGTH.size : end])
+        if not isinstance(message, dict):
+            raise ValueError(f"a message of type {type(message).__name__}")
+        messages.append(message)
+        start = end
+    del arrived[:start]
+    return messages
+
+
+def read_frame(stream: BinaryIO) -> dict[str, Any]:
+    """Wait for the next message. Raises EOFError."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    message: dict[str, Any] = json.loads(stream.read(LENGTH.unpack(header)[0]))
+    return message
+
+
+def receive_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for the next message and the descriptors that come with it. Raises EOFError."""
+    header, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, 1)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    return json.loads(channel.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)), descriptors
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's."""
+    if callable(getattr(value, "item", None)) and not getattr(value, "shape", ()):
+        return value.item()
+    raise TypeError(f"returned a value of type {type(value).__name__}, which is neither text nor number")

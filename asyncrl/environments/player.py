@@ -1,0 +1,118 @@
+"""A worker that answers requests in order: calls of tools, or the episode of one environment.
+
+in   {do: reset, columns, seed} | {do: step, text} | {do: call, name, arguments, limit}
+     {do: reward} | {do: done} | {do: close}
+out  {value, seconds}, with `tuple` if user code returned one, and for a call `length`, the number of
+     characters before `value` was cut to `limit`
+     {error, where, fault, seconds} if user code raised; `fault` if no argument can be the cause
+"""
+
+import asyncio
+import errno
+import inspect
+import json
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from asyncrl.environments.json_frames import packed, read_frame
+from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS
+
+MAX_REASON_CHARACTERS = 2000
+# Exceptions of a tool that say nothing about its arguments, whatever the model wrote.
+FAULTS = (ConnectionError, TimeoutError, MemoryError, ImportError)
+FAULT_NUMBERS = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO})
+
+
+class Player:
+    """Runs user code for one request after the other."""
+
+    def __init__(self, channel: socket.socket, targets: Sequence[Any], *, is_tools: bool) -> None:
+        """Serve functions, which are tools, or the one class in `targets`."""
+        self._channel, self._target = channel, targets[0]
+        self._requests = channel.makefile("rb")
+        self._tools = {tool.__name__: tool for tool in targets} if is_tools else None
+        self._instance: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve(self) -> NoReturn:
+        """Answer until the socket ends, which raises EOFError or OSError."""
+        work: dict[str, Callable[..., dict[str, Any]]] = {
+            "call": self._call, "step": self._step, "reset": self._reset, "reward": self._reward,
+            "done": self._done, "close": self._close,
+        }  # fmt: skip
+        own_pid = os.getpid()
+        while True:
+            request = read_frame(self._requests)
+            started_s = time.perf_counter()
+            try:
+                reply = work[request.pop("do")](**request)
+                reply["seconds"] = time.perf_counter() - started_s
+                frame = packed(reply)
+            except BaseException as error:  # noqa: BLE001 - reported to the parent
+                frame = packed(described(error) | {"seconds": time.perf_counter() - started_s})
+            if os.getpid() != own_pid:
+                os._exit(0)  # a child that user code forked returned to this loop: it must not reply
+            self._channel.sendall(frame)
+
+    def _reset(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        self._instance = self._target()
+        return self._returned(self._instance.reset(**columns))
+
+    def _step(self, text: str) -> dict[str, Any]:
+        return self._returned(self._instance.step(text))
+
+    def _call(self, name: str, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
+        tool = self._tools[name] if self._tools is not None else getattr(self._instance, name)
+        value = self._result(tool(**arguments))
+        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        return {"value": text[:limit], "length": len(text)}
+
+    def _reward(self) -> dict[str, Any]:
+        return self._returned(self._ask(REWARDS))
+
+    def _done(self) -> dict[str, Any]:
+        return {"value": bool(self._ask(ENDS))}
+
+    def _close(self) -> dict[str, Any]:
+        return self._returned(getattr(self._instance, CLOSE)())
+
+    def _ask(self, names: tuple[str, ...]) -> Any:
+        """The value of the first attribute that exists; a method is called."""
+        found = next(getattr(self._instance, name) for name in names if hasattr(self._instance, name))
+        return self._result(found() if callable(found) else found)
+
+    def _returned(self, value: Any) -> dict[str, Any]:
+        value = self._result(value)
+        return {"value": value, "tuple": isinstance(value, tuple)}
+
+    def _result(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(value))
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Return an error of user code, its file and line, and whether it is a fault."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_broken = isinstance(error, OSError) and error.errno in FAULT_NUMBERS
+    is_fault = isinstance(error, FAULTS) or not isinstance(error, Exception) or is_broken
+    return {
+        "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS],
+        "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+        "fault": is_fault or bool(getattr(error, "fault", False)),
+    }
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

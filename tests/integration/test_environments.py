@@ -1,0 +1,431 @@
+"""Environments in real processes: what is played, and what each failure of user code becomes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.environments import fork_server
+from asyncrl.environments.environments import Environments
+from asyncrl.errors import EnvironmentFault
+from tests.support.talks import ScriptedTalk
+
+pytestmark = pytest.mark.integration
+
+GUESS = '''
+import os, random, tempfile
+
+class Guess:
+    """Guess a number below 32."""
+    def reset(self, low=0):
+        self.number = random.randrange(low, 32)
+        open(os.path.join(tempfile.gettempdir(), "notes"), "w").write("private")
+        assert os.listdir(tempfile.gettempdir()) == ["notes"]
+        return ":"
+    def step(self, response):
+        guess = int(response)
+        return "<>"[self.number > guess], float(guess == self.number), guess == self.number
+'''
+ODD = '''
+import asyncio, ctypes, os, signal, socket, subprocess, sys, time
+
+class Full(Exception):
+    fault = True
+
+class Odd:
+    """Does what column `how` says: at once, or in its first step."""
+    def reset(self, how, note=None, when="step"):
+        self.how, self.note = how, note
+        return "ready" if when == "step" else self.do()
+    def step(self, response):
+        return "done", self.do(), True
+    def do(self):
+        how = self.how
+        if how == "raise": raise KeyError("lost")
+        if how == "nan": return float("nan")
+        if how == "text": return "much"
+        if how == "bool": return True
+        if how == "object": return object()
+        if how == "huge": return "x" * (1 << 25)
+        if how == "sleep": time.sleep(60)
+        if how == "busy":
+            while True: pass
+        if how == "_exit": os._exit(3)
+        if how == "exit": sys.exit(4)
+        if how == "interrupt": raise KeyboardInterrupt
+        if how == "segfault": ctypes.string_at(0)
+        if how == "memory": return len(bytearray(1 << 40))
+        if how == "child":
+            with open(self.note, "w") as file: file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+            time.sleep(60)
+        if how == "fork":
+            if os.fork() == 0: return 100.0
+            os.wait()
+            return 1.0
+        if how == "garbage":
+            for number in range(3, 64):
+                try: os.write(number, b"\\x00\\x00\\x00\\xffgarbage" * 100)
+                except OSError: pass
+        if how == "flood":
+            for _ in range(3000): print("x" * 1000)
+        if how == "stdin": assert sys.stdin.read() == "", "user code sees a pipe"
+        if how == "last words":
+            print("the last words", flush=True)
+            os._exit(5)
+        if how == "secret": return float(sum(name.endswith("TOKEN") for name in os.environ))
+        return 1.0
+
+class Later:
+    async def reset(self):
+        await asyncio.sleep(0.001)
+        return ":"
+    async def step(self, response):
+        await asyncio.sleep(0.001)
+        return "", 0.25, False
+    async def get_reward(self):
+        return 0.5
+    def close(self):
+        print("closed", flush=True)
+
+class Nosy:
+    def reset(self, question, **columns):
+        return question + str(sorted(columns))
+    def step(self, response):
+        return "", 0, True
+'''
+THREADS = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+
+
+def bisect(low, high=31):
+    """Play `Guess`: the middle of what is left, by all observations."""
+    bounds, state = [low, high], {}
+
+    def answer(shown):
+        if shown in "<>":
+            bounds[shown == "<"] = state["guess"] + (1 if shown == ">" else -1)
+        state["guess"] = sum(bounds) // 2
+        return str(state["guess"])
+
+    return ScriptedTalk(answer)
+
+
+@contextlib.asynccontextmanager
+async def environment(tmp_path, code, name, **settings):
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    names = [f"{file}:{one}" for one in name.split()]
+    played = Environments(EnvironmentConfig(uses=names[0] if len(names) == 1 else tuple(names), **settings))
+    try:
+        await played.start()
+        yield played
+    finally:
+        await played.close()
+        assert left_over() == []
+        assert list((tmp_path / "scratch").iterdir()) == [], "files of an environment are left"
+
+
+def left_over():
+    """Processes that we or ours started and that still run."""
+    return [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
+
+
+def play(played, talk, row=None, *, prompt="", seed=0, episode=0):
+    return asyncio.wait_for(played.play(talk, row or {}, prompt=prompt, seed=seed, episode=episode), 30)
+
+
+def run_odd(tmp_path, how, *, settings=None, **row):
+    """One episode of `Odd`: its outcome or fault; and then another one, which must be good."""
+
+    async def scenario():
+        async with environment(tmp_path, ODD, "Odd", **{"step_s": 1.0, **(settings or {})}) as played:
+            try:
+                result = await play(played, ScriptedTalk(["go"] * 9), {"how": how, **row})
+            except EnvironmentFault as fault:
+                result = fault
+            after = await play(played, ScriptedTalk(["go"]), {"how": "nothing"})
+            assert (after.reward, after.finish_reason) == (1.0, "stop")
+            return result, played.faults
+
+    return asyncio.run(scenario())
+
+
+def test_episodes_are_played_in_processes_of_their_own(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, GUESS, "Guess") as played:
+            talks = [bisect(0) for _ in range(20)]
+            outcomes = await asyncio.gather(
+                *(play(played, talk, seed=n // 2) for n, talk in enumerate(talks))
+            )
+            low = await play(played, bisect(31), {"low": 31, "answer": 31})
+            return outcomes, talks, low
+
+    outcomes, talks, low = asyncio.run(scenario())
+    assert all((one.finish_reason, one.reward) == ("stop", 1.0) for one in outcomes)
+    assert all(one.metrics["turns"] == len(talk.shown) for one, talk in zip(outcomes, talks, strict=True))
+    assert low.metrics["turns"] == 1, "a column that `reset` names reaches it"
+    starts = [tuple(talk.shown) for talk in talks]
+    assert starts[::2] == starts[1::2], "one seed, one game"
+    assert len(set(starts)) > 4, "other seeds, other games"
+
+
+def test_an_episode_without_turns_left_is_cut_off_with_the_rewards_of_its_steps(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, ODD, "Later") as played:
+            talk = ScriptedTalk(["go"] * 9, max_turns=3)
+            return await play(played, talk), talk.rewards
+
+    outcome, rewards = asyncio.run(scenario())
+    assert (outcome.finish_reason, outcome.reward) == ("turns", 3 * 0.25 + 0.5)
+    assert rewards == [(0.25, None)] * 3
+
+
+def test_only_columns_that_are_named_reach_user_code(tmp_path):
+    async def scenario():
+        row = {"question": "2+2=", "answer": "4"}
+        shown = {}
+        async with environment(tmp_path, ODD, "Nosy") as played:
+            talk = ScriptedTalk(["4"])
+            await play(played, talk, row)
+            shown["all"] = talk.shown
+        async with environment(
+            tmp_path, ODD.replace(", **columns", "").replace("columns", "locals()"), "Nosy"
+        ) as played:
+            talk = ScriptedTalk(["4"])
+            await play(played, talk, row)
+            shown["named"] = talk.shown
+            with pytest.raises(EnvironmentFault, match=r"wants column\(s\) \['question'\]") as caught:
+                await play(played, ScriptedTalk([]), {"answer": "4"})
+            assert caught.value.reason == "start"
+        return shown
+
+    shown = asyncio.run(scenario())
+    assert shown == {"all": ["2+2=['answer', 'episode', 'seed']"], "named": ["2+2=['question', 'self']"]}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "says"),
+    [
+        ("raise", "raised", r"`step` raised KeyError: 'lost' \(.*mine.py:\d+\)"),
+        ("exit", "raised", "SystemExit: 4"),
+        ("interrupt", "raised", "KeyboardInterrupt"),
+        ("nan", "returned", "nan; it must be finite"),
+        ("text", "returned", "str `much`; allowed is a reward that is one finite number"),
+        ("bool", "returned", "bool `True`; allowed"),
+        ("object", "raised", "returned a value of type object"),
+        ("huge", "raised", "at most 16,777,216 are allowed"),
+        ("_exit", "died", r"`step`: the process died \(exit status 3\)"),
+        ("segfault", "died", "killed by SIGSEGV"),
+        ("last words", "died", "exit status 5.*it last printed: the last words"),
+        ("sleep", "hung", r"`step`: took longer than 1 s and was killed"),
+        ("busy", "hung", "took longer than 1 s"),
+        ("garbage", "returned", "sent bytes that are no message"),
+    ],
+)
+def test_a_failure_in_a_step_is_a_fault_with_its_reason_and_never_a_score(tmp_path, how, reason, says):
+    fault, faults = run_odd(tmp_path, how)
+    assert isinstance(fault, EnvironmentFault), fault
+    assert (fault.reason, dict(faults)) == (reason, {reason: 1})
+    with pytest.raises(EnvironmentFault, match=f"(?s){says}"):
+        raise fault
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raise", "raised"), ("sleep", "hung"), ("_exit", "died"), ("bool", "returned")]
+)
+def test_a_failure_in_reset_is_a_fault(tmp_path, how, reason):
+    fault, _ = run_odd(tmp_path, how, when="reset")
+    assert isinstance(fault, EnvironmentFault) and fault.reason == reason and "`reset`" in str(fault)
+
+
+def test_a_limit_of_memory_turns_a_runaway_into_a_fault(tmp_path):
+    fault, _ = run_odd(tmp_path, "memory", settings={"memory_gib": 1.0})
+    assert isinstance(fault, EnvironmentFault) and "MemoryError" in str(fault)
+
+
+@pytest.mark.parametrize(("how", "reward"), [("flood", 1.0), ("stdin", 1.0), ("fork", 1.0), ("secret", 0.0)])
+def test_user_code_may_print_read_and_fork_and_sees_no_secret(tmp_path, how, reward, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    outcome, faults = run_odd(tmp_path, how)
+    assert outcome.reward == reward and not faults
+
+
+def test_what_an_episode_started_is_killed_with_it(tmp_path):
+    note = tmp_path / "pid"
+    fault, _ = run_odd(tmp_path, "child", note=str(note))
+    assert fault.reason == "hung"
+    assert (
+        not psutil.pid_exists(int(note.read_text()))
+        or psutil.Process(int(note.read_text())).status() == "zombie"
+    )
+
+
+def workers_of(played):
+    """(fork server, its workers) of an environment that runs."""
+    [server] = psutil.Process().children()
+    return server, server.children()
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "reason", "says"),
+    [
+        ("worker", signal.SIGKILL, "died", "killed by SIGKILL"),
+        ("worker", signal.SIGSTOP, "hung", "took longer than 1 s"),
+        ("server", signal.SIGKILL, "died", "the fork server of the environment died"),
+    ],
+)
+@pytest.mark.parametrize("when", ["in a step", "between two steps"])
+def test_a_process_that_is_killed_or_stopped_fails_the_episode_by_name(
+    tmp_path, victim, number, reason, says, when
+):
+    async def scenario():
+        async with environment(tmp_path, ODD, "Odd", step_s=1.0) as played:
+
+            def strike():
+                server, [worker] = workers_of(played)
+                os.kill((worker if victim == "worker" else server).pid, number)
+
+            async def strike_soon():
+                await asyncio.sleep(0.3)
+                strike()
+
+            def answer(shown):
+                if when == "between two steps":
+                    strike()
+                return "go"
+
+            striking = asyncio.create_task(strike_soon()) if when == "in a step" else None
+            with pytest.raises(EnvironmentFault, match=f"(?s){says}") as caught:
+                await play(played, ScriptedTalk(answer), {"how": "sleep" if striking else "nothing"})
+            assert caught.value.reason == reason
+            after = await play(played, ScriptedTalk(["go"]), {"how": "nothing"})
+            assert after.reward == 1.0
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
+
+    async def scenario():
+        async with environment(tmp_path, GUESS, "Guess") as played:
+            workers_of(played)[0].suspend()
+            with pytest.raises(EnvironmentFault, match="does not fork") as caught:
+                await play(played, bisect(0))
+            assert caught.value.reason == "hung"
+            assert (await play(played, bisect(0))).reward == 1.0
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_is_cancelled_leaves_no_process(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, ODD, "Odd", step_s=60) as played:
+            note = tmp_path / "pid"
+            for delay_s in (0.0, 0.001, 0.003, 0.01, 0.5):
+                playing = asyncio.create_task(
+                    play(played, ScriptedTalk(["go"]), {"how": "child", "note": str(note)})
+                )
+                await asyncio.sleep(delay_s)
+                playing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await playing
+            until_s = time.monotonic() + 10
+            while workers_of(played)[1] and time.monotonic() < until_s:
+                await asyncio.sleep(0.05)
+            assert workers_of(played)[1] == []
+
+    asyncio.run(scenario())
+
+
+def test_an_import_that_starts_threads_gives_every_episode_an_interpreter(tmp_path, caplog):
+    async def scenario():
+        async with environment(tmp_path, GUESS + THREADS, "Guess") as played:
+            outcomes = await asyncio.gather(*(play(played, bisect(0), seed=7) for _ in range(2)))
+            assert [one.reward for one in outcomes] == [1.0, 1.0]
+        async with environment(tmp_path, ODD + THREADS, "Odd", step_s=1.0) as played:
+            for how, reason in (("_exit", "died"), ("sleep", "hung")):
+                with pytest.raises(EnvironmentFault) as caught:
+                    await play(played, ScriptedTalk(["go"]), {"how": how})
+                assert caught.value.reason == reason
+
+    asyncio.run(scenario())
+    assert "started 1 threads" in caplog.text and "new interpreter" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("class Guess: pass", "class `Guess` has no method `reset`"),
+        ("raise RuntimeError('no license')", "RuntimeError: no license"),
+        ("import nonexistent_library", "No module named 'nonexistent_library'"),
+        ("raise SystemExit(3)", "SystemExit"),
+        ("import os; os._exit(3)", "died"),
+        ("def Other(): pass", "has no function `Guess`"),
+    ],
+)
+def test_a_file_that_cannot_be_used_fails_the_start(tmp_path, code, says):
+    async def scenario():
+        async with environment(tmp_path, code, "Guess"):
+            raise AssertionError("it started")
+
+    with pytest.raises(EnvironmentFault, match=says):
+        asyncio.run(scenario())
+
+
+def test_a_generator_that_is_killed_leaves_no_process(tmp_path):
+    """The fork server kills what the episodes started, also what does not watch its parent."""
+    (tmp_path / "mine.py").write_text(ODD)
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.environments.environments import Environments
+from tests.support.talks import ScriptedTalk
+async def main():
+    played = Environments(EnvironmentConfig(uses={str(tmp_path / "mine.py") + ":Odd"!r}, step_s=60))
+    await played.start()
+    row = {{"how": "child", "note": {str(tmp_path / "pid")!r}}}
+    await played.play(ScriptedTalk(["go"]), row, prompt="", seed=0, episode=0)
+asyncio.run(main())
+"""
+    generator = psutil.Popen([sys.executable, "-c", program])
+    until_s = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert generator.poll() is None and time.monotonic() < until_s
+        time.sleep(0.05)
+    family = generator.children(recursive=True)
+    assert len(family) == 3
+    generator.kill()
+    generator.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
+def test_another_python_needs_neither_asyncrl_nor_its_libraries(tmp_path):
+    python = Path("/usr/bin/python3")
+    if not python.exists():
+        pytest.skip("this host has no other Python")
+
+    async def scenario():
+        code = GUESS + "\nimport importlib.util, sys\nassert not importlib.util.find_spec('pydantic')\n"
+        async with environment(tmp_path, code, "Guess", python=python) as played:
+            assert (await play(played, bisect(0))).reward == 1.0
+
+    asyncio.run(scenario())

@@ -1,0 +1,37 @@
+"""A talk whose answers are scripted: the model's side of an episode without a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl.environments.base import Answer, BudgetSpent, Message
+
+
+class ScriptedTalk:
+    """Answers with what a script returns for the text or the messages that the model is shown."""
+
+    def __init__(
+        self, script: Callable[[Any], Answer | str] | Sequence[Answer | str], *, max_turns: int = 100
+    ) -> None:
+        self._script = script if callable(script) else lambda shown, left=list(script): left.pop(0)
+        self._left = max_turns
+        self.shown: list[Any] = []
+        self.tools: list[Sequence[Mapping[str, Any]]] = []
+        self.rewards: list[tuple[float, int | None]] = []
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
+        self.tools.append(tools)
+        return self._next([dict(message) for message in messages])
+
+    async def complete(self, text: str) -> Answer:
+        return self._next(text)
+
+    def score_turn(self, reward: float, state: int | None = None) -> None:
+        self.rewards.append((reward, state))
+
+    def _next(self, shown: Any) -> Answer:
+        if self._left == 0:
+            raise BudgetSpent("turns")
+        self._left -= 1
+        self.shown.append(shown)
+        said = self._script(shown)
+        return Answer(text=said) if isinstance(said, str) else said

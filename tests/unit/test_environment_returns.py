@@ -1,0 +1,164 @@
+"""What user code may return, and what a message about the rest says; frames that arrive in pieces."""
+
+import asyncio
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.environments.base import Answer, ToolCall
+from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.json_frames import LENGTH, MAX_MESSAGE_BYTES, packed, take_frames
+from asyncrl.environments.returned import Step, read_reset, read_step
+from asyncrl.errors import EnvironmentFault
+from tests.support.talks import ScriptedTalk
+
+MESSAGES = [{"role": "user", "content": "higher"}]
+
+
+def through_json(value):
+    """What the generator gets of a returned value."""
+    return json.loads(packed({"value": value, "tuple": isinstance(value, tuple)})[LENGTH.size :])
+
+
+@pytest.mark.parametrize(
+    ("returned", "step"),
+    [
+        (("higher", 0.5, False), Step("higher", 0.5, False)),
+        (("", 1, True), Step("", 1.0, True)),
+        ((None, None, True), Step(None, None, True)),
+        ((MESSAGES, 0, False), Step(MESSAGES, 0.0, False)),
+        (("higher", 0.5, False, False, {"odd": 1}), Step("higher", 0.5, False)),
+        (("won", 1.0, True, False, {}), Step("won", 1.0, True)),
+        (("out of time", 0.0, False, True, {}), Step("out of time", 0.0, True, True)),
+        (("both", 0.0, True, True, {}), Step("both", 0.0, True)),
+        (
+            {"observations": MESSAGES, "reward": 0.5, "done": False, "metadata": {}},
+            Step(MESSAGES, 0.5, False),
+        ),
+        ({"environment_feedback": "higher", "rewards": 1.0, "done": True}, Step("higher", 1.0, True)),
+    ],
+)
+def test_a_step_has_the_forms_of_the_field(returned, step):
+    assert read_step(through_json(returned)) == step
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None, "higher", ("higher", 0.5), ("higher", 0.5, 1), ("higher", "0.5", True), ("higher", True, True),
+        ("higher", math.nan, False), ("higher", math.inf, False), ("higher", 10**400, False), (3, 0.0, False),
+        ([{"content": "no role"}], 0.0, False), ([{"role": "user", "content": 3}], 0.0, False),
+        ({"a": "state"}, 0.0, False), {"observations": [], "reward": 1.0},
+    ],
+)  # fmt: skip
+def test_another_step_is_a_fault_and_never_a_score(returned):
+    with pytest.raises(EnvironmentFault, match="step") as caught:
+        read_step(through_json(returned))
+    assert caught.value.reason == "returned"
+
+
+@pytest.mark.parametrize(
+    ("returned", "first"), [("go", "go"), (("go", {"seed": 1}), "go"), (None, None), (MESSAGES, MESSAGES)]
+)
+def test_a_reset_returns_an_observation_alone_or_with_its_info(returned, first):
+    assert read_reset(through_json(returned)) == first
+
+
+@pytest.mark.parametrize("returned", [3, ("go", "now"), ("go", {}, 1), {"role": "user", "content": "go"}])
+def test_another_reset_is_a_fault(returned):
+    with pytest.raises(EnvironmentFault, match="reset"):
+        read_reset(through_json(returned))
+
+
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20) | st.integers())), st.integers(1, 9)
+)
+def test_frames_that_arrive_in_pieces_come_out_whole_and_in_order(sent, piece):
+    stream, arrived, found = b"".join(map(packed, sent)), bytearray(), []
+    for start in range(0, len(stream), piece):
+        arrived += stream[start : start + piece]
+        found += take_frames(arrived)
+    assert found == sent and not arrived
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [LENGTH.pack(MAX_MESSAGE_BYTES + 1), LENGTH.pack(3) + b"[1]", LENGTH.pack(3) + b"\xff{}", b"print"],
+)
+def test_bytes_that_are_no_frame_are_refused(garbage):
+    with pytest.raises(ValueError):
+        take_frames(bytearray(garbage))
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, "x" * (MAX_MESSAGE_BYTES + 1)])
+def test_what_json_has_not_is_refused_before_it_is_sent(value):
+    with pytest.raises((TypeError, ValueError), match="returned"):
+        packed({"value": value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    assert read_step(through_json(("", np.float32(0.5), np.bool_(True)))) == Step("", 0.5, True)
+
+
+async def spoken(opening, *observations, limit=100):
+    """What the model is shown at last."""
+    talk = ScriptedTalk(["first", "second", "third"])
+    conversation = Conversation(talk, opening, limit)
+    for observation in observations:
+        conversation.observe(observation)
+        await conversation.answer()
+    return talk.shown, conversation.counts
+
+
+@pytest.mark.parametrize(
+    ("opening", "observations", "shown"),
+    [
+        ("2+2=", (None, " so"), ["2+2=", " so"]),
+        ("", (":", ">"), [":", ">"]),
+        ([], ("go",), [[{"role": "user", "content": "go"}]]),
+        ([{"role": "user", "content": "play"}], ("go",), [[{"role": "user", "content": "play\n\ngo"}]]),
+        ([{"role": "system", "content": "play"}], ("go",), [[{"role": "system", "content": "play"}, {"role": "user", "content": "go"}]]),
+        ([{"role": "user", "content": "play"}], (None, MESSAGES), [
+            [{"role": "user", "content": "play"}],
+            [{"role": "user", "content": "play"}, {"role": "assistant", "content": "first"}, MESSAGES[0]],
+        ]),
+    ],
+)  # fmt: skip
+def test_an_observation_is_text_behind_text_or_a_message(opening, observations, shown):
+    assert asyncio.run(spoken(opening, *observations))[0] == shown
+
+
+@given(st.integers(0, 300))
+def test_a_long_observation_is_cut_where_the_model_can_see_it(length):
+    [shown], counts = asyncio.run(spoken("", "x" * length))
+    mark = f"\n[cut: {length - 100} of {length} characters]" if length > 100 else ""
+    assert shown == "x" * min(length, 100) + mark and counts["observations_cut"] == (length > 100)
+
+
+def test_messages_for_a_model_without_a_chat_template_are_a_fault():
+    with pytest.raises(EnvironmentFault, match="no chat template"):
+        asyncio.run(spoken("", MESSAGES))
+
+
+def test_a_conversation_that_shows_nothing_is_a_fault():
+    with pytest.raises(EnvironmentFault, match="no prompt"):
+        asyncio.run(spoken([], None))
+
+
+def test_the_message_of_an_answer_has_what_a_chat_template_takes():
+    call = ToolCall(id="c1", name="add", arguments={"a": 1})
+    assert Answer(text="so", tool_calls=(call,), reasoning="hm").message == {
+        "role": "assistant", "content": "so", "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }  # fmt: skip
+
+
+def test_the_prompt_of_a_row_is_not_changed():
+    row = [{"role": "user", "content": "play"}]
+    asyncio.run(spoken(row, "go", "on"))
+    assert row == [{"role": "user", "content": "play"}]
