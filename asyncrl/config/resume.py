@@ -62,7 +62,7 @@ BOUND: dict[str, Bound] = {
 # without the greedy reward), they are rejected, counted with the reason, and their credit is returned.
 FREE: dict[str, str] = {
     "run": "root environment",
-    "model": "trust_remote_code",
+    "model": "trust_remote_code tool_parser",
     "data": "eval eval_split",
     "reward": "functions timeout_s workers attempts sandbox memory_gib",
     "reward.functions": "function weight name",

@@ -44,6 +44,8 @@ class ModelConfig(Part):
     """Data type of the generators' weights and of the learner's forward and backward passes."""
     chat_template: bool = False
     """True renders prompts as chat messages with the tokenizer's template."""
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls, such as `hermes`; a tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
 

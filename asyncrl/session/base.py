@@ -1,8 +1,8 @@
 """The nouns of a session, and the interface to a tokenizer with its chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,3 +89,15 @@ class Turn:
     def ids(self) -> tuple[int, ...]:
         """Return all token ids up to the end of the answer."""
         return tuple(one for turn in self.path for one in (*turn.delta_ids, *turn.sampled_ids.tolist()))
+
+
+class Parsed(NamedTuple):
+    """What a parser found. Arguments of a call are a JSON value, or the text that is not JSON."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
+
+
+# From the text with its special tokens, the ids, the ids of the prompt, and the tools. Raises ValueError.
+Parse = Callable[[str, Sequence[int], Sequence[int], Sequence[Message]], Parsed]

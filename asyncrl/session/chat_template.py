@@ -11,6 +11,14 @@ from asyncrl.session.base import Message
 # disagree, so the first form is taken in which the template writes a call.
 _FORMS = (("", False), (None, False), ("", True), (None, True))
 
+_FUNCTION = {"name": "some_name", "arguments": {"some_key": "some_value"}}
+_CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}
+PROBE: tuple[Message, Message] = (
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+)
+"""A conversation that shows how a template writes a call."""
+
 
 class TemplateRenderer:
     """The `Renderer` of a tokenizer, whose chat template is only needed for messages."""
@@ -27,14 +35,8 @@ class TemplateRenderer:
         self._form = next((form for form in _FORMS if self._writes_calls(form)), _FORMS[0])
 
     def _writes_calls(self, form: tuple[str | None, bool]) -> bool:
-        function = {"name": "some_name", "arguments": {"some_key": "some_value"}}
-        call = {"id": "call00001", "type": "function", "function": function}
-        messages: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
         try:
-            text = self._render(messages, (), form, generation=False)
+            text = self._render(PROBE, (), form, generation=False)
         except RenderError:
             return False
         is_written = all(part in text for part in ("some_name", "some_key", "some_value"))

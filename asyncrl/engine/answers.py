@@ -1,0 +1,128 @@
+"""Reads the answer that an agent gets from sampled ids: text, reasoning and tool calls.
+
+Parsing shapes what the agent reads, never the ids that are trained. A call that cannot be parsed stays in the
+text, and is counted.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+
+from asyncrl.environments.base import Answer, Message, ToolCall
+from asyncrl.errors import ConfigError, RenderError
+from asyncrl.session.base import Parse, Parsed
+from asyncrl.session.chat_template import PROBE, TemplateRenderer
+from asyncrl.types import Rollout
+
+
+class AnswerReader:
+    """Reads answers with the tokenizer's own response template if it has one, else with vLLM's parser."""
+
+    def __init__(self, tokenizer: Any, renderer: TemplateRenderer, tool_parser: str | None = None) -> None:
+        """Take the name of vLLM's parser, which is not needed for a tokenizer with a response template.
+
+        Raises ConfigError if vLLM has no parser of this name or cannot use it with the tokenizer.
+        """
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._parse = _parse_of(tokenizer, tool_parser)
+        self._opener = _opener(renderer) if self._parse else ""
+        self.unparsed = 0  # answers with the beginning of a call and no call that could be parsed
+
+    def require_calls(self) -> None:
+        """Raise ConfigError if no tool call can be parsed."""
+        if self._parse is None:
+            raise ConfigError(
+                "model.tool_parser: there are tools, but nothing parses the model's calls, because the "
+                "tokenizer has no response_template; name one of vLLM's tool parsers, such as hermes"
+            )
+
+    def read(self, prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
+        """Return the answer. Raises ConfigError if there are tools and nothing parses calls."""
+        if tools:
+            self.require_calls()
+        ids = rollout.response_ids.tolist()
+        if ids[-1:] and ids[-1] in self._renderer.stop_ids:
+            ids.pop()
+        parsed = self._parsed(ids, prompt_ids, tools)
+        digest = blake2b(repr((prompt_ids, ids)).encode(), digest_size=4).hexdigest()
+        calls = tuple(
+            # Nine letters and digits, because some templates refuse other ids.
+            ToolCall(id=f"{digest}{index}", name=name, arguments=_arguments(arguments))
+            for index, (name, arguments) in enumerate(parsed.calls)
+        )
+        return Answer(
+            text=self._without_specials(parsed.text),
+            tool_calls=calls,
+            finish_reason=rollout.finish_reason,
+            tokens=len(rollout.response_ids),
+            reasoning=self._without_specials(parsed.reasoning),
+        )
+
+    def _parsed(self, ids: list[int], prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
+        text = self._renderer.decode(ids)
+        parsed = Parsed(text)
+        if self._parse is not None:
+            # What is not a call, although it begins like one, is read as it is.
+            with suppress(ValueError, KeyError, TypeError, RuntimeError):
+                parsed = self._parse(text, ids, prompt_ids, tools)
+        if tools and not parsed.calls and self._opener and self._opener in text:
+            self.unparsed += 1
+        return parsed
+
+    def _without_specials(self, text: str) -> str:
+        for special in self._renderer.special_texts:
+            text = text.replace(special, "")
+        return text
+
+
+def _parse_of(tokenizer: Any, tool_parser: str | None) -> Parse | None:
+    if getattr(tokenizer, "response_template", None):
+        return lambda text, ids, prompt_ids, tools: _by_template(tokenizer, text, prompt_ids, tools)
+    if tool_parser is None:
+        return None
+    from asyncrl.engine.vllm.tool_calls import parse_with  # only a run with tools needs vLLM's parsers
+
+    return parse_with(tokenizer, tool_parser)
+
+
+def _by_template(tokenizer: Any, text: str, prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
+    message: Mapping[str, Any] = tokenizer.parse_response(
+        text, prefix=tokenizer.decode(list(prompt_ids)), tools=list(tools) or None
+    )
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return Parsed(
+        text=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or message.get("thinking") or "",
+        calls=tuple((str(one["name"]), one.get("arguments", {})) for one in functions),
+    )
+
+
+def _arguments(value: Any) -> Mapping[str, Any] | str:
+    if isinstance(value, str):
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return value
+        return read if isinstance(read, dict) else value
+    return value if isinstance(value, dict) else json.dumps(value)
+
+
+def _opener(renderer: TemplateRenderer) -> str:
+    """The text with which the template opens a call, up to the first blank; "" if it writes no calls.
+
+    It is where the probe's answer with a call and one with text become different.
+    """
+    question, answer = PROBE
+    try:
+        call = renderer.render(PROBE, generation=False)
+        plain = {"role": "assistant", "content": "\x00"}
+        text = renderer.render([question, plain], generation=False)
+    except RenderError:
+        return ""
+    name = answer["tool_calls"][0]["function"]["name"]
+    before = call.partition(name)[0] if name in call else ""
+    differs = (place for place, (one, other) in enumerate(zip(before, text, strict=False)) if one != other)
+    return "".join(before[next(differs, len(before)) :].split()[:1])

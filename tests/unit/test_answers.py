@@ -1,0 +1,127 @@
+"""Answers: text, reasoning and calls, from the tokenizer's response template or from vLLM's parsers."""
+
+import numpy as np
+import pytest
+
+from asyncrl.engine.answers import AnswerReader, _opener
+from asyncrl.environments.base import ToolCall
+from asyncrl.errors import ConfigError
+from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.types import Rollout, VersionSpan
+from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of, tokenizer_of
+from tests.support.random_agent import TOOL
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def reader_of(source: str) -> tuple[AnswerReader, TemplateRenderer]:
+    tokenizer = tokenizer_of("qwen3")
+    if source == "template":
+        tokenizer.response_template = RESPONSE_TEMPLATE
+    renderer = TemplateRenderer(tokenizer, tokenizer.convert_tokens_to_ids(list(STOPS["qwen3"])))
+    return AnswerReader(tokenizer, renderer, "hermes" if source == "vllm" else None), renderer
+
+
+def read(source: str, text: str, *, tools=(TOOL,), finish_reason: str = "stop", reader=None):
+    reader, renderer = reader or reader_of(source)
+    prompt_ids = renderer.encode(renderer.render([{"role": "user", "content": "q"}], tools, generation=True))
+    ids = renderer.encode(text)
+    rollout = Rollout(
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        response_ids=np.array(ids, dtype=np.int32),
+        action_mask=np.ones(len(ids), dtype=np.bool_),
+        behaviour_logprobs=np.zeros(len(ids), dtype=np.float32),
+        version_spans=(VersionSpan(0, len(ids)),),
+        finish_reason=finish_reason,
+    )
+    return reader.read(prompt_ids, rollout, tools)
+
+
+@pytest.fixture(scope="module", params=["template", "vllm"])
+def source(request):
+    return request.param
+
+
+def test_calls_and_text(source):
+    answer = read(source, f"I add.{CALL}{CALL.replace('1', '7')}<|im_end|>")
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [
+        ("add", {"a": 1, "b": 2}),
+        ("add", {"a": 7, "b": 2}),
+    ]
+    assert answer.text.strip() == "I add."
+    assert len({call.id for call in answer.tool_calls}) == 2
+    assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.tool_calls)
+
+
+def test_reasoning_is_taken_out_by_a_template_that_knows_it():
+    answer = read("template", f"<think>\nhm\n</think>\n\nyes{CALL}<|im_end|>")
+    assert (answer.reasoning.strip(), answer.text.strip()) == ("hm", "yes")
+    assert len(answer.tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>\n{broken</tool_call>", '<tool_call>\n{"name": "add", "argu'],
+    ids=["not JSON", "cut off"],
+)
+def test_what_cannot_be_parsed_stays_in_the_text_and_is_counted(source, text):
+    reader = reader_of(source)
+    answer = read(source, f"so {text}", reader=reader, finish_reason="length")
+    assert (answer.text, answer.tool_calls, answer.finish_reason) == (f"so {text}", (), "length")
+    assert reader[0].unparsed == 1
+    read(source, "plain text<|im_end|>", reader=reader)
+    assert reader[0].unparsed == 1
+
+
+def test_without_tools_the_text_is_what_was_sampled_without_special_tokens():
+    answer = read("none", "one <|im_start|>two<|im_end|>", tools=())
+    assert answer.text == "one two"
+    assert answer.message == {"role": "assistant", "content": "one two"}
+
+
+def test_tools_without_a_parser_are_refused():
+    reader, _ = reader_of("none")
+    with pytest.raises(ConfigError, match=r"model\.tool_parser: there are tools"):
+        reader.require_calls()
+    with pytest.raises(ConfigError, match="name one of vLLM's tool parsers"):
+        read("none", "x")
+
+
+def test_an_unknown_parser_is_refused_with_the_names_of_all():
+    with pytest.raises(ConfigError, match=r"vLLM has no parser `hermas`; it has .*\bhermes\b"):
+        AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), "hermas")
+
+
+@pytest.mark.parametrize("name", sorted(STOPS))
+def test_the_opening_of_a_call_is_found_in_what_the_template_writes(name):
+    opener = _opener(renderer_of(name))
+    known = {
+        "llama3_1": '{"name":',
+        "gptoss": "to=functions.",
+        "qwen3": "<tool_call>",
+        "glm4moe": "<tool_call>",
+    }
+    assert opener == known.get(name, opener)
+    # Muse opens every answer with its recipient, so that its calls begin like text.
+    assert bool(opener) == (name not in WITHOUT_TOOLS | {"muse_glimmer"})
+
+
+def test_a_call_is_a_message_that_the_session_finds_again():
+    answer = read("template", f"{CALL}<|im_end|>")
+    call = ToolCall(id=answer.tool_calls[0].id, name="add", arguments={"a": 1, "b": 2})
+    assert answer.message["tool_calls"] == [call.content]
