@@ -55,7 +55,7 @@ class Session:
 
 
 class RolloutHost:
-    """Starts and cancels episodes as told, and carries their questions to the model."""
+    """Starts and cancels the episodes of its parent, and carries their questions to the model."""
 
     def __init__(self, channel: socket.socket, rollout: Callable[..., Any]) -> None:
         """Play the episodes of one function."""

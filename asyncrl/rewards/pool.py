@@ -23,8 +23,9 @@ from asyncrl.algo.trainable import MOST_REWARD
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput, Score
-from asyncrl.rewards.sandbox import PARENT_PID, Sandbox, environment, limits, sandbox_of
-from asyncrl.rewards.seccomp import open_program
+from asyncrl.rewards.sandbox import sandbox_of
+from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
+from asyncrl.sandbox.seccomp import open_program
 from asyncrl.workers import LENGTH, Printed, ending, pack
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class RewardPool:
 class _Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
-    def __init__(self, config: RewardConfig, sandbox: Sandbox | None) -> None:
+    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None) -> None:
         self._config = config
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
@@ -203,7 +204,8 @@ class _Worker:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # its own process group: killed with its children
-                env={"OMP_NUM_THREADS": "1"} | (environment() if self._sandbox else os.environ),
+                env={"OMP_NUM_THREADS": "1"}
+                | (environment("ASYNCRL_RUN_DIRECTORY") if self._sandbox else os.environ),
                 pass_fds=filters,
             )
 

@@ -26,12 +26,12 @@ from asyncrl.errors import RewardError
 from asyncrl.plugins import described
 from asyncrl.processes import close_to_others, die_with_parent
 from asyncrl.rewards.functions import bind, load_function
+from asyncrl.sandbox.bubblewrap import SCRATCH
 from asyncrl.workers import pack, receive
 
 MAX_REASON_CHARACTERS = 2000
 # Process id of a worker in a sandbox, and of no other worker.
 SANDBOXED_PID = 1
-SCRATCH = ("/tmp", "/dev/shm")
 
 Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]
 

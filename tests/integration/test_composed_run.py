@@ -23,13 +23,13 @@ import yaml
 import asyncrl
 from asyncrl.buffer.server import find_server
 from asyncrl.commands.down import processes_of
-from asyncrl.rewards.sandbox import Sandbox
+from asyncrl.rewards.sandbox import reward_sandbox
 from tests.support.command import ASYNCRL
 from tests.support.compose import DEPLOY, compose, env_file, mounts, words
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 
-PROBLEM = Sandbox((), Path("runs")).problem()
+PROBLEM = reward_sandbox((), Path("runs")).problem()
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.rewards.sandbox import Sandbox
+from asyncrl.rewards.sandbox import reward_sandbox
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ LIMIT_S = 2.0
 ANSWER_S = 120.0
 SYSCTL = Path("/proc/sys/fs/lease-break-time")
 MARK = "ASYNCRL_RUN_DIRECTORY"
-PROBLEM = Sandbox((), Path("runs")).problem()
+PROBLEM = reward_sandbox((), Path("runs")).problem()
 needs_sandbox = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 libc = ctypes.CDLL(None, use_errno=True)
 

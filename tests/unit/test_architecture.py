@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 LAYER = {
     "lineage": 0, "types": 0, "errors": 0, "backoff": 0, "files": 0, "processes": 0, "progress": 0, "plugins": 0, "builds": 0,
-    "algo": 1, "unpickling": 1, "best_effort": 1, "stopwatch": 1, "extras": 1, "workers": 1, "session": 1,
+    "algo": 1, "unpickling": 1, "best_effort": 1, "stopwatch": 1, "extras": 1, "workers": 1, "session": 1, "sandbox": 1,
     "config": 2, "wire": 2,
     "weights": 3,
     "buffer": 4, "control": 4, "engine": 4, "trainer": 4, "batch": 4, "rewards": 4, "environments": 4, "telemetry": 4,
@@ -44,7 +44,7 @@ READS_THE_ENVIRONMENT = {
     "launch/learner_process.py", "launch/generator_process.py", "launch/ranks.py", "launch/roles.py",
     # what child processes inherit
     "api.py", "processes.py", "launch/environment.py", "launch/gpus.py", "results/evaluate.py",
-    "environments/episode_worker.py", "rewards/pool.py", "rewards/sandbox.py", "preflight/gpu/engine_rows.py",
+    "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py", "preflight/gpu/engine_rows.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/wandb.py", "preflight/checks/stack.py",
     "trainer/deepspeed/collectives.py", "trainer/deepspeed/engine_settings.py",

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards import sandbox, seccomp
-from asyncrl.rewards.sandbox import Sandbox, environment, limits
+from asyncrl.rewards.sandbox import reward_sandbox
+from asyncrl.sandbox import bubblewrap, seccomp
+from asyncrl.sandbox.bubblewrap import environment, limits
 
 
 @pytest.fixture
@@ -44,13 +45,15 @@ def mounts(words: list[str]) -> list[tuple[str, str]]:
 
 def test_the_last_mount_of_a_place_decides(project, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
-    made = mounts(Sandbox(["rewards/task.py:right", "exact_match"], Path("runs")).wrap(["true"], filter_fd=9))
+    made = mounts(
+        reward_sandbox(["rewards/task.py:right", "exact_match"], Path("runs")).wrap(["true"], filter_fd=9)
+    )
     last = {place: kind for kind, place in made if kind != "--remount-ro"}
     assert last[str(project)] == last[str(project / "rewards")] == "--ro-bind"
     assert last[str(project / "runs")] == last[str(project / ".git")] == "--tmpfs"
     assert last[str(project / ".venv")] == "--ro-bind"  # private by its name, but it is this Python
     for secret in (".env", "join.key"):
-        words = Sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
+        words = reward_sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
         assert words[words.index(str(project / secret)) - 1] == "/dev/null"
     remounted = [place for kind, place in made if kind == "--remount-ro"]
     assert {"/", "/dev", "/proc"} <= set(remounted)
@@ -69,7 +72,7 @@ def test_what_is_private_is_hidden_some_directories_down_and_other_runs_whole(pr
     ):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("")
-    words = Sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
+    words = reward_sandbox([], Path("runs")).wrap(["true"], filter_fd=9)
     hidden = {
         words[index + 2]
         for index, word in enumerate(words)
@@ -87,7 +90,7 @@ def call_numbers(header: str) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", found.stdout)}
 
 
-def judged(program: bytes, architecture: int, number: int) -> int:
+def judged(program: bytes, architecture: int, number: int, first: int = 0) -> int:
     """What the filter returns: an interpreter of the four instructions that it uses."""
     lines, at, value = list(struct.iter_unpack("=HBBI", program)), 0, 0
     while True:
@@ -96,19 +99,23 @@ def judged(program: bytes, architecture: int, number: int) -> int:
         if code == 0x06:
             return k
         if code == 0x20:
-            value = {0: number, 4: architecture}[k]
+            value = {0: number, 4: architecture, 16: first}[k]
         else:
             at += jump if (value == k if code == 0x15 else value >= k) else fall
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("machine", "architecture", "column"), [("x86_64", 0xC000003E, 0), ("aarch64", 0xC00000B7, 1)]
 )
-def test_the_filter_refuses_what_it_names_and_nothing_else(machine, architecture, column):
-    program = seccomp.program(machine)
-    refused = {numbers[column] for numbers in seccomp.REFUSED.values()} - {-1}
+def test_the_filter_refuses_what_it_names_and_nothing_else(machine, architecture, column, strict):
+    program = seccomp.program(machine, strict=strict)
+    named = seccomp.REFUSED | (seccomp.STRICT if strict else {})
+    refused = {numbers[column] for numbers in named.values()} - {-1}
     for number in range(600):
         assert judged(program, architecture, number) == (0x00050001 if number in refused else 0x7FFF0000)
+        of_another = refused | ({seccomp.LIMITS_OF[column]} if strict else set())
+        assert (judged(program, architecture, number, first=1) == 0x00050001) is (number in of_another)
     for other, number in (
         (0x40000003, 1),
         (architecture ^ 1, 0),
@@ -123,13 +130,14 @@ def test_the_numbers_are_those_of_the_kernel():
     if not known or platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("no headers of the system calls of this machine")
     column = ["x86_64", "aarch64"].index(platform.machine())
-    ours = {name: numbers[column] for name, numbers in seccomp.REFUSED.items() if name in known}
+    named = seccomp.REFUSED | seccomp.STRICT | {"prlimit64": seccomp.LIMITS_OF}
+    ours = {name: numbers[column] for name, numbers in named.items() if name in known}
     assert len(ours) > 40 and ours == {name: known[name] for name in ours}
 
 
 def test_a_reward_file_below_the_run_root_is_shown_alone(project):
     (project / "runs" / "task.py").write_text("")
-    made = mounts(Sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"], filter_fd=9))
+    made = mounts(reward_sandbox(["runs/task.py:right"], Path("runs")).wrap(["true"], filter_fd=9))
     places = [place for _, place in made]
     assert places.index(str(project / "runs")) < len(places)
     after = made[
@@ -140,13 +148,13 @@ def test_a_reward_file_below_the_run_root_is_shown_alone(project):
 
 def test_the_temporary_directory_of_the_host_is_never_shown(project, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/tmp", *sys.path])
-    assert ("--ro-bind", "/tmp") not in mounts(Sandbox([], Path("runs")).wrap(["true"], filter_fd=9))
+    assert ("--ro-bind", "/tmp") not in mounts(reward_sandbox([], Path("runs")).wrap(["true"], filter_fd=9))
 
 
 def test_a_working_directory_that_would_show_everything_is_refused(project, monkeypatch):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.chdir("/")
-    assert "would show every file" in str(Sandbox([], Path("runs")).problem())
+    assert "would show every file" in str(reward_sandbox([], Path("runs")).problem())
 
 
 @pytest.mark.parametrize(
@@ -166,9 +174,9 @@ def test_why_there_can_be_no_sandbox_is_said_with_the_fix(bwrap, problem, tmp_pa
     if bwrap is not None:
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{bwrap}\n")
         (tmp_path / "bwrap").chmod(stat.S_IRWXU)
-    monkeypatch.setattr(sandbox, "PROBE_S", 0.5 if bwrap == "exec sleep 60" else 20.0)
+    monkeypatch.setattr(bubblewrap, "PROBE_S", 0.5 if bwrap == "exec sleep 60" else 20.0)
     monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere" if bwrap is None else f"{tmp_path}:/usr/bin:/bin")
-    found = Sandbox([], tmp_path / "runs").problem()
+    found = reward_sandbox([], tmp_path / "runs").problem()
     assert found is None if problem is None else re.search(problem, str(found))
 
 
@@ -182,7 +190,7 @@ def test_no_secret_is_inherited(monkeypatch):
 def test_the_number_of_processes_is_limited_where_the_kernel_counts_them_by_namespace(monkeypatch):
     for release, counted in (("5.10.0-28-amd64", False), ("5.14.0-427.el9", True), ("6.8.0", True)):
         monkeypatch.setattr(
-            sandbox.os, "uname", lambda release=release: type("Uname", (), {"release": release})
+            bubblewrap.os, "uname", lambda release=release: type("Uname", (), {"release": release})
         )
         assert ("NPROC" in limits()) is counted
 
@@ -204,6 +212,6 @@ def test_validate_names_the_line_of_a_sandbox_that_cannot_be_had(tmp_path, monke
         f"run: {{name: x}}\nmodel: {{path: owner/name}}\ndata: {{train: {tmp_path}/train.jsonl}}\n"
         "reward:\n  functions: [{function: exact_match}]\n  memory_gib: 1\n  sandbox: bubblewrap\n"
     )
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"(?s):7.*found no program"):
         validated_config(tmp_path / "run.yaml")

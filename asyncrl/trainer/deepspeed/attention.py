@@ -71,7 +71,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `segment_attention`, by one kernel for all sequences, and with sliding windows."""
+    """Do the same as `segment_attention`, by one kernel for all sequences, and with sliding windows."""
     head = query_1HND.shape[-1]
     if head % 8 or head > LARGEST_HEAD or value_1HND.shape[-1] != head:
         kwargs |= {"scaling": scaling, "sliding_window": sliding_window}

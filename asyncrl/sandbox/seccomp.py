@@ -1,4 +1,4 @@
-"""A seccomp filter against system calls that no reward needs and that sandbox escapes have used.
+"""A seccomp filter against system calls that no program needs and that sandbox escapes have used.
 
 A namespace limits what a process sees, but not which system calls it may make. The refused calls fail with
 EPERM; a call in the numbering of another architecture (32 bit, x32) kills the process.
@@ -29,13 +29,23 @@ REFUSED: dict[str, tuple[int, int]] = {
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "iopl": (172, _NONE), "ioperm": (173, _NONE),
     "modify_ldt": (154, _NONE),
 }  # fmt: skip
+# Refused to programs of a model: calls that make memory which no limit counts, because it is part of no
+# process and no file system, and calls that change how another process of the same user runs.
+STRICT: dict[str, tuple[int, int]] = {
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}  # fmt: skip
+# Refused to them for another process than the caller itself, which is 0.
+LIMITS_OF: tuple[int, int] = (302, 261)  # prlimit64
 
 # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K.
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS.
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
 # Offsets in struct seccomp_data.
-_NUMBER_AT, _ARCHITECTURE_AT = 0, 4
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _X32 = 0x40000000
 
 
@@ -44,10 +54,11 @@ def is_known(machine: str = "") -> bool:
     return (machine or platform.machine()) in _NUMBERS
 
 
-def program(machine: str = "") -> bytes:
-    """The filter as an array of struct sock_filter."""
+def program(machine: str = "", *, strict: bool = False) -> bytes:
+    """The filter as an array of struct sock_filter; with `strict`, that for programs of a model."""
     architecture, column = _NUMBERS[machine or platform.machine()]
-    numbers = sorted(entry[column] for entry in REFUSED.values() if entry[column] != _NONE)
+    entries = [*REFUSED.values(), *(STRICT.values() if strict else ())]
+    numbers = sorted(entry[column] for entry in entries if entry[column] != _NONE)
     count = len(numbers)
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
@@ -56,14 +67,22 @@ def program(machine: str = "") -> bytes:
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
     lines += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    if strict:
+        lines += [
+            (_EQUAL, 0, 4, LIMITS_OF[column]),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+            (_EQUAL, 0, 1, 0),
+            (_RETURN, 0, 0, _ALLOW),
+            (_RETURN, 0, 0, _REFUSE),
+        ]
     lines += [(_EQUAL, count - index, 0, number) for index, number in enumerate(numbers)]
     lines += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def open_program() -> int:
-    """A descriptor from which the filter can be read once; children may inherit it. The caller closes it."""
+def open_program(*, strict: bool = False) -> int:
+    """A descriptor from which `program` can be read once; children may inherit it. The caller closes it."""
     descriptor = os.memfd_create("asyncrl-seccomp", os.MFD_CLOEXEC)
-    os.write(descriptor, program())
+    os.write(descriptor, program(strict=strict))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor

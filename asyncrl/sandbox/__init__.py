@@ -1,0 +1,1 @@
+"""Sandboxes: reward workers and programs that a model wrote, without the network, secrets or other files."""
