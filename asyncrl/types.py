@@ -15,7 +15,7 @@ Arrays are numpy, because they cross processes; only the learner uses torch.
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -98,6 +98,11 @@ class Rollout:
             raise ValueError(f"a turn ends behind the {len(self.response_ids)} tokens of the response")
 
     @property
+    def actions(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return int(self.action_mask.sum())
+
+    @property
     def truncated(self) -> bool:
         """Whether the response was cut off."""
         return self.finish_reason != "stop"
@@ -159,6 +164,14 @@ class Group:
     def episodes(self) -> int:
         """Return the number of episodes."""
         return len(self.rollouts) if self.episode_of is None else int(self.episode_of.max(initial=-1)) + 1
+
+    @property
+    def by_episode(self) -> list[tuple[Rollout, ...]]:
+        """Return the rollouts of each episode, in the order in which they began."""
+        if self.episode_of is None:
+            return [(rollout,) for rollout in self.rollouts]
+        bounds = np.searchsorted(self.episode_of, np.arange(self.episodes + 1)).tolist()
+        return [self.rollouts[first:end] for first, end in pairwise(bounds)]
 
     @classmethod
     def dead(

@@ -1,7 +1,8 @@
 """Reduces the losses of tokens [T] to one number: a sum, divided by the counts of the whole optimizer step.
 
 Dividing by the counts over all ranks and micro-batches makes the gradient independent of how the batch was
-cut. No denominator counts a sequence without an action token.
+cut. An episode counts once, also if its conversation has several sequences; `seq-mean-*` is a mean over
+episodes. No denominator counts an episode without an action token.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ class Counts:
     """Denominators of one optimizer step, over all ranks and micro-batches, before any token is rejected."""
 
     tokens: int
-    sequences: int  # with at least one action token
+    sequences: int  # episodes with at least one action token
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:
-        """Counts of one batch; add them up over micro-batches and ranks."""
+        """Counts of a batch whose sequences are episodes; add them up over micro-batches and ranks."""
         return cls(tokens=batch.tokens, sequences=int((batch.lengths_S > 0).sum()))
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -49,7 +50,7 @@ def seq_mean_token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> 
 
     Source: Shao et al. 2024 (arXiv:2402.03300), GRPO.
     """
-    return batch.mean_S(losses_T).sum() / max(counts.sequences, 1)
+    return batch.episode_mean_S(losses_T).sum() / max(counts.sequences, 1)
 
 
 def seq_mean_token_sum_norm(

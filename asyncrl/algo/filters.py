@@ -10,11 +10,11 @@ from asyncrl.algo.ranges import NonNegative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """The input of a filter: one entry per rollout of the group."""
+    """The input of a filter: one entry per episode of the group, without environment of each response."""
 
     rewards: tuple[float, ...]  # before shaping and KL
-    lengths: tuple[int, ...]  # in response tokens
-    finish_reasons: tuple[str, ...]  # `stop` or `length`
+    lengths: tuple[int, ...]  # in tokens that the policy sampled
+    finish_reasons: tuple[str, ...]  # `stop`, or what cut it off: `length`, `turns` or `time`
 
 
 def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:

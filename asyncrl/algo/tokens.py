@@ -27,6 +27,9 @@ class TokenBatch:
     lag_T: Tensor | None = None  # int64, version being trained minus version of the token, in steps
     values_T: Tensor | None = None  # float32, the critic's values behind the advantages
     returns_T: Tensor | None = None  # float32, the critic's training targets
+    # int64 [S], number of action tokens of each sequence's episode, over all ranks and micro-batches of the
+    # step. None: each sequence is an episode.
+    episode_tokens_S: Tensor | None = None
 
     def __post_init__(self) -> None:
         size = self.sequence_T.shape
@@ -60,6 +63,11 @@ class TokenBatch:
     def mean_S(self, values_T: Tensor) -> Tensor:
         """[S]: mean over the tokens of each sequence, 0 for an empty one."""
         return self.sum_S(values_T) / self.lengths_S.clamp(min=1)
+
+    def episode_mean_S(self, values_T: Tensor) -> Tensor:
+        """[S]: the part of each sequence in the mean over its episode's tokens; episodes have several."""
+        tokens_S = self.lengths_S if self.episode_tokens_S is None else self.episode_tokens_S
+        return self.sum_S(values_T) / tokens_S.clamp(min=1)
 
     def weighted(self, values_T: Tensor) -> Tensor:
         """[T]: values times the importance weights of the correction."""

@@ -22,8 +22,11 @@ MOST_REWARD = 1e9
 MOST_NATS = 1e5
 ROUNDING_NATS = 1e-2
 MOST_VERSION = 1 << 31
-# Bounds on the number of reward parts of a rollout, and on the length of a name or an answer.
+# Bounds on the number of reward parts of a rollout and of metrics of an episode, and on the length of a name
+# or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
+# Bound on the rollouts of one episode: the branches of its conversation, and its other conversations.
+MOST_SEQUENCES = 256
 # Upper bounds of a time of day (Unix seconds) and of a duration.
 LATEST_AT, LONGEST_S = 1e11, 1e9
 
@@ -33,9 +36,9 @@ class GroupLimits:
     """The limits that depend on the run and the lane."""
 
     vocabulary: int  # number of token ids
-    rollouts: int  # most rollouts of a group
+    rollouts: int  # most episodes of a group, each with up to `MOST_SEQUENCES` rollouts
     max_tokens: int  # most tokens of a prompt and its response together
-    # True: a group must have exactly `rollouts`, because statistics are taken over them.
+    # True: a group must have exactly `rollouts` episodes, because statistics are taken over them.
     whole: bool = False
 
 
@@ -45,9 +48,10 @@ def trainable(group: Group, limits: GroupLimits) -> str | None:
 
 
 def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
-    count = len(group.rollouts)
+    count = group.episodes
     if not 1 <= count <= limits.rollouts or (limits.whole and count != limits.rollouts):
-        yield f"{count} rollouts, {'exactly' if limits.whole else '1 to'} {limits.rollouts} are allowed"
+        noun = "rollouts" if group.episode_of is None else "episodes"
+        yield f"{count} {noun}, {'exactly' if limits.whole else '1 to'} {limits.rollouts} are allowed"
     if not 0 <= group.finished_version <= MOST_VERSION:
         yield f"finished_version {group.finished_version} is no version"
     if len(group.generator_id) > MOST_CHARACTERS:
@@ -62,6 +66,29 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
         yield f"greedy_reward {group.greedy_reward:g}, at most {MOST_REWARD:g} is allowed"
     for index, rollout in enumerate(group.rollouts):
         yield from (f"rollout {index}: {fault}" for fault in _rollout_faults(rollout, limits))
+    yield from _episode_faults(group)
+    yield from _metric_faults(group)
+
+
+def _episode_faults(group: Group) -> Iterator[str]:
+    for index, episode in enumerate(group.by_episode):
+        if len(episode) > MOST_SEQUENCES:
+            yield f"episode {index}: {len(episode)} rollouts, {MOST_SEQUENCES} are allowed"
+        results = [(one.reward, one.reward_parts, one.answer, one.finish_reason) for one in episode]
+        if any(result != results[0] for result in results):
+            yield f"episode {index}: its rollouts have different rewards, answers or finish reasons"
+
+
+def _metric_faults(group: Group) -> Iterator[str]:
+    if len(group.episode_metrics) > MOST_PARTS:
+        yield f"{len(group.episode_metrics)} episode metrics, {MOST_PARTS} are allowed"
+    for name, values in group.episode_metrics.items():
+        # It becomes the name of a published metric.
+        if not 0 < len(name) <= MOST_CHARACTERS or not all(map(_is_plain, name)):
+            allowed = f"1 to {MOST_CHARACTERS} letters, digits and `_ . / -` are allowed"
+            yield f"an episode metric has the name {name[:MOST_CHARACTERS]!r}, {allowed}"
+        if (wrong := _outside(values[~np.isnan(values)], -MOST_REWARD, MOST_REWARD)) is not None:
+            yield f"episode metric {name} is {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
 
 
 def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
@@ -83,6 +110,18 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
         yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
     yield from _reward_faults(rollout)
+    yield from _turn_faults(rollout)
+
+
+def _turn_faults(rollout: Rollout) -> Iterator[str]:
+    if (turns := rollout.turns) is None:
+        return
+    last = int(turns.ends[-1]) if len(turns.ends) else 0
+    if not rollout.action_mask[turns.ends - 1].all() or rollout.action_mask[last:].any():
+        yield f"{len(turns.ends)} turns; each ends with an action, and the last one with the last action"
+    rewards = np.zeros(0) if turns.rewards is None else turns.rewards
+    if (wrong := _outside(rewards, -MOST_REWARD, MOST_REWARD)) is not None:
+        yield f"turn reward {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
 
 
 def _reward_faults(rollout: Rollout) -> Iterator[str]:
@@ -92,6 +131,10 @@ def _reward_faults(rollout: Rollout) -> Iterator[str]:
     for name, value in (("reward", rollout.reward), *parts.items()):
         if not abs(value) <= MOST_REWARD:
             yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
+
+
+def _is_plain(character: str) -> bool:
+    return character.isascii() and (character.isalnum() or character in "_./-")
 
 
 def _outside(values: NDArray[np.generic], lowest: float, highest: float) -> float | None:

@@ -1,6 +1,7 @@
 """Makes advantages and returns from rewards and measured columns of a whole batch, equal on every rank.
 
-Axes in names:  S sequences (rollouts) of the batch, T its action tokens before any mask.
+An episode counts once, however many rollouts its conversation has: it is one sequence of the advantages.
+Axes in names:  S episodes of the batch, T action tokens of their rollouts in order, before any mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.batch.turn_columns import turn_columns
 from asyncrl.types import Group, Rollout
 
 
@@ -46,34 +48,40 @@ class Estimator:
         return Estimates(rewards, self.advantage(rewards), self.targets(rewards) if self.targets else None)
 
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
+        episodes = [episode for group in groups for episode in group.by_episode]
+        firsts = [episode[0] for episode in episodes]  # reward and ending are those of the episode
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        lengths = [sum(rollout.actions for rollout in episode) for episode in episodes]
+        lengths_S = torch.tensor(lengths)
         # Greedy rewards are not shaped. If they are needed, the intake has rejected groups without one.
         greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
-            rewards_S=torch.tensor([self._shape(rollout) for rollout in rollouts], dtype=torch.float32),
-            group_S=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
+            rewards_S=torch.tensor(list(map(self._shape, firsts, lengths)), dtype=torch.float32),
+            group_S=torch.tensor(
+                [index for index, group in enumerate(groups) for _ in range(group.episodes)]
+            ),
             num_groups=len(groups),
             lengths_S=lengths_S,
-            sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
+            sequence_T=torch.repeat_interleave(torch.arange(len(episodes)), lengths_S),
             parts={
-                name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in rollouts])
+                name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in firsts])
                 for name in self.parts
             },
             greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
-            truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+            truncated_S=torch.tensor([rollout.truncated for rollout in firsts]),
             behaviour_logprobs_T=torch.from_numpy(
                 np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
             ),
+            **turn_columns(episodes),
             **measured,
         )
 
-    def _shape(self, rollout: Rollout) -> float:
+    def _shape(self, rollout: Rollout, response_tokens: int) -> float:
         reward = rollout.reward
         for shape in self.shaping:
             reward = shape(
                 reward,
-                response_tokens=len(rollout.response_ids),
+                response_tokens=response_tokens,
                 max_response_tokens=self.max_response_tokens,
                 finish_reason=rollout.finish_reason,
             )

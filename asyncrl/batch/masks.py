@@ -33,7 +33,7 @@ def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, trunc
     """Mask tokens of `keep` that are older than `max_lag`; with `truncated`, mask cut-off responses."""
     nothing = np.zeros_like(sequence.keep)
     stale = nothing if max_lag is None else sequence.keep & (sequence.lag > max_lag)
-    is_cut = truncated and rollout.finish_reason == "length"
+    is_cut = truncated and rollout.truncated
     return Masks(stale=stale, truncated=sequence.keep & ~stale if is_cut else nothing)
 
 

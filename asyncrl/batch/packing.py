@@ -25,6 +25,9 @@ class TrainSample:
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lag: NDArray[np.int64]
+    episode_tokens: int | None = (
+        None  # kept tokens of its episode, if a minibatch has an episode of several sequences
+    )
     # Further columns under the names of `TokenBatch`, the same names in all sequences of a batch.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -137,6 +140,7 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
         behaviour_logprobs_T=joined((sequence.behaviour_logprobs for sequence in sequences), torch.float32),
         advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
         lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
+        episode_tokens_S=_episode_tokens(sequences, device),
         **{
             name: joined((sequence.columns[name] for sequence in sequences), torch.float32)
             for name in measured
@@ -151,6 +155,11 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
         target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
         tokens=tokens,
     )
+
+
+def _episode_tokens(sequences: Sequence[TrainSample], device: torch.device) -> torch.Tensor | None:
+    counts = [sequence.episode_tokens for sequence in sequences if sequence.episode_tokens is not None]
+    return torch.tensor(counts, device=device) if counts else None
 
 
 def _joined(parts: Sequence[NDArray[np.generic]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,6 @@
 Axes in names:  T action tokens of the batch before any mask.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -124,25 +123,35 @@ class Planner:
                 zip(samples, masked, _per_sample(advantages_T, samples), strict=True)
             )
         )
-        per_minibatch = len(groups) // self.settings.minibatches
-        bounds = np.cumsum([0] + [len(group.rollouts) for group in groups])[::per_minibatch]
+        size = len(groups) // self.settings.minibatches
+        starts = np.cumsum([0] + [len(group.rollouts) for group in groups])
         return Plan(
-            minibatches=tuple(self._minibatch(planned[a:b]) for a, b in itertools.pairwise(bounds)),
+            minibatches=tuple(
+                self._minibatch(groups[g : g + size], planned[starts[g] : starts[g + size]])
+                for g in range(0, size * self.settings.minibatches, size)
+            ),
             sequences=planned,
             rewards=rewards,
             returns_T=returns_T,
             masked=masked_shares(samples, masked, self.estimator.max_response_tokens),
         )
 
-    def _minibatch(self, samples: Sequence[TrainSample]) -> Minibatch:
+    def _minibatch(self, groups: Sequence[Group], samples: Sequence[TrainSample]) -> Minibatch:
         settings = self.settings
-        bins = deal(samples, settings.tokens_per_microbatch, settings.shares)[settings.share]
         kept = [int(sample.keep.sum()) for sample in samples]
+        rollouts = [len(episode) for group in groups for episode in group.by_episode]
+        of_episode = np.add.reduceat(kept, np.cumsum([0, *rollouts[:-1]]))
+        if len(rollouts) < len(samples):
+            samples = [
+                replace(sample, episode_tokens=int(tokens))
+                for sample, tokens in zip(samples, np.repeat(of_episode, rollouts), strict=True)
+            ]
+        bins = deal(samples, settings.tokens_per_microbatch, settings.shares)[settings.share]
         return Minibatch(
             microbatches=tuple(
                 microbatch([samples[i] for i in members], settings.device) for members in bins
             ),
-            counts=Counts(tokens=sum(kept), sequences=sum(count > 0 for count in kept)),
+            counts=Counts(tokens=sum(kept), sequences=int(np.count_nonzero(of_episode))),
             tokens=microbatch(samples, settings.device).tokens if self.over_step else None,
         )
 

@@ -36,7 +36,7 @@ class Recipe:
             for _ in range(self.epochs)
             for minibatch in plan.minibatches
         )
-        self.coefficients.adapt(results, sequences=len(plan.sequences))
+        self.coefficients.adapt(results, sequences=plan.rewards.num_sequences)
         if self.reference_decay < 1.0:
             trainer.update_reference(self.reference_decay)
         return results

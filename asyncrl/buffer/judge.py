@@ -51,10 +51,11 @@ def make_judge(
             return "stale"
         if needs_greedy and group.greedy_reward is None:
             return "no_greedy_reward"
+        episodes = group.by_episode
         outcome = GroupOutcome(
-            rewards=tuple(rollout.reward for rollout in group.rollouts),
-            lengths=tuple(len(rollout.response_ids) for rollout in group.rollouts),
-            finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
+            rewards=tuple(episode[0].reward for episode in episodes),
+            lengths=tuple(sum(rollout.actions for rollout in episode) for episode in episodes),
+            finish_reasons=tuple(episode[0].finish_reason for episode in episodes),
         )
         return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
 

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo.advantages import grpo
-from asyncrl.algo.trainable import MOST_NATS, MOST_REWARD, MOST_VERSION, GroupLimits, trainable
+from asyncrl.algo.trainable import (
+    MOST_NATS,
+    MOST_REWARD,
+    MOST_SEQUENCES,
+    MOST_VERSION,
+    GroupLimits,
+    trainable,
+)
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Planner
 from asyncrl.buffer.base import GIVEN_UP, BufferRules, PutOutcome
@@ -29,7 +36,7 @@ from asyncrl.report.reports import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.report.timeline import TraceWriter, trace_step
 from asyncrl.stopwatch import Span
-from asyncrl.types import Group, GroupTimes, Rollout, VersionSpan
+from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, FakeTrainer
 
@@ -59,6 +66,17 @@ def group(*rollouts: Rollout, **changes: Any) -> Group:
 
 def one(**changes: Any) -> Group:
     return group(rollout(**changes), rollout())
+
+
+def turns(ends: list[int], rewards: list[float] | None = None) -> Turns:
+    column = None if rewards is None else np.array(rewards, dtype=np.float32)
+    return Turns(ends=np.array(ends, dtype=np.int32), rewards=column)
+
+
+def episodes(of: list[int], second: Rollout | None = None) -> Group:
+    rollouts = [rollout() for _ in of]
+    rollouts[1] = second or rollouts[1]
+    return group(*rollouts, episode_of=np.array(of, dtype=np.int32))
 
 
 POISON: dict[str, Group] = {
@@ -99,6 +117,21 @@ POISON: dict[str, Group] = {
     "log-probability -inf": one(nats=-math.inf),
     "long generator id": group(generator_id="g" * 201),
     "long finish reason": one(finish_reason="s" * 201),
+    "too many episodes": episodes([0, 1, 2]),
+    "too many rollouts of an episode": episodes([0] * (MOST_SEQUENCES + 1)),
+    "rollouts of one episode with two rewards": episodes([0, 0], second=rollout(reward=0.5)),
+    "with two endings": episodes([0, 0], second=rollout(finish_reason="time")),
+    "turn that ends with no action": one(action_mask=np.array([True, False]), turns=turns([2])),
+    "action behind the last turn": one(turns=turns([1])),
+    "action of no turn": one(turns=turns([])),
+    "turn reward 1e30": one(turns=turns([2], rewards=[1e30])),
+    "turn reward NaN": one(turns=turns([2], rewards=[math.nan])),
+    "episode metric inf": group(episode_metrics={"a": np.array([0, math.inf], dtype=np.float32)}),
+    "episode metric 1e30": group(episode_metrics={"a": np.array([0, 1e30], dtype=np.float32)}),
+    "many episode metrics": group(episode_metrics={f"a{n}": np.zeros(2, np.float32) for n in range(65)}),
+    "long name of an episode metric": group(episode_metrics={"a" * 201: np.zeros(2, np.float32)}),
+    "name of no metric": group(episode_metrics={"a b\n": np.zeros(2, np.float32)}),
+    "empty name of an episode metric": group(episode_metrics={"": np.zeros(2, np.float32)}),
 }
 
 
@@ -118,6 +151,21 @@ def test_the_judge_lets_pass_what_is_at_the_bounds():
     assert trainable(at_bounds, LIMITS) is None
     assert trainable(group(rollout()), LIMITS) is None
     assert "exactly 2" in str(trainable(group(rollout()), WHOLE))
+
+
+def test_episodes_are_counted_and_not_their_rollouts():
+    wide = episodes([0] * MOST_SEQUENCES + [1] * MOST_SEQUENCES)
+    assert trainable(wide, WHOLE) is None
+    assert "1 episodes, exactly 2" in str(trainable(episodes([0, 0]), WHOLE))
+    played = one(
+        response=[5, 6, 7, 8],
+        action_mask=np.array([True, False, True, False]),
+        turns=turns([1, 3], rewards=[0.5, -MOST_REWARD]),
+    )
+    metrics = {"tools/calls_2.x-y": np.array([math.nan, MOST_REWARD], dtype=np.float32)}
+    assert trainable(replace(played, episode_metrics=metrics), WHOLE) is None
+    context = rollout(action_mask=np.zeros(2, np.bool_), turns=turns([]))
+    assert trainable(group(context, rollout()), WHOLE) is None
 
 
 def digest(
@@ -232,7 +280,9 @@ def offered(case: str, **changes: Any) -> bytes:
 
 
 ENCODABLE = [
-    case for case in POISON if not any(word in case for word in ("log-probability NaN", "-inf", "reward NaN"))
+    case
+    for case in POISON
+    if not any(word in case for word in ("log-probability NaN", "-inf", "reward NaN", "metric inf"))
 ]
 
 

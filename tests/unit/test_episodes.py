@@ -1,0 +1,295 @@
+"""An episode counts once: how its conversation is cut into sequences changes neither advantages nor losses,
+and with one sequence per episode every number is what it was without episodes."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.shaping import soft_overlong
+from asyncrl.algo.tokens import TokenBatch
+from asyncrl.batch.estimate import Estimator
+from asyncrl.batch.plan import Plan, Planner
+from asyncrl.batch.turn_columns import turn_columns
+from asyncrl.buffer.judge import make_judge
+from asyncrl.config import registry
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer
+
+NEEDS = frozenset({"logprobs_T", "values_T", "sum_squared_probs_T", "reference_logprobs_T"})
+SHAPING = (partial(soft_overlong, buffer_tokens=6, penalty=1.0),)
+PARAMETERS = {
+    "gdpo": {"weights": {"good": 1.0}},
+    "seq-mean-token-sum-norm": {"scale": 7.0},
+}
+
+
+def random_groups(seed: int, *, tools: bool) -> list[Group]:
+    rng, batch = np.random.default_rng(seed), Batch()
+    for _ in range(4):
+        lengths = rng.integers(2, 9, size=3)
+        batch.group(
+            *(
+                replace(
+                    batch.rollout(
+                        float(rng.choice([0.0, 0.1, 1.0])),
+                        np.sort(rng.integers(2, 6, size=n)).tolist(),
+                        tools=[1] if tools and n > 2 else (),
+                        finish=str(rng.choice(["stop", "length"])),
+                    ),
+                    reward_parts={"good": float(rng.random())},
+                )
+                for n in lengths.tolist()
+            ),
+            greedy=float(rng.random()),
+        )
+    return batch.groups
+
+
+def with_turns(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The same groups, with rollouts cut at random into turns."""
+    rng = np.random.default_rng(seed)
+    return [
+        replace(group, rollouts=tuple(_with_turns(rollout, rng) for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def _with_turns(rollout: Rollout, rng: np.random.Generator) -> Rollout:
+    actions = np.flatnonzero(rollout.action_mask).astype(np.int32) + 1
+    ends = np.unique(np.append(rng.choice(actions, size=2), actions[-1:]))
+    rewards = rng.random(len(ends), dtype=np.float32)
+    return replace(
+        rollout, turns=Turns(ends=ends, rewards=rewards, states=rng.integers(0, 3, len(ends), np.uint64))
+    )
+
+
+def with_episodes(groups: Sequence[Group]) -> list[Group]:
+    """The same groups, which say what is meant without: each rollout is an episode."""
+    return [replace(one, episode_of=np.arange(len(one.rollouts), dtype=np.int32)) for one in groups]
+
+
+def branched(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The same episodes, each cut at some of its turns: a branch repeats what was before as context."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group in groups:
+        rollouts, episode_of = [], []
+        for index, rollout in enumerate(group.rollouts):
+            size = len(rollout.response_ids)
+            cuts = sorted({0, size, *rng.choice(rollout.turns.ends, size=2).tolist()})
+            for first, end in pairwise(cuts):
+                rollouts.append(_part(rollout, first, end))
+                episode_of.append(index)
+        found.append(
+            replace(group, rollouts=tuple(rollouts), episode_of=np.array(episode_of, dtype=np.int32))
+        )
+    return found
+
+
+def _part(rollout: Rollout, first: int, end: int) -> Rollout:
+    mask, turns = rollout.action_mask[:end] & (np.arange(end) >= first), rollout.turns
+    own = (turns.ends > first) & (turns.ends <= end)
+    return replace(
+        rollout,
+        response_ids=rollout.response_ids[:end],
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:end], np.float32(0.0)),
+        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:end]),
+        turns=Turns(ends=turns.ends[own], rewards=turns.rewards[own], states=turns.states[own]),
+    )
+
+
+def rewards_without_episodes(groups: Sequence[Group], measured: dict[str, torch.Tensor]) -> GroupRewards:
+    """How rewards were put together before there were episodes."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths_S = torch.tensor([int(rollout.action_mask.sum()) for rollout in rollouts])
+    shaped = [
+        soft_overlong(
+            rollout.reward,
+            response_tokens=len(rollout.response_ids),
+            max_response_tokens=8,
+            finish_reason=rollout.finish_reason,
+            buffer_tokens=6,
+            penalty=1.0,
+        )
+        for rollout in rollouts
+    ]
+    return GroupRewards(
+        rewards_S=torch.tensor(shaped, dtype=torch.float32),
+        group_S=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
+        num_groups=len(groups),
+        lengths_S=lengths_S,
+        sequence_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_S),
+        parts={"good": torch.tensor([rollout.reward_parts["good"] for rollout in rollouts])},
+        greedy_rewards_group=torch.tensor([group.greedy_reward for group in groups]),
+        truncated_S=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
+        behaviour_logprobs_T=torch.from_numpy(
+            np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
+        ),
+        **measured,
+    )
+
+
+def planned(groups: Sequence[Group], advantage: str = "grpo", **settings) -> Plan:
+    estimator = Estimator(
+        advantage=registry.resolve("advantage", advantage, PARAMETERS.get(advantage, {})),
+        max_response_tokens=8,
+        parts=("good",),
+        shaping=SHAPING,
+        needs_greedy=True,
+    )
+    planner = Planner(
+        estimator=estimator, columns=NEEDS, proximal=True, settings=replace(SETTINGS, **settings)
+    )
+    samples = planner.assemble(groups, 5)
+    return planner.plan(groups, samples, planner.measure(FakeTrainer(), samples), 0.0)
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    return bool(left == right)
+
+
+def differing(left: object, right: object) -> list[str]:
+    names = [one.name for one in fields(left)]  # type: ignore[arg-type]
+    return [name for name in names if not same(getattr(left, name), getattr(right, name))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("explicit", [False, True])
+def test_one_rollout_per_episode_gives_the_numbers_of_before_bit_for_bit(seed, explicit):
+    groups = random_groups(seed, tools=False)
+    plan = planned(with_episodes(groups) if explicit else groups)
+    measured = {name: getattr(plan.rewards, name) for name in NEEDS}
+    before = rewards_without_episodes(groups, measured)
+    assert differing(plan.rewards, before) == []
+    [minibatch] = plan.minibatches
+    kept = [int(sample.keep.sum()) for sample in plan.sequences]
+    assert minibatch.counts == Counts(tokens=sum(kept), sequences=sum(count > 0 for count in kept))
+    assert all(one.tokens.episode_tokens_S is None for one in minibatch.microbatches)
+
+
+@pytest.mark.parametrize("advantage", registry.names("advantage"))
+@pytest.mark.parametrize("seed", range(3))
+def test_how_an_episode_is_cut_into_sequences_changes_no_advantage(advantage, seed):
+    groups = with_turns(random_groups(seed, tools=True), seed)
+    whole, cut = planned(groups, advantage), planned(branched(groups, seed), advantage)
+    assert len(cut.sequences) > len(whole.sequences)
+    assert trained(cut).keys() == trained(whole).keys()
+    for token, numbers in trained(cut).items():
+        assert numbers == trained(whole)[token], token
+    assert differing(whole.rewards, cut.rewards) == []
+
+
+def trained(plan: Plan) -> dict[int, tuple[float, ...]]:
+    """The columns of each token in the loss, by its id, which occurs once."""
+    found = {}
+    for minibatch in plan.minibatches:
+        for one in minibatch.microbatches:
+            columns = (one.tokens.advantages_T, one.tokens.behaviour_logprobs_T, one.tokens.lag_T)
+            for token, *numbers in zip(one.target_T.tolist(), *(c.tolist() for c in columns), strict=True):
+                assert token not in found, "a token is trained once"
+                found[token] = tuple(numbers)
+    return found
+
+
+@pytest.mark.parametrize("name", registry.names("aggregation"))
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_how_an_episode_is_cut_changes_no_loss_whatever_micro_batches_hold(name, minibatches):
+    """Also where a mask took tokens, and where micro-batches separate the sequences of an episode."""
+    aggregate = registry.resolve("aggregation", name, PARAMETERS.get(name, {}))
+
+    def losses(groups, **settings) -> list[float]:
+        plan = planned(groups, minibatches=minibatches, **settings)
+        return [
+            sum(float(aggregate(_loss_T(one), one.tokens, m.counts)) for one in m.microbatches)
+            for m in plan.minibatches
+        ]
+
+    for seed in range(3):
+        groups = with_turns(random_groups(seed, tools=True), seed)
+        for settings in ({}, {"max_lag": 1}, {"mask_truncated": True}):
+            found = losses(branched(groups, seed), tokens_per_microbatch=12, **settings)
+            assert found == pytest.approx(losses(groups, **settings), rel=1e-6), (seed, settings)
+
+
+def _loss_T(microbatch) -> torch.Tensor:
+    return torch.sin(microbatch.target_T.double())
+
+
+def test_a_mean_over_episodes_is_written_out():
+    """Two tokens of 1 and 2 beside one of 6 are an episode; 4 and 8 are another: 3 + 6 over 2."""
+    batch = TokenBatch(
+        sequence_T=torch.tensor([0, 0, 1, 2, 2]),
+        num_sequences=3,
+        behaviour_logprobs_T=torch.zeros(5),
+        advantages_T=torch.zeros(5),
+        episode_tokens_S=torch.tensor([3, 3, 2]),
+    )
+    losses_T, counts = torch.tensor([1.0, 2.0, 6.0, 4.0, 8.0]), Counts(tokens=5, sequences=2)
+    found = {
+        name: float(registry.resolve("aggregation", name, PARAMETERS.get(name, {}))(losses_T, batch, counts))
+        for name in registry.names("aggregation")
+    }
+    assert found == pytest.approx(
+        {
+            "token-mean": 21 / 5,
+            "token-sum": 21,
+            "seq-mean-token-sum": 21 / 2,
+            "seq-mean-token-mean": (3 + 6) / 2,
+            "seq-mean-token-sum-norm": 21 / 2 / 7,
+        }
+    )
+
+
+def test_turns_become_columns_in_the_order_of_the_tokens():
+    batch = Batch()
+    first, second, third = (batch.rollout(1.0, [5] * n, tools=[1]) for n in (4, 3, 2))
+    turns = [Turns(ends=np.array(ends, np.int32)) for ends in ([1, 4], [3])]
+    scored = replace(turns[1], rewards=np.array([0.5], np.float32), states=np.array([2**63 + 5], np.uint64))
+    first, second = replace(first, turns=turns[0]), replace(second, turns=scored)
+    context = replace(third, action_mask=np.zeros(2, np.bool_))
+    found = turn_columns([[first, second], [third], [context]])
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "episode_K": [0, 0, 0, 1],
+        "turn_T": [0, 1, 1, 2, 2, 3],
+        "turn_rewards_K": [0.0, 0.0, 0.5, 0.0],
+        "turn_states_K": [0, 0, 5 - 2**63, 0],
+    }
+    assert "turn_states_K" not in turn_columns([[first], [third]])
+    assert turn_columns([[third], [context]]) == {}
+
+
+def test_a_filter_sees_episodes():
+    seen = []
+    judge = make_judge([seen.append], drop_older_than=None)
+    groups = with_turns(random_groups(0, tools=True), 0)
+    [whole, *_], [group, *_] = groups, branched(groups, 0)
+    assert judge(group, 5) is None and judge(whole, 5) is None
+    assert seen[0] == seen[1]
+    assert seen[0].lengths == tuple(rollout.actions for rollout in whole.rollouts)
+
+
+@pytest.mark.parametrize("reason", ["length", "turns", "time"])
+def test_whatever_cut_an_episode_off_its_tokens_may_be_masked(reason):
+    first = random_groups(1, tools=False)[0]
+    cut_off, *rest = first.rollouts
+    rest = [replace(one, finish_reason="stop") for one in rest]
+    group = replace(first, rollouts=(replace(cut_off, finish_reason=reason), *rest))
+    stopped = replace(group, rollouts=(replace(cut_off, finish_reason="stop"), *rest))
+    kept = [
+        planned([one], mask_truncated=True, mask_stale=False).minibatches[0].counts
+        for one in (group, stopped)
+    ]
+    assert kept[1].tokens - kept[0].tokens == cut_off.actions
+    assert planned([group]).rewards.truncated_S.tolist() == [True, False, False]
