@@ -3,10 +3,10 @@
 python -m bench.stall --model build/stories15m/model [--updates 40] [--json bench/results/stall.json]
     [--device cuda --dtype bfloat16]
 
-Updates over `slot` and over `gloo` take turns, so that both see the same machine. `ratio` is the time of a
+Updates over `slot` and over `tcp` take turns, so that both see the same machine. `ratio` is the time of a
 plain copy of the version, on the same device in the same run, divided by that of stage and load.
 
-stage   slot: verify the learner's memory. gloo: receive into shared memory, and verify. Requests run on
+stage   slot: verify the learner's memory. tcp: fetch from another process, and verify. Requests run on
 pause   until the running step has ended          |
 load    the engine's workers load from the memory  > the stall
 resume  label the version and let requests run     |
@@ -15,28 +15,30 @@ probe   score the probe; requests run
 
 import argparse
 import asyncio
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+import msgpack
 import torch
 from safetensors.torch import load_file
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.engine import VLLMEngine
-from asyncrl.weights import gloo
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
+from asyncrl.weights.stream import SlotServer
+from asyncrl.workers import pack, receive
 from bench.environment import add_options, describe, engine_package, report
 
 STEPS = ("stage", "pause", "load", "resume", "probe")
-TRANSPORTS = ("slot", "gloo")
+TRANSPORTS = ("slot", "tcp")
 PROBE = tuple(range(1, 33))
 
 
@@ -58,22 +60,19 @@ def version_of(model: str, dtype: str) -> tuple[Layout, torch.Tensor]:
 
 
 def send(arguments):
-    """The learner's side, in a process of its own: one transfer per line on standard input."""
+    """The learner's side, in a process of its own: it serves one slot until it is killed."""
     layout, buffer = version_of(arguments.model, arguments.dtype)
-    group = None
-    for _ in sys.stdin:
-        group = group or gloo.open_group(
-            {"name": "bench", "directory": arguments.sender}, rank=0, deadline_s=60.0
-        )
-        gloo.send(group, buffer, layout)
+    slot = Slot.create(layout.total_bytes)
+    slot.buffer.copy_(buffer)
+    server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=60.0)
+    sys.stdout.buffer.write(pack(server.source(1)))
+    sys.stdout.buffer.flush()
+    signal.pause()
 
 
-async def update(engine, staging, order, sender):
+async def update(engine, staging, order):
     """Seconds of every step."""
     marks_s = [time.monotonic()]
-    if order.transport == "gloo":
-        sender.stdin.write(b"\n")
-        sender.stdin.flush()
     ready = await asyncio.to_thread(staging.stage, order)
     marks_s.append(time.monotonic())
     await engine.begin_update()
@@ -87,7 +86,7 @@ async def update(engine, staging, order, sender):
     return {step: later - earlier for step, earlier, later in zip(STEPS, marks_s, marks_s[1:], strict=False)}
 
 
-async def measure(arguments, sender, directory):
+async def measure(arguments, source):
     layout, buffer = version_of(arguments.model, arguments.dtype)
     engine = await VLLMEngine.start(
         ModelConfig(path=arguments.model, dtype=arguments.dtype),
@@ -98,9 +97,9 @@ async def measure(arguments, sender, directory):
     )
     slot = Slot.create(layout.total_bytes, arguments.device)
     slot.buffer.copy_(buffer)
-    sums = {"slot": checksums(slot.buffer, layout), "gloo": checksums(buffer, layout)}
+    sums = {"slot": checksums(slot.buffer, layout), "tcp": checksums(buffer, layout)}
     shared = {
-        "rendezvous": {"name": "bench", "directory": directory},
+        "source": source,
         "slot": slot.describe(),
         "layout": layout.to_plain(),
     }
@@ -125,7 +124,7 @@ async def measure(arguments, sender, directory):
                 probe_logprobs=(),
                 initial_logprobs=(),
             )
-            found[transport].append(await update(engine, staging, order, sender))
+            found[transport].append(await update(engine, staging, order))
     finally:
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)
@@ -162,20 +161,19 @@ def main():
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--sender", help=argparse.SUPPRESS)
+    parser.add_argument("--sender", action="store_true", help=argparse.SUPPRESS)
     add_options(parser)
     arguments = parser.parse_args()
     if arguments.sender:
         send(arguments)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender", directory]
-        sender = subprocess.Popen(command, stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         try:
-            total_bytes, found, copied_s = asyncio.run(measure(arguments, sender, directory))
+            source = msgpack.unpackb(receive(sender.stdout))
+            total_bytes, found, copied_s = asyncio.run(measure(arguments, source))
         finally:
             sender.kill()
-            sender.wait(10)
     result = {
         "workload": {
             "model": arguments.model,

@@ -3,33 +3,35 @@
     python -m bench.transfer [--mib 512] [--bucket-mib 64] [--rounds 45] [--json bench/results/transfer.json]
     python -m bench.transfer --device cuda
 
-Two processes on this host: over Gloo, where raw is torch's broadcast; with `--device cuda` one reads the slot
-of the other, on the first GPU, into the last one, and raw is one copy of all bytes. The three kinds take
-turns and change places, so that all see the same machine; ratios are formed within a round, and their median
-and quartiles over the rounds are reported. All receive into memory that is already there: "raw" at once,
-"layout" in buckets or tensors, "checksums" verified too, as an update does. "checksum_gb_per_s" is one thread
-over a whole version, nothing else.
+Two processes on this host: over TCP on the loopback interface, where raw is one stream without anything of
+ours; with `--device cuda` one reads the slot of the other, on the first GPU, into the last one, and raw is
+one copy of all bytes. The three kinds take turns and change places, so that all see the same machine; ratios
+are formed within a round, and their median and quartiles over the rounds are reported. All receive into
+memory that is already there: "layout" as an update does, but without checksums, "checksums" verified too.
+"checksum_gb_per_s" is one thread over a whole version, nothing else.
 """
 
 import argparse
-import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import msgpack
 import torch
 
-from asyncrl.weights import gloo
+from asyncrl.weights import stream
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums, verify
 from asyncrl.weights.slots import Slot, open_slot
+from asyncrl.weights.stream import SlotServer
+from asyncrl.workers import pack, receive
 from bench.environment import add_options, report
 
 KINDS = ("raw", "layout", "checksums")
@@ -44,46 +46,44 @@ def make_layout(options: argparse.Namespace) -> Layout:
     return Layout.plan(specs, options.bucket_mib << 20)
 
 
-def work(rank: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
+def serve(options: argparse.Namespace) -> None:
+    """The learner's side, in a process of its own: a slot, its server, and raw bytes on demand."""
     layout = make_layout(options)
-    slot = Slot.create(layout.total_bytes, options.device) if rank == 0 else None
-    if slot:
-        slot.buffer.fill_(7)
-        described = {"slot": slot.describe(), "sums": checksums(slot.buffer, layout)}
-        Path(directory, "slot.json").write_text(json.dumps(described))
-    group = gloo.open_group({"name": "bench", "directory": directory}, rank=rank, deadline_s=120.0)
-    described = json.loads(Path(directory, "slot.json").read_text())
-    if options.device == "cpu":
-        buffer = slot.buffer if slot else torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        move = over_gloo(rank, group, buffer, layout, described["sums"])
-    else:
-        move = (lambda kind: None) if slot else from_slot(layout, described)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for turn in range(options.rounds + 1):
-        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:
-            group.process_group.barrier().wait()
-            started_s = time.perf_counter()
-            move(kind)
-            group.process_group.barrier().wait()
-            seconds[kind].append(time.perf_counter() - started_s)
-    return {kind: values[1:] for kind, values in seconds.items()}  # the first one warms up
+    slot = Slot.create(layout.total_bytes, options.device)
+    slot.buffer.fill_(7)
+    slot.complete(1)
+    described: dict[str, Any] = {"slot": slot.describe(), "sums": checksums(slot.buffer, layout)}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        described["raw"] = listener.getsockname()
+        if options.device == "cpu":
+            server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=60.0)
+            described["source"] = server.source(1)
+        sys.stdout.buffer.write(pack(described))
+        sys.stdout.buffer.flush()
+        with listener.accept()[0] as channel:
+            while channel.recv(1):
+                channel.sendall(slot.buffer.numpy().data)
 
 
-def over_gloo(
-    rank: int, group: gloo.Group, buffer: torch.Tensor, layout: Layout, sums: tuple[int, ...]
-) -> Callable[[str], None]:
+def over_tcp(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]:
+    ours = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    channel, memory = socket.create_connection(tuple(described["raw"])), ours.numpy().data
+
     def move(kind: str) -> None:
         if kind == "raw":
-            group.process_group.broadcast(buffer, 0).wait()
-        elif rank == 0:
-            gloo.send(group, buffer, layout)
-        else:
-            receive(group, buffer, layout, sums, verified=kind == "checksums")
+            channel.sendall(b"!")
+            arrived = 0
+            while arrived < len(memory):
+                arrived += channel.recv_into(memory[arrived:])
+            return
+        with mock.patch.object(stream, "verify", stream.verify if kind == "checksums" else lambda *_: None):
+            until_s = time.monotonic() + 60.0
+            stream.fetch(described["source"], ours, layout, described["sums"], until_s=until_s)
 
     return move
 
 
-def from_slot(layout: Layout, described: dict) -> Callable[[str], None]:
+def from_slot(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]:
     """Read the other process's GPU memory into the last GPU."""
     device = torch.cuda.device_count() - 1
     torch.cuda.set_device(device)
@@ -103,15 +103,18 @@ def from_slot(layout: Layout, described: dict) -> Callable[[str], None]:
     return move
 
 
-def receive(
-    group: gloo.Group, buffer: torch.Tensor, layout: Layout, sums: tuple[int, ...], *, verified: bool
-) -> None:
-    with mock.patch.object(gloo, "verify", gloo.verify if verified else lambda *_: None):
-        gloo.receive(group, buffer, layout, sums)
+def measure(move: Callable[[str], None], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for turn in range(rounds + 1):
+        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:
+            started_s = time.perf_counter()
+            move(kind)
+            seconds[kind].append(time.perf_counter() - started_s)
+    return {kind: values[1:] for kind, values in seconds.items()}  # the first one warms up
 
 
 def quartiles(seconds: dict[str, list[float]], kind: str) -> dict[str, float]:
-    """Of the rate relative to the raw broadcast of the same round."""
+    """Of the rate relative to the raw transfer of the same round."""
     ratios = [raw / own for raw, own in zip(seconds["raw"], seconds[kind], strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4)
     return {"lower": round(low, 3), "median": round(median, 3), "upper": round(high, 3)}
@@ -135,22 +138,22 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=45)
-    parser.add_argument("--receiver", help=argparse.SUPPRESS)
+    parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     add_options(parser, dtype="bfloat16")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.receiver:
-        work(1, options, options.receiver)
+    if options.server:
+        serve(options)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        receiver = subprocess.Popen(
-            [sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--receiver", directory]
-        )
+    command = [sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
-            seconds = work(0, options, directory)
-            receiver.wait(60)
+            described = msgpack.unpackb(receive(server.stdout))
+            layout = make_layout(options)
+            move = over_tcp(layout, described) if options.device == "cpu" else from_slot(layout, described)
+            seconds = measure(move, options.rounds)
         finally:
-            receiver.kill()
+            server.kill()
     total_bytes = make_layout(options).total_bytes
     rates = {kind: total_bytes / statistics.median(values) / 1e9 for kind, values in seconds.items()}
     result = {
@@ -158,7 +161,7 @@ def main() -> None:
             "bytes": total_bytes,
             "bucket_mib": options.bucket_mib,
             "rounds": options.rounds,
-            "transport": "gloo, loopback" if options.device == "cpu" else "slot on the GPU",
+            "transport": "tcp, loopback" if options.device == "cpu" else "slot on the GPU",
             "dtype": options.dtype,
         },
         "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},

@@ -36,10 +36,15 @@ def require_one_interface(key: str, host: str) -> None:
 
 def require_one_address(key: str, bind: str) -> None:
     """Raise ValueError if `tcp://HOST:PORT` means every interface or has an impossible port."""
-    host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    require_one_interface(key, host)
+    require_one_interface(key, host_of(bind))
+    port = bind.rpartition(":")[2]
     if not 1 <= int(port) <= 65535:
         raise ValueError(f"{key} names port {port}; allowed is 1 to 65535; choose a free one")
+
+
+def host_of(bind: str) -> str:
+    """Return the address in `tcp://HOST:PORT`, as the system's calls take it: IPv6 without brackets."""
+    return bind.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def insecurities(url: str) -> Iterator[str]:

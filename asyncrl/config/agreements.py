@@ -62,6 +62,12 @@ def _a_slot_is_on_this_host(control: ControlConfig, weights: WeightsConfig) -> I
             "drop control.bind"
         )
         yield Mistake(("weights.transport", "control.bind"), text)
+    if weights.transport == "tcp" and control.bind is None:
+        text = (
+            "weights.transport is tcp, but without control.bind the learner listens on no network; set "
+            "it for generators of other hosts, or leave the transport auto"
+        )
+        yield Mistake(("weights.transport", "control.bind"), text)
 
 
 def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:

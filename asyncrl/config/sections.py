@@ -291,9 +291,9 @@ class GeneratorConfig(Part):
 class WeightsConfig(Part):
     """Transfer of weights from the learner to the generators."""
 
-    transport: Literal["auto", "slot", "nccl", "gloo", "disk"] = "auto"
-    """`slot`: generators of one host read the learner's memory. `auto` is slot on one host, else nccl between
-    GPUs and gloo between CPUs."""
+    transport: Literal["auto", "slot", "tcp", "nccl", "disk"] = "auto"
+    """`slot`: generators of one host read the learner's memory. `tcp`: generators of other hosts fetch it.
+    `auto` is slot on one host, else tcp."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the transfer is given up and tried again."""
     bucket_mib: PositiveInt = 64
@@ -303,6 +303,13 @@ class WeightsConfig(Part):
     probe_limit: Positive = 0.05
     """Difference of log-probabilities between generator and learner on that sequence that is always allowed.
     bfloat16 allows more after an update: twice the first difference on average, and four times at most."""
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _gloo_is_tcp(cls, transport: object) -> object:
+        if transport == "gloo":
+            raise ValueError("found gloo, which tcp has replaced; set tcp, or leave it auto")
+        return transport
 
 
 class ControlConfig(Part):

@@ -49,7 +49,7 @@ class Hello:
     pid: int = 0
     host: str = ""
     # Transports over which its engine can receive weights, best first; see `weights.base.receivable`.
-    transports: tuple[str, ...] = ("gloo", "disk")
+    transports: tuple[str, ...] = ("slot", "tcp", "disk")
     # Digest of the config from the run's record; empty if the host has a config of its own.
     host_digest: str = ""
     # Fingerprints of the data files, from `data.dataset.fingerprints`.

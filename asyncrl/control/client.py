@@ -98,6 +98,7 @@ class ControlClient:
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
+        self._socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         if self.endpoint.startswith("tcp://"):
             if self._keys is None:
                 self._context.destroy(linger=0)

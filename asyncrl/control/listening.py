@@ -24,6 +24,7 @@ def listen(
     _require_private(endpoint, keys)
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     set_options(router, max_bytes=MAX_REPORT_BYTES)
+    router.setsockopt(zmq.IPV6, "[" in endpoint)
     authenticator = None
     if endpoint.startswith("tcp://") and keys is not None:
         authenticator = require_keys(router, keys)

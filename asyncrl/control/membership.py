@@ -164,7 +164,7 @@ class Membership:
                 "generator again, and if that does not help, find out what else writes to the store"
             )
         if len(self.members) >= MAX_MEMBERS and hello.generator_id not in self.members:
-            return f"the run has {MAX_MEMBERS} generators, the most allowed, as each needs a sender process"
+            return f"the run has {MAX_MEMBERS} generators, the most allowed"
         if hello.rows != self._run.rows:
             return (
                 f"generator read {hello.rows} from data.train and data.eval, the learner {self._run.rows}; "

@@ -2,12 +2,11 @@
 
     idle -- newer version --> preparing -- order --> updating -- report --> idle
                  ^                 |                     |
-                 |                 '----- failed, or too late: sender killed, back-off
+                 |                 '----- failed, or too late: given up, back-off
                  '-------------------------------------------------------'
 
 A generator always goes straight to the newest version, and never waits for another one. After two failures in
-a row, every other attempt uses files, which need no transfer group, if all processes are on one host; a
-success restores the transport. A sender that dies while it is idle is replaced after a back-off, too.
+a row, every other attempt uses files, if all processes are on one host; a success restores the transport.
 """
 
 from collections.abc import Sequence
@@ -50,8 +49,8 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartSender:
-    """Kill the holder's sender and start another one."""
+class GiveUp:
+    """Let the holder's sender give up the update under way."""
 
     holder: str
 
@@ -63,7 +62,7 @@ class CloseSender:
     holder: str
 
 
-Action = Prepare | Deliver | RestartSender | CloseSender
+Action = Prepare | Deliver | GiveUp | CloseSender
 
 
 @dataclass(slots=True)
@@ -77,9 +76,8 @@ class _Member:
     target: Weights | None = None
     # End of the current phase, or of the back-off.
     until_s: float = 0.0
-    # Failures in a row, of updates and of senders.
+    # Failed updates in a row.
     failures: int = 0
-    has_sender: bool = True
     # Updates in a row that arrived and failed the probe, and the reason of the last one.
     refused: int = 0
     reason: str = ""
@@ -110,13 +108,9 @@ class UpdateSchedule:
     measured: dict[str, float] = field(default_factory=dict)
     members: dict[str, _Member] = field(default_factory=dict)
 
-    def has_sender(self, holder: str) -> bool:
-        """False from the death of the member's sender until its `RestartSender`."""
-        return self.members[holder].has_sender
-
     def common_transport(self, offered: Sequence[str]) -> str | None:
         """The preferred transport, else another one that is usable; None if none of them is offered."""
-        usable = (self.transport, *(("slot", "gloo", "disk") if self.one_host else ("gloo",)))
+        usable = (self.transport, *(("slot", "disk") if self.one_host else ("tcp",)))
         return next((transport for transport in usable if transport in offered), None)
 
     def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
@@ -199,26 +193,20 @@ class UpdateSchedule:
         member = self.members[holder]
         if member.phase is not Phase.IDLE or now_s < member.until_s:
             return []
-        if not member.has_sender:  # the next call prepares: perhaps no sender can be started now
-            member.has_sender = True
-            return [RestartSender(holder)]
         if member.version >= self.newest:
             return []
         member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
         return [Prepare(holder, member.next_transport)]
 
     def fail(self, holder: str, now_s: float) -> list[Action]:
-        """The update failed or is late, or the sender died or could not be started."""
+        """The update under way failed or is late."""
         member = self.members.get(holder)
-        if member is None or not member.has_sender:
+        if member is None or member.phase is Phase.IDLE:
             return []
         phase, member.phase = member.phase, Phase.IDLE
         member.failures += 1
         member.until_s = now_s + _BACKOFF.pause_s(member.failures)
-        if phase is Phase.IDLE:  # no update is lost, but the next one needs a sender
-            member.has_sender = False
-            return []
         self.failed += 1
         if phase is Phase.UPDATING:
             member.version = _UNKNOWN  # the engine may have a mixture of two versions
-        return [RestartSender(holder)]
+        return [GiveUp(holder)]

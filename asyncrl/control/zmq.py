@@ -7,8 +7,9 @@
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
 
-One update: the sender prepares -> the generator gets the order, and the sender starts -> both meet in their
-two-party group -> the generator reports. After a failure the sender is killed, and replaced after a back-off.
+One update: the sender prepares -> the generator gets the order, and the sender starts -> the generator
+reads, fetches or receives, and reports. After a failure the sender gives the update up, and the next one
+begins after a back-off.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
-from asyncrl.control.updates import Action, CloseSender, Deliver, Prepare, RestartSender, UpdateSchedule
+from asyncrl.control.updates import Action, CloseSender, Deliver, GiveUp, Prepare, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.progress import Attention
 from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
@@ -39,13 +40,13 @@ log = logging.getLogger(__name__)
 # Longest time between two checks of the deadlines.
 _ROUND_MS = 100
 _MESSAGES_PER_ROUND = 1000
-# Time for a sender to start, on top of the deadline of its transfer; the generator keeps sampling meanwhile.
+# Time for a sender's process to start, on top of the deadline of its transfer; the generator keeps sampling.
 _SENDER_START_S = 60.0
 _STOP_S = 10.0
 _FLUSH_MS = 1000
 # Time for members to read the farewell.
 _FAREWELL_S = 0.25
-# Most welcomed newcomers without a sender. A sender is a process, so it starts at the second message.
+# Most welcomed newcomers without a sender, which is made at the second message.
 MAX_GREETED = 64
 
 
@@ -85,7 +86,7 @@ class ControlHub:
         self._attention = Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
         self._senders: dict[str, Sender] = {}
-        self._killed = self._not_started = 0
+        self._given_up = self._not_started = 0
         # Rounds of the thread, about ten a second. If the number does not grow, the thread hangs.
         self.rounds = 0
         self._rejections = Rejections()
@@ -181,7 +182,7 @@ class ControlHub:
         self._attention.look()
         self._read_messages()
         now_s = time.monotonic()
-        for holder, sender in self._live_senders().items():
+        for holder, sender in list(self._senders.items()):
             for reply in sender.replies():
                 self._handle_reply(holder, reply, now_s)
         for holder in self._membership.expire(self._attention.now_s):
@@ -196,15 +197,11 @@ class ControlHub:
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._router, self._woken, *self._live_senders().values()):
+        for readable in (self._router, self._woken, *self._senders.values()):
             poller.register(readable, zmq.POLLIN)
         poller.poll(_ROUND_MS)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
-
-    def _live_senders(self) -> dict[str, Sender]:
-        """All but the dead ones, whose end of stream would wake this thread without a pause."""
-        return {name: sender for name, sender in self._senders.items() if self._schedule.has_sender(name)}
 
     def _read_messages(self) -> None:
         for _ in range(_MESSAGES_PER_ROUND):
@@ -287,7 +284,12 @@ class ControlHub:
             self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
         except OSError as error:
             self._greeted[holder] = hello  # tried again with the member's next message
-            self._warn_not_started(holder, error)
+            self._not_started += 1
+            log.warning(
+                "the sender of generator %s cannot be started and is tried again: %s; this host may lack "
+                "open files (ulimit -n)",
+                *(holder, error),
+            )
             return
         self._carry_out(
             self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s)
@@ -324,24 +326,12 @@ class ControlHub:
                         sender.transfer()
                     else:
                         self._carry_out(self._schedule.fail(holder, time.monotonic()))
-                case RestartSender(holder):
-                    self._killed += 1
-                    try:
-                        sender.restart()
-                    except OSError as error:
-                        self._warn_not_started(holder, error)
-                        self._carry_out(self._schedule.fail(holder, time.monotonic()))
+                case GiveUp():
+                    self._given_up += 1
+                    sender.give_up()
                 case CloseSender(holder):
                     sender.close()
                     del self._senders[holder]
-
-    def _warn_not_started(self, holder: str, error: OSError) -> None:
-        self._not_started += 1
-        log.warning(
-            "the sender of generator %s cannot be started and is tried again: %s; this host may lack "
-            "memory, processes (ulimit -u), open files (ulimit -n) or room on its disk",
-            *(holder, error),
-        )
 
     def _remove(self, holder: str) -> None:
         self._peers.release(holder)
@@ -390,7 +380,7 @@ class ControlHub:
             "died": self._membership.died,
             "updates": self._schedule.updates,
             "updates_failed": self._schedule.failed,
-            "senders_killed": self._killed,
+            "senders_killed": self._given_up,
             "senders_not_started": self._not_started,
             "messages_rejected": self._rejections.count,
             **self._schedule.measured,

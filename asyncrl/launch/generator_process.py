@@ -134,7 +134,7 @@ async def _generate(
         ).run(
             replace(
                 hello,
-                transports=usable(receivable(config.weights.transport, device=device), control.endpoint),
+                transports=usable(receivable(config.weights.transport), control.endpoint),
                 rows=prompts.fingerprint,
             )
         )
@@ -175,7 +175,7 @@ def usable(transports: tuple[str, ...], endpoint: str) -> tuple[str, ...]:
         "slower; start both in one container and as one user, or set control.bind",
         obstacle,
     )
-    return tuple(name for name in transports if name not in ("slot", "gloo"))
+    return tuple(name for name in transports if name not in ("slot", "tcp"))
 
 
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:

@@ -25,6 +25,7 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of
 from asyncrl.config import registry
+from asyncrl.config.addresses import host_of
 from asyncrl.config.resolved import config_hash, config_json, host_digest
 from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
@@ -255,7 +256,7 @@ def open_hub(
         initial_logprobs=lead.initial_logprobs,
         directory=lead.directory.weights,
         deadline_s=config.weights.deadline_s,
-        interface=config.control.bind and config.control.bind.removeprefix("tcp://").rpartition(":")[0],
+        interface=config.control.bind and host_of(config.control.bind),
         history=history,
     )
     hub = ControlHub(
@@ -268,9 +269,7 @@ def open_hub(
             host_digest=host_digest(config),
             rows=lead.data.fingerprint,
         ),
-        transport=choose_transport(
-            config.weights.transport, device=lead.device.type, one_host=config.control.bind is None
-        ),
+        transport=choose_transport(config.weights.transport, one_host=config.control.bind is None),
         deadline_s=config.weights.deadline_s,
         wire_key=lead.keys.join.wire,
         keys=lead.keys.control,

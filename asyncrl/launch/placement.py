@@ -7,7 +7,6 @@ enough for its tensor parallelism; else it shares the learner's.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
@@ -73,8 +72,7 @@ def place(
     `generators` None means as many as there are GPUs for, `share` None an equal part of what they may use. It
     also seats what does not fit; `misplaced` says so.
     """
-    device: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
-    transport = choose_transport("auto", device=device, one_host=hosts == 1)
+    transport = choose_transport("auto", one_host=hosts == 1)
     if not gpus:
         count = CPU_GENERATORS if generators is None else generators
         return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count, transport=transport)

@@ -34,7 +34,6 @@ from asyncrl.trainer.deepspeed.memory_use import (
     weights_bytes,
 )
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.weights.base import choose_transport
 from asyncrl.wire.group_frames import encode_group
 
 GIB = 1 << 30
@@ -238,10 +237,10 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
     reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
     critic = _needs(config, "values_T")
     parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
-    weights, one_host = config.weights, config.control.bind is None
-    if on_gpu and choose_transport(weights.transport, device="cuda", one_host=one_host) == "nccl":
+    if on_gpu and config.weights.transport == "nccl":
         # Each is a process with two buckets.
-        parts[SENDERS] = (config.generator.count or 1) * (CONTEXT_BYTES + 2 * (weights.bucket_mib << 20))
+        buckets_bytes = 2 * (config.weights.bucket_mib << 20)
+        parts[SENDERS] = (config.generator.count or 1) * (CONTEXT_BYTES + buckets_bytes)
     return parts
 
 
@@ -262,7 +261,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "critic": "weights, gradients and optimizer of a model like the policy",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
-        SENDERS: "a process for each generator (1 GiB and two buckets); on the first rank only",
+        SENDERS: "nccl: a process for each generator (1 GiB and two buckets); on the first rank only",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])

@@ -1,9 +1,9 @@
 """The weights plane: the learner publishes, senders deliver, generators adopt.
 
-    learner --publish (a copy)--> slots in shared memory --sender process, one per generator--> generator
+    learner --publish (a copy)--> slots in shared memory --order: where the newest one is--> generator
 
-The learner never waits for a generator. Each sender has a two-party group with its generator; if a transfer
-misses its deadline, only that sender is killed and replaced. A generator always gets the newest version.
+The learner never waits for a generator. Each generator has a sender of its own; a transfer that misses its
+deadline is given up, and no other one notices. A generator always gets the newest version.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
 
 
 # Transports that every receiver supports, the best one first.
-_EVERYWHERE = ("slot", "gloo", "disk")
+_EVERYWHERE = ("slot", "tcp", "disk")
 _LARGEST_MEASUREMENT = 1e9
 # Fields of a report, which are also metrics, on the probe and on an applied update; all that is measured.
 PROBE_FIELDS = ("probe_mean", "probe_max", "probe_limit", "floor_mean", "floor_max")
@@ -26,20 +26,17 @@ UPDATE_FIELDS = ("paused_s", "transfer_gb_per_s")
 MEASUREMENTS = (*PROBE_FIELDS, *UPDATE_FIELDS, "update_s")
 
 
-def choose_transport(wanted: str, *, device: str, one_host: bool) -> str:
-    """The transport of `wanted`. `auto` is slot on one host; else nccl on "cuda", gloo on "cpu"."""
+def choose_transport(wanted: str, *, one_host: bool) -> str:
+    """The transport of `wanted`. `auto` is slot on one host, else tcp."""
     if wanted != "auto":
         return wanted
-    if one_host:
-        return "slot"
-    return "nccl" if device == "cuda" else "gloo"
+    return "slot" if one_host else "tcp"
 
 
-def receivable(wanted: str, *, device: str) -> tuple[str, ...]:
+def receivable(wanted: str) -> tuple[str, ...]:
     """Transports of an engine whose `weights.transport` is `wanted`: a generator's `Hello.transports`."""
     chosen = () if wanted == "auto" else (wanted,)
-    nccl = ("nccl",) if device == "cuda" and wanted == "auto" else ()
-    return tuple(dict.fromkeys((*chosen, *nccl, *_EVERYWHERE)))
+    return tuple(dict.fromkeys((*chosen, *_EVERYWHERE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +53,10 @@ class UpdateOrder:
     """An order to receive one version; it crosses the control plane, so it holds only plain values."""
 
     version: int
-    # slot, nccl, gloo or disk. After gloo has brought the weights, the generator's own slot.
+    # slot, tcp, nccl or disk. After tcp has brought the weights, slot: one of the generator's host.
     transport: str
     deadline_s: float
-    # Depends on the transport: a slot, a rendezvous, a directory; layout and checksums.
+    # Depends on the transport: a slot, a source, a rendezvous; layout and checksums.
     details: dict[str, Any]
     probe_ids: tuple[int, ...]
     # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
@@ -121,14 +118,14 @@ class Failed:
 
 
 class Sender(Protocol):
-    """One sender process, as the control plane uses it. No method waits.
+    """What brings versions to one generator, as the control plane uses it. No method waits for a generator.
 
     One update: `prepare` -> UpdateOrder, to be sent to the generator -> `transfer` -> Sent. After Failed, or
-    when a deadline has passed, call `restart`.
+    when a deadline has passed, call `give_up`.
     """
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there are replies. `restart` changes it."""
+        """A descriptor that is readable when there are replies. Every other method may change it."""
         ...
 
     def prepare(self, transport: str) -> bool:
@@ -143,12 +140,12 @@ class Sender(Protocol):
         """Send the prepared version."""
         ...
 
-    def restart(self) -> None:
-        """Kill the process and start another with new groups. After an OSError there is no process."""
+    def give_up(self) -> None:
+        """Give up the update under way. The next `prepare` begins from the beginning."""
         ...
 
     def close(self) -> None:
-        """Kill the process."""
+        """Give up, and release the descriptor."""
         ...
 
 

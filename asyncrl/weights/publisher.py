@@ -3,6 +3,7 @@
     training loop       publish: copy the parameters into a slot, on the device where they are
     publisher's thread  the slot's checksums; then the version is the newest and is announced
     another thread      copies of the newest version, in host memory or in a file, if a transport needs them
+    server's thread     sends slots to generators of other hosts
     control plane       open_sender, and the bookkeeping of readers
 
 The lock is held for bookkeeping only, never during a copy or a transfer.
@@ -15,17 +16,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
 from asyncrl.weights.base import Sender
-from asyncrl.weights.host_sender import HostSender
 from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.sender_process import ForkServer, SenderProcess
+from asyncrl.weights.sender import NcclProcess, SlotSender
 from asyncrl.weights.slots import Published, Slot, Slots
-from asyncrl.weights.transports import SenderSetup
+from asyncrl.weights.stream import SlotServer
 
 # For a copy under way when the run ends; a disk that hangs longer is left to the end of the process.
 _COPY_S = 10.0
@@ -39,9 +40,10 @@ class SlotPublisher:
         device: "cpu" or "cuda", where the parameters are.
         probe_ids: the fixed token sequence of the probe.
         initial_logprobs: its log-probabilities under the initial weights, in nats.
-        directory: emptied and owned by this object, for rendezvous files and the disk transport's versions.
+        directory: emptied and owned by this object, for the versions of the disk transport.
         deadline_s: bound on one transfer.
-        interface: address of this host for generators on other hosts; None if all are on this host.
+        interface: address of this host for generators on other hosts, which fetch weights from a port of it;
+            None if all are on this host.
         history: history of the weights that are published.
     """
 
@@ -59,25 +61,18 @@ class SlotPublisher:
     ) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
-        self._setup = SenderSetup(
-            layout=layout,
-            workers=1,
-            deadline_s=deadline_s,
-            rendezvous_directory=str(directory / "rendezvous"),
-            interface=interface,
-        )
-        self._layout = layout
+        self._layout, self._deadline_s = layout, deadline_s
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
         self._probe_ids, self._initial_logprobs = tuple(probe_ids), tuple(initial_logprobs)
         self._history = str(history)
         self._directory = directory
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes, device)
-        on_host = self._slots if device == "cpu" else Slots(layout.total_bytes)
+        self._on_host = self._slots if device == "cpu" else Slots(layout.total_bytes)
         self._places = {
             "slot": self._slots,
             "nccl": self._slots,
-            "gloo": on_host,
+            "tcp": self._on_host,
             "disk": Slots(layout.total_bytes, directory=directory / "versions"),
         }
         self._stamps = itertools.count(1)
@@ -86,13 +81,14 @@ class SlotPublisher:
         self._published.set_result(-1)
         self._copying: threading.Thread | None = None
         self._not_copied: OSError | None = None
-        # On one host it is started when a transport needs it.
-        self._fork_server = None if self.one_host else ForkServer()
-        self._senders: list[HostSender | SenderProcess] = []
+        self._senders: list[SlotSender] = []
+        self._server: SlotServer | None = None
+        if interface is not None:
+            self._server = SlotServer(interface, self._file_of, layout.total_bytes, stall_s=deadline_s)
 
     @property
     def one_host(self) -> bool:
-        return self._setup.interface is None
+        return self._server is None
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]
@@ -114,12 +110,12 @@ class SlotPublisher:
             self._published.result()
 
     def open_sender(self, workers: int) -> Sender:
-        if self.one_host:
-            sender: HostSender | SenderProcess = HostSender(
-                take=self._take, give_back=self._give_back, start_process=lambda: self._start_process(workers)
-            )
-        else:
-            sender = self._start_process(workers)
+        sender = SlotSender(
+            take=self._take,
+            give_back=self._give_back,
+            describe=self._describe,
+            start_process=lambda: NcclProcess(self._layout, workers),
+        )
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]
         return sender
@@ -127,8 +123,8 @@ class SlotPublisher:
     def close(self) -> None:
         for sender in self._senders:
             sender.close()
-        if self._fork_server:
-            self._fork_server.close()
+        if self._server:
+            self._server.close()
         self._thread.shutdown()
         if self._copying:
             self._copying.join(_COPY_S)
@@ -170,7 +166,7 @@ class SlotPublisher:
             probe_logprobs=probe_logprobs,
             initial_logprobs=self._initial_logprobs,
             history=self._history,
-            deadline_s=self._setup.deadline_s,
+            deadline_s=self._deadline_s,
         )
         with self._lock:
             self._slots.complete(published)
@@ -221,8 +217,15 @@ class SlotPublisher:
         with self._lock:
             published.unpin()
 
-    def _start_process(self, workers: int) -> SenderProcess:
-        """Raises OSError."""
-        self._fork_server = self._fork_server or ForkServer()
-        setup = replace(self._setup, workers=workers)
-        return SenderProcess(setup, self._fork_server, take=self._take, give_back=self._give_back)
+    def _describe(self, published: Published, transport: str) -> dict[str, Any]:
+        """The details of an order over `transport`, which needs no process. Raises OSError."""
+        if transport != "tcp":
+            return published.slot_details()
+        if self._server is None:
+            raise OSError("the learner listens on no address; set control.bind")
+        return {**published.plan(), "source": self._server.source(published.stamp)}
+
+    def _file_of(self, stamp: int) -> int:
+        """The open file of the slot in host memory with this publication; -1 if there is none."""
+        with self._lock:
+            return self._on_host.file_of(stamp)

@@ -1,143 +1,196 @@
-"""The sender processes, one per generator, and the fork server that they come from.
+"""The sender of one generator: it pins the newest version in its slot, and says in the order where that is.
 
-`python -m asyncrl.weights.sender <socket fd> <learner pid>` is the fork server. It imports what a sender
-needs, then forks a sender for every channel (a socket) that the learner passes to it. So a sender starts
-within milliseconds, and a thousand senders share the memory of one.
+    slot, disk   the generator reads the slot
+    tcp          the generator fetches the slot from the learner's `SlotServer`
+    nccl         a process of this sender broadcasts the slot, see asyncrl/weights/nccl.py
 
-A sender owns the transfer group, so a failure in the group can end the sender but not the learner. The
-messages on its channel are framed as in `asyncrl.workers`:
-
-    learner -> sender   {setup}                                              once
-                        {op: prepare, job, transport, slot, checksums}
-                        {op: transfer, job}
-    sender -> learner   {op: forked, job: null} with a pidfd, by which it can be killed         once
-                        {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
-
-Senders die with the fork server, and the fork server dies with the learner.
+The next `prepare`, `give_up` and `close` unpin the version.
 """
 
 import contextlib
 import logging
 import os
-import signal
-import socket
-import sys
-import time
+from collections.abc import Callable
 from typing import Any
 
-import msgpack
-
-from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent
-from asyncrl.unpickling import refuse_pickles_from_wires
+from asyncrl.weights.base import Failed, Sent, UpdateOrder
 from asyncrl.weights.layout import Layout
-from asyncrl.weights.slots import open_slot
-from asyncrl.weights.transports import GlooTransport, Job, SenderSetup, Transport
-from asyncrl.workers import pack, receive
+from asyncrl.weights.slots import Published
+from asyncrl.workers import Worker, pack, take_message
 
 log = logging.getLogger(__name__)
 
-
-class _Sender:
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel, self._commands = channel, channel.makefile("rb")
-        plain = self._read()
-        self._setup = SenderSetup(**{**plain, "layout": Layout.from_plain(plain["layout"])})
-        self._transports: dict[str, Transport] = {}
-        self._transport: Transport | None = None
-        self._job: Job | None = None
-
-    def serve(self) -> None:
-        """Answer commands until the learner closes the socket."""
-        while True:
-            command = self._read()
-            try:
-                reply = self._prepare(command) if command["op"] == "prepare" else self._transfer()
-            except TransferError as error:
-                reply = {"op": "failed", "reason": str(error)}
-            self._channel.sendall(pack({**reply, "job": command["job"]}))
-
-    def _prepare(self, command: dict[str, Any]) -> dict[str, Any]:
-        name = command["transport"]
-        # It stays as it is until the transfer is over: the learner counts this reader.
-        slot = open_slot(command["slot"], self._setup.layout.total_bytes, device=0)
-        if name not in self._transports:
-            self._transports[name] = _make_transport(name, self._setup)
-        self._transport = self._transports[name]
-        checksums = tuple(command["checksums"])
-        self._job = Job(buffer=slot.buffer, checksums=checksums)
-        return {"op": "prepared", "details": self._transport.prepare(self._job)}
-
-    def _transfer(self) -> dict[str, Any]:
-        assert self._transport is not None and self._job is not None, "transfer without prepare"
-        started_s = time.monotonic()
-        self._transport.transfer(self._job)
-        return {"op": "sent", "seconds": time.monotonic() - started_s}
-
-    def _read(self) -> dict[str, Any]:
-        message: dict[str, Any] = msgpack.unpackb(receive(self._commands))
-        return message
+Take = Callable[[str, int], Published | int]
 
 
-def _make_transport(name: str, setup: SenderSetup) -> Transport:
-    """Raises TransferError for an unknown name. GPU transports are imported only where they are used."""
-    if name == "gloo":
-        return GlooTransport(setup)
-    if name == "nccl":
-        from asyncrl.weights.nccl import NcclTransport
+class SlotSender:
+    """Implements `weights.base.Sender`.
 
-        return NcclTransport(setup)
-    raise TransferError(f"transport {name!r} needs no sender; senders know gloo and nccl")
+    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `describe` returns the
+    details of an order over a transport that needs no process.
+    """
 
+    def __init__(
+        self,
+        *,
+        take: Take,
+        give_back: Callable[[Published], None],
+        describe: Callable[[Published, str], dict[str, Any]],
+        start_process: Callable[[], "NcclProcess"],
+    ) -> None:
+        """Raises OSError."""
+        self._take, self._give_back = take, give_back
+        self._describe, self._start_process = describe, start_process
+        self._held: Published | None = None
+        self._wanted = -1
+        self._process: NcclProcess | None = None
+        self._replies: list[UpdateOrder | Sent | Failed] = []
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while there are replies
 
-def _fork_each(requests: socket.socket) -> socket.socket | None:
-    """Fork a sender per channel that arrives; returns the channel in each sender, None in this process."""
-    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
-    own = os.getpid()
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
-        if not request:
-            return None
-        if not descriptors:  # this process has too many open files; the kernel has closed this one
-            log.error("a sender is not forked: too many open files (ulimit -n)")
-            continue
-        channel = socket.socket(fileno=descriptors[0])
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._woken < 0
+
+    def fileno(self) -> int:
+        return self._process.fileno() if self._process else self._woken
+
+    def prepare(self, transport: str) -> bool:
+        if transport != "nccl":
+            self._end_process()
+        self._release()
         try:
-            pid = os.fork()
-        except OSError as error:  # the learner sees that the channel has ended, and asks again later
-            log.error("a sender is not forked: %s", error)
-            channel.close()
-            continue
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            die_with_parent(own)
-            return channel
-        channel.close()
+            found = self._take(transport, self._wanted)
+            if isinstance(found, int):
+                self._wanted = found
+                return False
+            self._held, self._wanted = found, -1
+            if transport == "nccl":
+                self._process = self._process or self._start_process()
+                self._process.prepare(found)
+            else:
+                self._reply(found.order(transport, self._describe(found, transport)))
+        except OSError as error:
+            self._release()
+            self._reply(Failed(reason=f"weights over {transport} cannot be prepared: {error}"))
+        return True
+
+    def transfer(self) -> None:
+        """A generator that reads or fetches does so by itself."""
+        if self._process:
+            self._process.transfer()
+        else:
+            self._reply(Sent(seconds=0.0))
+
+    def replies(self) -> list[UpdateOrder | Sent | Failed]:
+        if self._replies:
+            os.eventfd_read(self._woken)
+        replies, self._replies = self._replies, []
+        if self._process is None:
+            return replies
+        messages, has_ended = self._process.messages()
+        replies += [self._interpret(message) for message in messages]
+        if has_ended:
+            if self._held:
+                replies.append(Failed(reason="the NCCL sender process died; see the learner's log"))
+            else:
+                log.warning("an NCCL sender process died while it was idle; the next update starts another")
+            self.give_up()
+        return replies
+
+    def give_up(self) -> None:
+        self._end_process()
+        self._release()
+
+    def close(self) -> None:
+        if self._woken >= 0:
+            self.give_up()
+            os.close(self._woken)
+            self._woken = -1
+
+    def _interpret(self, message: dict[str, Any]) -> UpdateOrder | Sent | Failed:
+        if message["op"] == "prepared":
+            assert self._held is not None
+            return self._held.order("nccl", message["details"])
+        self._release()
+        if message["op"] == "sent":
+            return Sent(seconds=message["seconds"])
+        return Failed(reason=message["reason"])
+
+    def _reply(self, reply: UpdateOrder | Sent | Failed) -> None:
+        self._replies.append(reply)
+        os.eventfd_write(self._woken, 1)
+
+    def _end_process(self) -> None:
+        if self._process:
+            self._process.close()
+            self._process = None
+
+    def _release(self) -> None:
+        if self._held:
+            self._give_back(self._held)
+            self._held = None
 
 
-def _reap() -> None:
-    """Log why senders ended; the learner sees only that their channels have ended."""
-    with contextlib.suppress(ChildProcessError):  # there is no child
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            status = os.waitstatus_to_exitcode(ended[1])
-            if status not in (0, -signal.SIGKILL):  # the learner ends senders by SIGKILL
-                log.error("sender process %d ended with status %d", ended[0], status)
+class NcclProcess:
+    """The learner's end of a process of asyncrl/weights/nccl.py. No call waits for it, except for its end."""
 
+    def __init__(self, layout: Layout, workers: int) -> None:
+        """Start it for a generator of `workers` tensor-parallel workers. Raises OSError."""
+        self._worker = Worker("asyncrl.weights.nccl")
+        self._worker.channel.setblocking(False)
+        self._incoming, self._outgoing, self._job = bytearray(), bytearray(), 0
+        self._say(layout=layout.to_plain(), workers=workers)
 
-def main() -> None:
-    """Entry point of the fork server and of the senders that it forks."""
-    die_with_parent(int(sys.argv[2]))
-    refuse_pickles_from_wires()
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
-        channel = _fork_each(requests)
-    if channel is not None:
-        with channel, contextlib.suppress(EOFError, ConnectionError):  # the learner has closed it
-            own = os.pidfd_open(os.getpid())
-            socket.send_fds(channel, [pack({"op": "forked", "job": None})], [own])
-            os.close(own)
-            _Sender(channel).serve()
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
 
+    def fileno(self) -> int:
+        return self._worker.channel.fileno()
 
-if __name__ == "__main__":
-    main()
+    def prepare(self, published: Published) -> None:
+        """Ask for the details of an order to receive this version."""
+        self._job += 1
+        slot, sums = published.slot.describe(), published.checksums
+        self._say(op="prepare", job=self._job, slot=slot, checksums=sums)
+
+    def transfer(self) -> None:
+        """Ask to send what was prepared."""
+        self._say(op="transfer", job=self._job)
+
+    def messages(self) -> tuple[list[dict[str, Any]], bool]:
+        """The answers on the newest job since the last call, and whether the process has ended."""
+        has_ended = self._receive()
+        found = []
+        while (message := take_message(self._incoming)) is not None:
+            if message["job"] == self._job:
+                found.append(message)
+        return found, has_ended
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._worker.end()
+
+    def _say(self, **message: Any) -> None:
+        """Write as much as the socket accepts; the next call of `messages` writes the rest."""
+        self._outgoing += pack(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        # If the process has died, `messages` says so.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._outgoing:
+                del self._outgoing[: self._worker.channel.send(self._outgoing)]
+
+    def _receive(self) -> bool:
+        """Read all that has arrived; returns whether the stream has ended."""
+        self._flush()
+        try:
+            while piece := self._worker.channel.recv(1 << 20):
+                self._incoming += piece
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            pass
+        return True

@@ -42,7 +42,7 @@ class Slot:
     buffer: Tensor  # uint8, on the host or on a GPU
     stamp: int = 0
     readers: int = 0
-    _file: int = -1
+    file: int = -1
     # Where other processes of this host open the file.
     _path: str = ""
     _stamp_at: int = 0
@@ -62,14 +62,14 @@ class Slot:
             os.ftruncate(file, size_bytes + _STAMP.size)
             memory = mmap.mmap(file, size_bytes + _STAMP.size)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
-            return cls(buffer, _file=file, _path=path, _stamp_at=size_bytes)
+            return cls(buffer, file=file, _path=path, _stamp_at=size_bytes)
         os.ftruncate(file, _STAMP.size)
         buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-        return cls(buffer, _file=file, _path=path, _exported=_export(buffer))
+        return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
     def reserve(self) -> None:
         """Raise OSError if there is no room for a slot on the host: a write to mapped memory could not."""
-        os.posix_fallocate(self._file, 0, self._stamp_at + _STAMP.size)
+        os.posix_fallocate(self.file, 0, self._stamp_at + _STAMP.size)
 
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
@@ -86,11 +86,11 @@ class Slot:
 
     def close(self) -> None:
         """Release this process's share; processes that have the slot open keep theirs."""
-        os.close(self._file)
+        os.close(self.file)
 
     def _write_stamp(self, stamp: int) -> None:
         self.stamp = stamp
-        os.pwrite(self._file, _STAMP.pack(stamp), self._stamp_at)
+        os.pwrite(self.file, _STAMP.pack(stamp), self._stamp_at)
 
 
 class Slots:
@@ -127,6 +127,10 @@ class Slots:
         """Say that its slot, which was begun, holds this version."""
         published.slot.complete(published.stamp)
         self.newest = published
+
+    def file_of(self, stamp: int) -> int:
+        """The open file of the slot that holds this publication; -1 if none does."""
+        return next((slot.file for slot in self._slots if slot.stamp == stamp > 0), -1)
 
     def close(self) -> None:
         """Release all slots."""
@@ -178,11 +182,11 @@ class Published:
 
     def slot_details(self) -> dict[str, Any]:
         """The details of an order to read the slot itself."""
-        return {
-            "slot": self.slot.describe(),
-            "layout": self.layout.to_plain(),
-            "checksums": list(self.checksums),
-        }
+        return {**self.plan(), "slot": self.slot.describe()}
+
+    def plan(self) -> dict[str, Any]:
+        """The details of every order: what the slot holds, where, and with which checksums."""
+        return {"layout": self.layout.to_plain(), "checksums": list(self.checksums)}
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,8 @@
-"""A generator's part of an order while requests run: refuse paths, verify memory, receive over Gloo.
+"""A generator's part of an order while requests run: refuse paths, fetch from the network, verify.
 
     slot in host memory or a file    verified
-    sender --Gloo-->                 this process's own slot, verified; the order then names it
-    slot on a GPU, NCCL              left to the engine, which verifies while it loads
+    tcp                              fetched into a slot of this host and verified; the order then names it
+    slot on a GPU, nccl              left to the engine, which verifies while it loads
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import gloo
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout, verify
 from asyncrl.weights.slots import Slot, open_slot
+from asyncrl.weights.stream import fetch
 
 _OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -28,24 +28,23 @@ class HostStaging:
     def __init__(self, files: Path) -> None:
         """Orders may come from another host, so the paths in them must be below the directory `files`."""
         self._files = files.resolve()
-        self._group: gloo.Group | None = None
         self._slot: Slot | None = None
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
+        until_s = time.monotonic() + order.deadline_s
         self._refuse_other_files(order)
         if order.transport == "nccl" or order.details.get("slot", {}).get("exported") is not None:
             return order
         layout = Layout.from_plain(order.details["layout"])
         sums = order.details["checksums"]
-        if order.transport == "gloo":
-            group, own = self._meet(order), self._memory(layout.total_bytes)
-            gloo.receive(group, own.buffer, layout, sums)
-            return replace(order, transport="slot", details={**order.details, "slot": own.describe()})
+        if order.transport == "tcp":
+            slot = self._memory(layout.total_bytes)
+            fetch(order.details["source"], slot.buffer, layout, sums, until_s=until_s)
+            return replace(order, transport="slot", details={**order.details, "slot": slot.describe()})
         verify(open_slot(order.details["slot"], layout.total_bytes).buffer, layout, sums)
         return order
 
     def close(self) -> None:
-        self._group = None
         if self._slot is not None:
             self._slot.close()
         self._slot = None
@@ -56,27 +55,15 @@ class HostStaging:
             raise TransferError(
                 f"weights: an order names {path}; a slot is an open file of a process, /proc/PID/fd/N"
             )
-        named = path if order.transport == "disk" else order.details.get("rendezvous", {}).get("directory")
-        if named is not None and not Path(named).resolve().is_relative_to(self._files):
+        if order.transport == "disk" and not Path(str(path)).resolve().is_relative_to(self._files):
             raise TransferError(
-                f"weights: an order names {named}, but a generator uses nothing outside {self._files}; start "
+                f"weights: an order names {path}, but a generator uses nothing outside {self._files}; start "
                 "`asyncrl generator` in the learner's working directory, or set an absolute run.root or a "
                 "control.bind, with which weights need no common files"
             )
 
-    def _meet(self, order: UpdateOrder) -> gloo.Group:
-        """The group of the order. One deadline bounds both opening it and the transfer."""
-        ends_at_s = time.monotonic() + order.deadline_s
-        rendezvous = order.details["rendezvous"]
-        if self._group is None or self._group.name != rendezvous["name"]:
-            self._group = None  # frees its sockets first
-            self._group = gloo.open_group(rendezvous, rank=1, deadline_s=order.deadline_s)
-        self._group.deadline_s = max(ends_at_s - time.monotonic(), 0.001)
-        return self._group
-
     def _memory(self, size_bytes: int) -> Slot:
         if self._slot is not None and len(self._slot.buffer) != size_bytes:
-            self._slot.close()
-            self._slot = None
+            self.close()
         self._slot = self._slot or Slot.create(size_bytes)
         return self._slot

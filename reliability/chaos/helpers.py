@@ -126,7 +126,7 @@ class OrderSender:
         replies, self._replies = self._replies, []
         return replies
 
-    def restart(self) -> None:
+    def give_up(self) -> None:
         self.replies()
 
     def close(self) -> None:

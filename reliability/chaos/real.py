@@ -43,7 +43,6 @@ VICTIMS = {
     "generator": "asyncrl.launch.generator_process",
     "engine core": "VLLM::EngineCore",
     "reward worker": "asyncrl.rewards.worker",
-    "sender": "asyncrl.weights.sender",
     "learner rank": "asyncrl.launch.learner_process",
     "store": "(redis|valkey)-server",
 }

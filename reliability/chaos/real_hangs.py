@@ -12,8 +12,8 @@ import psutil
 from .real import VICTIMS, RealRun, longest_pause
 
 HANG_S, DEADLINE_S = 60.0, 10.0
-KINDS = ("learner rank", "store", "engine core", "generator", "decoder", "sender")
-BOUNDS_S = {"store": 20.0, "decoder": 40.0, "sender": 60.0 + 2 * DEADLINE_S}
+KINDS = ("learner rank", "store", "engine core", "generator", "decoder")
+BOUNDS_S = {"store": 20.0, "decoder": 40.0}
 """Of those that others than the supervisor replace, or sooner."""
 
 

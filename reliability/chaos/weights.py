@@ -1,8 +1,8 @@
 """Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N]
-[--minutes M] [--transport slot|gloo] [--hosts]`.
+[--minutes M] [--transport slot|tcp] [--hosts]`.
 
 The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times
-itself. Senders of Gloo are the shipped processes. Generators are the shipped loop, control client and staging,
+itself. Generators are the shipped loop, control client and staging,
 in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
 numbers, or another one than its tag, is of a mixture. With `--hosts`, learner and generators have a network
 each, joined by a cable.
@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -53,9 +54,8 @@ from asyncrl.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket
-from asyncrl.weights import gloo, layout, staging
+from asyncrl.weights import layout, staging, stream
 from asyncrl.weights.base import TensorSpec, UpdateOrder, receivable
-from asyncrl.weights.host_sender import HostSender
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
@@ -153,7 +153,7 @@ class WatchedStaging(HostStaging):
                 self._verify(order, buffer, plan, sums, bucket)
 
         with (
-            mock.patch.object(gloo, "verify", lambda *arguments: self._verify(order, *arguments)),
+            mock.patch.object(stream, "verify", lambda *arguments: self._verify(order, *arguments)),
             mock.patch.object(staging, "verify", verify_slot),
         ):
             return super().stage(order)
@@ -266,7 +266,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         config_hash="x",
         version=0,
         pid=os.getpid(),
-        transports=receivable("auto", device="cpu"),
+        transports=receivable("auto"),
     )
     told("joining", pid=os.getpid())
     await Generator(
@@ -330,7 +330,7 @@ class Learner:
                 initial_logprobs=probe_logprobs(0),
                 directory=directory / "w",
                 deadline_s=DEADLINE_S,
-                interface=address,
+                interface=address or ("127.0.0.1" if transport == "tcp" else None),
             )
             self.hub = ControlHub(
                 f"tcp://{address}:*" if address else f"ipc://{directory}/c.sock",
@@ -413,19 +413,13 @@ class Learner:
         count = member.counts[kind]
         self.wait_for(lambda: member.counts[kind] > count, f"{kind} of {member.name}")
 
-    def kill_sender(self, name: str) -> bool:
-        """kill -9 of a generator's sender process, when there is one at the moment."""
-        senders: dict[str, Any] = dict(self.hub._senders)
-        of_name = [sender for holder, sender in senders.items() if holder.startswith(f"{name}:")]
-        in_front = [sender._process if isinstance(sender, HostSender) else sender for sender in of_name]
-        processes = [sender._process for sender in in_front if sender]
-        if processes in ([], [None]):
-            return False
-        try:
-            signal.pidfd_send_signal(processes[0], signal.SIGKILL)
-        except OSError:  # the hub has just replaced it
-            return False
-        return True
+    def cut_connections(self) -> bool:
+        """Cut every transfer over TCP that is under way; False if there is none."""
+        readers = list(self.publisher._server._readers.values()) if self.publisher._server else []
+        for reader in readers:
+            with suppress(OSError):  # it has just ended
+                reader.channel.shutdown(socket.SHUT_RDWR)
+        return bool(readers)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -586,7 +580,7 @@ def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> 
 
 
 def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
-    """Transfers end at a random bucket, by the sender's death, or at a random tensor, in the engine."""
+    """Transfers end at a random bucket, on the wire, or at a random tensor, in the engine."""
     members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3) for i in range(3)]
     cut: Counter[str] = Counter()
     handled: Counter[str] = Counter()
@@ -596,8 +590,8 @@ def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
             assert member.process.is_alive(), (member.name, member.counts)
             if member.counts["cut me"] > handled[member.name]:
                 handled[member.name] = member.counts["cut me"]
-                if learner.kill_sender(member.name):
-                    cut["sender killed"] += 1
+                if learner.cut_connections():
+                    cut["connections cut"] += 1
     before = sum(member.counts["applied"] for member in members)
     for member in members:
         cut["engine stopped loading"] += member.counts["aborting"]
@@ -652,7 +646,7 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=200)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
-    parser.add_argument("--transport", choices=["slot", "gloo"], default="slot")
+    parser.add_argument("--transport", choices=["slot", "tcp"], default="slot")
     parser.add_argument("--hosts", action="store_true", help="a network each for learner and generators")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="runs of other seeds keep their place there")

@@ -214,7 +214,7 @@ class Update:
 
 
 class Sender:
-    """In the place of a sender process."""
+    """In the place of the shipped sender."""
 
     def __init__(self, world: "World", learner: "LearnerProcess") -> None:
         self._world, self._learner = world, learner
@@ -257,11 +257,11 @@ class Sender:
         found, self._replies = self._replies, []
         return found
 
-    def restart(self) -> None:
+    def give_up(self) -> None:
         self._lives, self._replies = self._lives + 1, []
 
     def close(self) -> None:
-        self.restart()
+        self.give_up()
 
 
 class Hub(ControlHub):
@@ -273,7 +273,7 @@ class Hub(ControlHub):
         config: Any = SimpleNamespace(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S)
         super().__init__(
             "virtual", publisher, config, RunIdentity(release=RELEASE, config_hash=CONFIG_HASH),
-            transport="gloo", deadline_s=DEADLINE_S, on_dead=learner.buffer.revoke,
+            transport="tcp", deadline_s=DEADLINE_S, on_dead=learner.buffer.revoke,
         )  # fmt: skip
 
     def _wait(self) -> None:

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["slot", "gloo"])
+@pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing(transport):
     found = run(stricken, 6, transport=transport)
     assert sum(found["injected"].values()) == 6
@@ -32,7 +32,7 @@ def test_generators_come_and_go():
     assert found["open_senders"] == 1
 
 
-@pytest.mark.parametrize("transport", ["slot", "gloo"])
+@pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_no_token_is_sampled_by_a_mixture_of_weights(transport):
     found = run(aborted, 6, transport=transport)
     assert found["failed_updates"] >= 6 and found["tokens"] > 0
@@ -43,7 +43,7 @@ def test_no_token_is_sampled_by_a_mixture_of_weights(transport):
 def test_no_token_is_sampled_by_a_mixture_of_weights_from_another_host():
     if reason := obstacle():
         pytest.skip(reason)
-    found = run(aborted, 3, transport="gloo", between_hosts=True)
+    found = run(aborted, 3, transport="tcp", between_hosts=True)
     assert found["failed_updates"] >= 3 and found["tokens"] > 0
     assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
 

@@ -1,7 +1,6 @@
 """The learner's end in this process, senders and generators in theirs: stopped, killed and replaced."""
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -14,6 +13,7 @@ import pytest
 import torch
 import zmq
 
+from asyncrl.config.addresses import host_of
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
@@ -21,11 +21,9 @@ from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
-from asyncrl.weights import publisher
 from asyncrl.weights.base import TensorSpec, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
-from asyncrl.weights.sender_process import ForkServer
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
 from tests.support.forks import fork_server
@@ -67,8 +65,7 @@ class Learner:
         deadline_s=20.0,
         timeout_s=3.0,
         endpoint=None,
-        interface=None,
-        transport="gloo",
+        transport="slot",
     ):
         self.layout = layout
         self.dead = []
@@ -78,7 +75,7 @@ class Learner:
             initial_logprobs=(0.0,),
             directory=directory / "weights",
             deadline_s=deadline_s,
-            interface=interface,
+            interface=host_of(endpoint or "tcp://127.0.0.1:*") if transport == "tcp" else None,
         )
         self.hub = ControlHub(
             endpoint or f"ipc://{directory}/c.sock",
@@ -155,24 +152,8 @@ def forks():
         yield forks
 
 
-class SharedForkServer(ForkServer):
-    """Forks the senders of all learners here, as it takes long to start. Those of tests/integration/test_senders.py
-    have their own."""
-
-    def close(self):
-        pass
-
-
-@pytest.fixture(scope="module")
-def sender_forks():
-    shared = SharedForkServer()
-    yield shared
-    ForkServer.close(shared)
-
-
 @pytest.fixture
-def stage(tmp_path, monkeypatch, forks, sender_forks):
-    monkeypatch.setattr(publisher, "ForkServer", lambda: sender_forks)
+def stage(tmp_path, forks):
     learners, generators = [], []
 
     def learner(*args, **kwargs):
@@ -191,7 +172,8 @@ def stage(tmp_path, monkeypatch, forks, sender_forks):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"transport": "slot"}, {"endpoint": "tcp://127.0.0.1:*", "interface": "127.0.0.1"}]
+    "options",
+    [{}, *({"endpoint": f"tcp://{host}:*", "transport": "tcp"} for host in ("127.0.0.1", "[::1]"))],
 )
 def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage, options):
     make_learner, make_generator = stage
@@ -217,7 +199,7 @@ def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage,
     assert learner.dead == []
 
 
-@pytest.mark.parametrize("transport", ["slot", "gloo"])
+@pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_revoked(stage, transport):
     make_learner, make_generator = stage
     learner = make_learner(LARGE, transport=transport)
@@ -233,10 +215,9 @@ def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_r
         well.expect("applied", version)
     learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"])
     learner.wait_for(lambda *_: learner.dead == ["sick:x"])
-    assert learner.hub.counters()["senders_killed"] >= (transport == "gloo")  # a slot has no process
 
 
-@pytest.mark.parametrize("transport", ["slot", "gloo"])
+@pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stage, transport):
     make_learner, make_generator = stage
     learner = make_learner(LARGE, deadline_s=4.0, timeout_s=2.0, transport=transport)
@@ -257,8 +238,8 @@ def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stag
     assert [holder.split(":")[0] for holder in learner.dead] == ["sick"]
 
 
-@pytest.mark.parametrize("transport", ["slot", "gloo"])
-def test_a_transfer_that_hangs_costs_the_sender_its_life_and_only_its_generator_waits(stage, transport):
+@pytest.mark.parametrize("transport", ["slot", "tcp"])
+def test_a_transfer_that_hangs_is_given_up_and_only_its_generator_waits(stage, transport):
     make_learner, make_generator = stage
     learner = make_learner(LARGE, deadline_s=2.0, transport=transport)
     well, sick = make_generator(learner, "well"), make_generator(learner, "sick", hang_on=1)
@@ -273,7 +254,7 @@ def test_a_transfer_that_hangs_costs_the_sender_its_life_and_only_its_generator_
     assert learner.dead == []
 
 
-def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_by_gloo(stage):
+def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_by_slot(stage):
     make_learner, make_generator = stage
     learner = make_learner(deadline_s=4.0)
     generator = make_generator(learner, "a", fail_times=2)
@@ -283,20 +264,7 @@ def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_b
     learner.wait_for(lambda counters, _: counters["updates"] == 1)
     assert learner.hub.counters()["updates_failed"] == 2
     learner.publish(2)
-    assert generator.expect("applied", 2)["transport"] == "gloo"
-
-
-def test_a_killed_sender_is_replaced(stage):
-    make_learner, make_generator = stage
-    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
-    generator = make_generator(learner, "a")
-    generator.expect("joined")
-    learner.publish(1)
-    generator.expect("applied", 1)
-    (sender,) = learner.publisher._senders
-    kill(sender)
-    learner.publish(2)
-    generator.expect("applied", 2)
+    assert generator.expect("applied", 2)["transport"] == "slot"
 
 
 def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_weights(stage):
@@ -336,77 +304,39 @@ def test_a_dead_control_thread_is_found_by_those_who_ask(stage):
 
 def test_a_generator_without_a_common_transport_is_refused_and_told_both(stage):
     make_learner, make_generator = stage
-    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", transport="tcp")
     refused = make_generator(learner, "a", transports=["disk"]).expect("refused")["refused"]
     assert "disk" in refused
-    assert "gloo" in refused
+    assert "tcp" in refused
 
 
 def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
     make_learner, make_generator = stage
     learner = make_learner(transport="nccl")
-    generator = make_generator(learner, "a", transports=["gloo", "disk"])
+    generator = make_generator(learner, "a", transports=["slot", "disk"])
     generator.expect("joined")
     learner.publish(1)
-    assert generator.expect("applied", 1)["transport"] == "gloo"
+    assert generator.expect("applied", 1)["transport"] == "slot"
     assert any(
         "not nccl" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records
     )
 
 
-def test_a_sender_that_dies_at_each_start_is_not_started_in_a_tight_loop(stage):
+def test_a_sender_that_cannot_be_made_is_tried_again_and_the_thread_lives(stage, monkeypatch, caplog):
     make_learner, make_generator = stage
-    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
-    generator = make_generator(learner, "a")
-    generator.expect("joined")
-    learner.wait_for(lambda *_: learner.publisher._senders)  # opened right after the welcome
-    (sender,) = learner.publisher._senders
-    rounds, starts = count_calls(learner.hub, "_round"), count_calls(sender, "_start")
-    until_s = time.monotonic() + 3.0
-    while time.monotonic() < until_s:
-        with contextlib.suppress(OSError, TypeError):  # it is between two lives
-            kill(sender)
-        time.sleep(0.01)
-    assert 1 <= len(starts) <= 5  # after 0.25, 0.75, 1.75 s
-    assert len(rounds) < 300  # no spin on the dead one's socket
-    learner.publish(1)
-    generator.expect("applied", 1)
+    learner = make_learner()
 
-
-def test_a_sender_that_cannot_be_started_is_tried_again_and_the_thread_lives(stage, monkeypatch, caplog):
-    make_learner, make_generator = stage
-    learner = make_learner(endpoint="tcp://127.0.0.1:*", interface="127.0.0.1")
-    generator = make_generator(learner, "a")
-    learner.publish(1)
-    generator.expect("applied", 1)
-    (sender,) = learner.publisher._senders
-
-    def refuse():
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    def refuse(workers):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner.publisher._fork_server, "fork", refuse)
-        kill(sender)
+        patch.setattr(learner.publisher, "open_sender", refuse)
+        generator = make_generator(learner, "a")
         learner.wait_for(lambda counters, _: counters["senders_not_started"] >= 2)
-        learner.publish(2)
-    generator.expect("applied", 2)
+        learner.publish(1)
+    generator.expect("applied", 1)
     assert "the sender of generator a" in caplog.text and "is tried again" in caplog.text
     learner.hub.check()
-
-
-def kill(sender):
-    signal.pidfd_send_signal(sender._process, signal.SIGKILL)
-
-
-def count_calls(target, name):
-    calls, real = [], getattr(target, name)
-
-    def counting():
-        calls.append(time.monotonic())
-        real()
-
-    setattr(target, name, counting)
-    return calls
 
 
 def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_place(stage):

@@ -34,7 +34,7 @@ KEYS, OTHERS = RunKeys(bytes(range(32))), RunKeys(bytes(32))
 
 def make_hub(publisher, **changes):
     values = {
-        "transport": "gloo",
+        "transport": "tcp",
         "deadline_s": 5.0,
         "keys": KEYS.control,
     } | changes

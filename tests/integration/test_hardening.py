@@ -60,12 +60,11 @@ CANARIES = {
     )
 }
 LEARNERS, GENERATORS = "asyncrl.launch.learner_process", "asyncrl.launch.generator_process"
-SENDER, DECODER = "asyncrl.weights.sender", "asyncrl.wire.decoder"
+DECODER = "asyncrl.wire.decoder"
 WIRES = ("asyncrl", "redis", "zmq", "msgpack", "msgspec", "torch.distributed", "vllm.distributed")
 REWARDS, STORES = "asyncrl.rewards.worker", ("valkey-server", "redis-server")
 MAY_UNPICKLE = {
     LEARNERS: {"torch.serialization"},  # DeepSpeed's files, after the manifest was verified
-    SENDER: set(),
     DECODER: set(),
     GENERATORS: {"multiprocessing.connection"},  # vLLM's own children
 }
@@ -293,7 +292,7 @@ def check_secrets(seen: Seen, root: Path, keys: RunKeys, store_dump: bytes) -> N
             continue  # the user's own environment
         inherited = {name for name, value in CANARIES.items() if seen.environments[pid].get(name) == value}
         assert not inherited & never, line
-        if any(one in line for one in (SENDER, DECODER, GENERATORS, REWARDS, *STORES)):
+        if any(one in line for one in (DECODER, GENERATORS, REWARDS, *STORES)):
             assert "WANDB_API_KEY" not in inherited, line
-        if any(one in line for one in (SENDER, DECODER, REWARDS, *STORES)):
+        if any(one in line for one in (DECODER, REWARDS, *STORES)):
             assert SECRET_VARIABLE not in seen.environments[pid], line

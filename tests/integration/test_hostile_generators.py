@@ -53,7 +53,7 @@ class CountedSender:
 
     def transfer(self): ...
 
-    def restart(self): ...
+    def give_up(self): ...
 
     def close(self):
         self._ours.close()
@@ -90,7 +90,7 @@ class Caller:
         self.socket.connect(hub.endpoint)
 
     def hello(self, **changes):
-        values = {"release": "1.0", "config_hash": "abc", "version": 0, "transports": ("gloo",)} | changes
+        values = {"release": "1.0", "config_hash": "abc", "version": 0, "transports": ("tcp",)} | changes
         return Hello(**{"generator_id": self.name, "incarnation": self.incarnation} | values)
 
     def beat(self, state="sampling", **changes):
@@ -130,7 +130,7 @@ class Stage:
             self.publisher,
             ControlConfig(heartbeat_s=0.2, timeout_s=60.0),
             RunIdentity(release="1.0", config_hash="abc"),
-            transport="gloo",
+            transport="tcp",
             deadline_s=5.0,
             wire_key=WIRE,
             keys=KEYS.control,
@@ -316,7 +316,7 @@ def test_an_order_that_cannot_be_sent_fails_that_update_only(stage):
     member.join()
     order = UpdateOrder(
         version=1,
-        transport="gloo",
+        transport="tcp",
         deadline_s=1.0,
         details={},
         probe_ids=(1, 2),
@@ -337,8 +337,8 @@ fields = st.dictionaries(
                 "abc",
                 "1.0",
                 "sampling",
-                "gloo",
-                ["gloo"],
+                "tcp",
+                ["tcp"],
                 {},
                 {"m": 1.0},
                 True,
@@ -423,7 +423,7 @@ sys.path[:0] = {paths!r}
 import test_hostile_generators as hostile
 from asyncrl.control.zmq import ControlHub
 hub = ControlHub("tcp://127.0.0.1:*", hostile.CountingPublisher(), hostile.ControlConfig(),
-                 hostile.RunIdentity(release="1.0", config_hash="abc"), transport="gloo", deadline_s=5.0, wire_key=hostile.WIRE, keys=hostile.KEYS.control)
+                 hostile.RunIdentity(release="1.0", config_hash="abc"), transport="tcp", deadline_s=5.0, wire_key=hostile.WIRE, keys=hostile.KEYS.control)
 print(hub.endpoint, flush=True)
 sys.stdin.readline()
 open("/dev/null").close()  # the learner's own files, in the middle of it
@@ -475,7 +475,7 @@ def test_a_hub_says_what_it_cannot_listen_on(stage):
             stage.publisher,
             ControlConfig(),
             RunIdentity(release="1.0", config_hash="abc"),
-            transport="gloo",
+            transport="tcp",
             deadline_s=1.0,
             keys=KEYS.control,
         )

@@ -27,8 +27,7 @@ from asyncrl.engine.vllm.receiver import NcclReceiver
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.nccl import NcclTransport
-from asyncrl.weights.transports import Job, SenderSetup
+from asyncrl.weights.nccl import NcclSender
 
 pytestmark = pytest.mark.integration
 
@@ -146,15 +145,7 @@ class Pair:
 
     def restart(self):
         """Another sender process, which knows nothing of the group."""
-        self.sender = NcclTransport(
-            SenderSetup(
-                layout=LAYOUT,
-                workers=self.workers,
-                deadline_s=WAIT_S,
-                rendezvous_directory="",
-                interface=None,
-            )
-        )
+        self.sender = NcclSender(LAYOUT, self.workers)
 
     def send(self, version, *, deadline_s=WAIT_S, absent=False):
         """(the order's details, the buffer, the error of each receiver)"""
@@ -162,13 +153,12 @@ class Pair:
         buffer = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
         for index, spec in enumerate(LAYOUT.specs):
             LAYOUT.view(buffer, index).copy_(torch.randn(spec.shape))
-        job = Job(buffer=buffer, checksums=checksums(buffer, LAYOUT))
-        details = self.sender.prepare(job)
+        details = self.sender.prepare(checksums(buffer, LAYOUT))
         update = {"transport": "nccl", "target": "weights", "deadline_s": deadline_s, "details": details}
         errors = {}
         calls = [lambda each=each: each.update_weights(update) for each in self.receivers]
         if not absent:
-            calls.append(lambda: self.sender.transfer(job))
+            calls.append(lambda: self.sender.transfer(buffer))
         threads = [
             threading.Thread(target=noting, args=(errors, rank, call)) for rank, call in enumerate(calls)
         ]
@@ -266,7 +256,7 @@ def test_a_communicator_that_vllm_has_switched_off_is_an_error_on_both_sides(mon
         lambda unique_id, rank, world_size, device: switched_off(unique_id, rank, world_size, device),
     )
     pair = Pair(1)
-    with mock.patch.object(NcclTransport, "transfer", noted := Noted(NcclTransport.transfer)):
+    with mock.patch.object(NcclSender, "transfer", noted := Noted(NcclSender.transfer)):
         _, _, [error] = pair.send(1)
     assert "no working NCCL communicator" in str(error)
     assert "vLLM disabled its communicator" in str(noted.error)
@@ -315,8 +305,7 @@ def test_both_ends_of_the_packing_agree_on_what_we_give_them():
 @pytest.mark.parametrize("part", ["init", "update"])
 def test_an_order_fills_vllms_own_messages_and_a_field_more_or_less_is_refused(part):
     pair = Pair(2)
-    job = Job(buffer=torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8), checksums=())
-    fields = pair.sender.prepare(job)[part]
+    fields = pair.sender.prepare(())[part]
     parse = getattr(pair.receivers[0], f"parse_{part}_info")
     parsed = parse(fields)
     assert {name: getattr(parsed, name) for name in fields} == fields

@@ -1,9 +1,7 @@
-"""Publisher, sender processes and receivers, all real; the control plane is played by the test."""
+"""Publisher, senders and receivers, all real; the control plane is played by the test."""
 
 import contextlib
-import errno
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -79,7 +77,7 @@ def next_reply(sender, timeout_s=120.0):
 
 def update(sender, receiver):
     """One whole update; what the receiver answers."""
-    assert sender.prepare("gloo")
+    assert sender.prepare("tcp")
     order = next_reply(sender)
     assert isinstance(order, UpdateOrder), order
     receiver.obey(order)
@@ -121,11 +119,9 @@ def stage(tmp_path, forks):
         made.close()
 
 
-@pytest.mark.parametrize("options", [{"interface": None}, {}])
-def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
-    publisher, receiver = stage[0](**options), stage[1]()
+def test_versions_arrive_one_after_the_other(stage):
+    publisher, receiver = stage[0](), stage[1]()
     sender = publisher.open_sender(1)
-    names = set()
     for version in (3, 4, 9):
         publisher.publish(version, weights(version), (0.5, 0.25)).result(30)
         order, reply, answer = update(sender, receiver)
@@ -133,154 +129,89 @@ def test_versions_arrive_one_after_the_other_through_one_group(stage, options):
         assert order.initial_logprobs == (0.125, 0.0)
         assert isinstance(reply, Sent)
         assert answer == {"sum": expected_sum(version)}
-        names.add(order.details["rendezvous"]["name"])
-    assert len(names) == 1
 
 
-def pid_of(sender):
-    """Of the process behind a sender, as soon as it is known; answers until then are dropped."""
-    while sender._process is None:
-        select.select([sender], [], [], 30.0)
-        sender.replies()
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{sender._process}").read_text().splitlines()
-    )
-    return int(fields["Pid"])
-
-
-def test_after_a_dead_receiver_a_restarted_sender_serves_the_next_one_in_a_new_group(stage):
-    publisher, receiver = stage[0](deadline_s=5.0), stage[1]()
+def test_a_version_that_is_written_over_while_it_is_fetched_is_refused(stage):
+    """As after a deadline: the learner has given the transfer up, and the generator has not noticed."""
+    publisher, slow = stage[0](), stage[1]()
     sender = publisher.open_sender(1)
     publisher.publish(1, weights(1), ()).result(30)
-    first, _, _ = update(sender, receiver)
-    receiver.process.kill()
-    receiver.process.join()
-    assert sender.prepare("gloo")
-    assert isinstance(next_reply(sender), UpdateOrder)
-    sender.transfer()
-    reply = next_reply(sender)
-    assert isinstance(reply, Failed)
-    old_pid = pid_of(sender)
-    sender.restart()
-    wait_until_gone(old_pid)
-    second, reply, answer = update(sender, stage[1]())
-    assert isinstance(reply, Sent)
-    assert answer == {"sum": expected_sum(1)}
-    assert first.details["rendezvous"]["name"] != second.details["rendezvous"]["name"]
+    assert sender.prepare("tcp")
+    late = next_reply(sender)
+    sender.give_up()
+    for version in (2, 3):
+        publisher.publish(version, weights(version), ()).result(30)
+    slow.obey(late)
+    assert "no longer has this version" in slow.answer()["error"]
+    assert update(sender, slow)[2] == {"sum": expected_sum(3)}
 
 
-def test_a_killed_sender_is_reported_and_can_be_restarted(stage):
+def process_of(sender):
+    """The NCCL process behind a sender that prepares."""
+    return psutil.Process(sender._process.pid)
+
+
+def prepare_nccl(sender):
+    assert sender.prepare("nccl")
+    return process_of(sender)
+
+
+def test_without_a_gpu_nccl_says_so_and_other_transports_still_work(stage):
+    publisher = stage[0]()
+    sender = publisher.open_sender(2)
+    publisher.publish(1, weights(1), ()).result(30)
+    process = prepare_nccl(sender)
+    assert isinstance(reply := next_reply(sender), Failed)
+    assert "no CUDA device" in reply.reason
+    assert prepare_nccl(sender) == process, "one process serves all updates of a generator"
+    assert isinstance(next_reply(sender), Failed)
+    assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
+    assert not process.is_running(), "it has no use for its GPU memory now"
+
+
+def test_a_killed_process_is_a_failed_update_and_the_next_one_has_another(stage):
     publisher = stage[0]()
     sender = publisher.open_sender(1)
     publisher.publish(1, weights(1), ()).result(30)
-    assert sender.prepare("gloo")
-    os.kill(pid_of(sender), signal.SIGKILL)
+    first = prepare_nccl(sender)
+    first.kill()
     while not isinstance(reply := next_reply(sender), Failed):
         pass
     assert "died" in reply.reason
-    sender.restart()
+    assert publisher._slots.newest.slot.readers == 0
+    second = prepare_nccl(sender)
+    assert second.pid != first.pid
+    assert "no CUDA device" in next_reply(sender).reason
+    second.kill()  # between two updates
+    second.wait(10)
+    assert sender.replies() == []
+    assert sender.replies() == []
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
 
 
-def test_the_fork_server_s_death_is_the_senders_and_all_of_them_come_back(stage):
+def test_a_process_that_hangs_is_killed_when_it_is_given_up(stage):
     publisher = stage[0]()
-    senders = [publisher.open_sender(1) for _ in range(2)]
+    sender = publisher.open_sender(1)
     publisher.publish(1, weights(1), ()).result(30)
-    pids = [pid_of(sender) for sender in senders]
-    (parent,) = {psutil.Process(pid).ppid() for pid in pids}
-    os.kill(parent, signal.SIGKILL)
-    for sender in senders:
-        assert isinstance(next_reply(sender), Failed)
-    wait_until_gone(*pids)
-    for sender in senders:
-        sender.restart()
-        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
-
-
-def test_a_fork_server_that_hangs_is_replaced_once_for_all_its_senders(stage):
-    publisher = stage[0]()
-    forks = publisher._fork_server
-    os.kill(forks.pid, signal.SIGSTOP)
-    senders = [publisher.open_sender(1) for _ in range(2)]
-    publisher.publish(1, weights(1), (0.0, 0.0)).result(30)
-    assert all(sender.prepare("gloo") for sender in senders)
-    hung = forks.pid
-    for sender in senders:  # as the schedule has it when they are late
-        sender.restart()
-    assert forks.pid != hung and forks.generation == 2
-    for sender in senders:
-        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
-
-
-def refuse(*args, **kwargs):
-    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-
-def test_a_sender_that_cannot_be_started_is_started_later(stage, monkeypatch, tmp_path):
-    publisher = stage[0]()
-    publisher.publish(1, weights(1), ()).result(30)
-    sender, other = publisher.open_sender(1), publisher.open_sender(1)
-    untouched = pid_of(other)
-    for target in ("pathlib.Path.mkdir", "socket.socketpair"):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, refuse)
-            for _ in range(3):
-                with pytest.raises(OSError, match="temporarily unavailable"):
-                    sender.restart()
-        sender.restart()
-        assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
-    assert pid_of(other) == untouched and publisher._fork_server.generation == 1
-    assert len(list((tmp_path / "weights" / "rendezvous").iterdir())) == 2, (
-        "nothing is left of starts that failed"
-    )
-    sender.close()
-
-
-def test_a_fork_server_that_cannot_be_started_is_started_later(stage, monkeypatch):
-    publisher = stage[0]()
-    publisher.publish(1, weights(1), ()).result(30)
-    sender, closed = publisher.open_sender(1), publisher.open_sender(1)
-    os.kill(publisher._fork_server.pid, signal.SIGKILL)
-    assert isinstance(next_reply(sender), Failed)
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refuse)
-        for each in (sender, closed, sender):
-            with pytest.raises(OSError, match="temporarily unavailable"):
-                each.restart()
-    closed.close()
-    sender.restart()
+    process = prepare_nccl(sender)
+    process.suspend()
+    sender.transfer()  # does not wait for it
+    assert sender.replies() == []
+    sender.give_up()
+    assert not process.is_running()
+    assert publisher._slots.newest.slot.readers == 0
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
 
 
-def test_a_fork_server_that_cannot_fork_lives_and_its_senders_too(stage):
+def test_a_process_goes_with_its_sender_and_with_the_publisher(stage):
     publisher = stage[0]()
     publisher.publish(1, weights(1), ()).result(30)
-    alive = publisher.open_sender(1)
-    pid = pid_of(alive)
-    server = publisher._fork_server.pid
-    before = resource.prlimit(server, resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
-    first_free = next(number for number in range(len(used) + 1) if number not in used)
-    resource.prlimit(server, resource.RLIMIT_NOFILE, (first_free, before[1]))
-    failed = publisher.open_sender(1)
-    assert isinstance(next_reply(failed), Failed)
-    resource.prlimit(server, resource.RLIMIT_NOFILE, before)
-    failed.restart()
-    assert update(failed, stage[1]())[2] == {"sum": expected_sum(1)}
-    assert update(alive, stage[1]())[2] == {"sum": expected_sum(1)}
-    assert pid_of(alive) == pid and publisher._fork_server.pid == server
-
-
-def test_a_sender_that_is_closed_while_it_is_being_forked_leaves_no_process(stage):
-    publisher = stage[0]()
-    publisher.publish(1, weights(1), ()).result(30)
-    closed = [publisher.open_sender(1) for _ in range(3)]
-    for sender in closed:
-        assert sender.prepare("gloo")
-        sender.close()  # the fork server has not even finished its imports
-    alive = publisher.open_sender(1)
-    forked = psutil.Process(psutil.Process(pid_of(alive)).ppid())
-    wait_until(lambda: [child.pid for child in forked.children()] == [pid_of(alive)], seen=forked.children)
+    senders = [publisher.open_sender(1) for _ in range(2)]
+    processes = [prepare_nccl(sender) for sender in senders]
+    senders[0].close()
+    assert not processes[0].is_running()
+    publisher.close()
+    assert not processes[1].is_running()
 
 
 def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):
@@ -288,7 +219,7 @@ def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stag
     slow, fast = publisher.open_sender(1), publisher.open_sender(1)
     publisher.publish(1, weights(1), ()).result(30)
     update(slow, stopped)
-    assert slow.prepare("gloo")
+    assert slow.prepare("tcp")
     order = next_reply(slow)
     stopped.signal(signal.SIGSTOP)
     stopped.obey(order)
@@ -302,7 +233,7 @@ def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stag
 
 
 def test_preparing_before_the_first_version_is_refused(stage):
-    assert not stage[0]().open_sender(1).prepare("gloo")
+    assert not stage[0]().open_sender(1).prepare("tcp")
 
 
 def test_tensors_that_are_not_the_layouts_are_refused(stage):
@@ -318,19 +249,17 @@ def test_tensors_that_are_not_the_layouts_are_refused(stage):
             publisher.publish(1, bad, ())
 
 
-def test_senders_and_memory_go_when_the_learner_is_killed(tmp_path):
+def test_an_nccl_process_goes_when_the_learner_is_killed(tmp_path):
     script = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 import test_senders as t
-publisher = t.SlotPublisher(t.LAYOUT, probe_ids=(1,), initial_logprobs=(), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0,
-                           interface="127.0.0.1")
+publisher = t.SlotPublisher(t.LAYOUT, probe_ids=(1,), initial_logprobs=(), directory=Path({str(tmp_path / "w")!r}), deadline_s=5.0)
 publisher.publish(1, t.weights(1), ()).result(30)
 sender = publisher.open_sender(1)
-sender.prepare("gloo")
-t.next_reply(sender)
-print(t.pid_of(sender), flush=True)
+sender.prepare("nccl")
+print(t.process_of(sender).pid, flush=True)
 time.sleep(60)
 """
     learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -49,7 +49,7 @@ def test_the_output_layer_computes_in_float32(world):
     assert engine._llm.vllm_config.model_config.head_dtype == torch.float32
 
 
-@pytest.mark.parametrize("transport", ["slot", "disk", "gloo"])
+@pytest.mark.parametrize("transport", ["slot", "disk", "tcp"])
 def test_right_weights_pass_the_probe_and_wrong_ones_the_checksums_never(world, transport, tmp_path):
     runner, engine, model, agreement = world
     new = scrambled(model, 2)
@@ -59,8 +59,8 @@ def test_right_weights_pass_the_probe_and_wrong_ones_the_checksums_never(world, 
     def order(version, sent):
         if transport == "disk":
             return disk_order(version, sent, tmp_path)
-        if transport == "gloo":
-            return Sender(tmp_path).order(version, sent)
+        if transport == "tcp":
+            return Sender().order(version, sent)
         slot, made = slot_order(version, sent)
         kept.append(slot)
         return made

@@ -29,7 +29,7 @@ def parameters_of(function):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("transport", ["auto", "slot", "nccl", "gloo", "disk"])
+@pytest.mark.parametrize("transport", ["auto", "slot", "nccl", "tcp", "disk"])
 def test_vllm_accepts_the_arguments_of_every_device_and_transport(device, transport):
     arguments = engine_args(
         ModelConfig(path="model"),

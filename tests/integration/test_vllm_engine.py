@@ -248,10 +248,10 @@ def assert_same_weights(runner, engine, model):
     np.testing.assert_allclose(runner.run(engine.score(PROBE)), logprobs_of(model, PROBE), atol=1e-4)
 
 
-@pytest.mark.parametrize("transport", ["slot", "gloo", "gloo, a new group each time", "disk"])
+@pytest.mark.parametrize("transport", ["slot", "tcp", "disk"])
 def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_path):
     runner, engine, model = world
-    sender = Sender(tmp_path)
+    sender = Sender()
     for version in range(1, 7):
         sent = scrambled(model, version)
         if transport == "disk":
@@ -259,7 +259,6 @@ def test_the_engine_scores_like_the_model_that_was_sent(world, transport, tmp_pa
         elif transport == "slot":
             _slot, update = slot_order(version, sent)
         else:
-            sender = sender if transport == "gloo" else Sender(tmp_path)
             update = sender.order(version, sent)
         before = runner.run(engine.score(PROBE))
         runner.run(apply(engine, update))
@@ -276,7 +275,7 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         await apply(engine, disk_order(1, old, tmp_path))
         paused_before_s = engine.stats().paused_s
         leave = threading.Event()
-        update = Sender(tmp_path).order(2, new, after=leave)
+        update = Sender().order(2, new, after=leave)
         arriving = asyncio.create_task(asyncio.to_thread(STAGING.stage, update))
         during = await engine.sample([1, 300], 4, SPEC)
         assert (
@@ -308,23 +307,19 @@ def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
     runner, engine, model = world
 
     async def scenario():
-        good = Sender(tmp_path)
-        await apply(engine, good.order(1, model))
-        good.deadline_s = 2.0
+        await apply(engine, Sender().order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
-        nobody = Sender(tmp_path, deadline_s=1.0).order(2, model, absent=True)
+        nobody = Sender(deadline_s=1.0).order(2, model, absent=True)
         # In the second bucket: the first was fine.
-        spoilt = Sender(tmp_path).order(3, scrambled(model, 3), spoil=8)
-        # A sender that dies in the group of a good transfer.
-        stalled = good.order(4, scrambled(model, 4), absent=True)
-        reasons = ["transfer failed", "not opened within 1 s", "checksum"]
-        for update, reason in zip([stalled, nobody, spoilt], reasons, strict=True):
+        spoilt = Sender().order(3, scrambled(model, 3), spoil=8)
+        reasons = ["0 of .* bytes arrived", "checksum"]
+        for update, reason in zip([nobody, spoilt], reasons, strict=True):
             with pytest.raises(TransferError, match=reason):
                 await apply(engine, update)
             assert engine.weights.version == 1
             np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(model, PROBE), atol=1e-4)
         rollouts = await running
-        await apply(engine, Sender(tmp_path).order(5, scrambled(model, 5)))
+        await apply(engine, Sender().order(5, scrambled(model, 5)))
         return rollouts
 
     assert {version for rollout in runner.run(scenario()) for version, *_ in rollout.version_spans} == {1}
@@ -335,12 +330,10 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
     runner, engine, model = world
 
     async def scenario():
-        await apply(engine, Sender(tmp_path).order(1, model))
+        await apply(engine, Sender().order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         await asyncio.sleep(0.05)
-        incomplete = Sender(tmp_path).order(
-            4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"]
-        )
+        incomplete = Sender().order(4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"])
         # vLLM joins both with others, and would use what is left of the layer.
         fused = ["model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.gate_proj.weight"]
         partly = disk_order(4, scrambled(model, 4), tmp_path, leave_out=fused)
@@ -359,7 +352,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
                 await engine.score(PROBE)
         waiting = asyncio.create_task(engine.sample([1, 301], 1, SPEC))
         assert not (await asyncio.wait({running, waiting}, timeout=0.5))[0]
-        await apply(engine, Sender(tmp_path).order(6, scrambled(model, 6)))
+        await apply(engine, Sender().order(6, scrambled(model, 6)))
         return await running, await waiting
 
     running, waiting = runner.run(scenario())

@@ -1,9 +1,9 @@
-"""A generator without an engine: the real control client and the real Gloo receiver. Says what happens as
-JSON lines.
+"""A generator without an engine: the real control client and the real staging. Says what happens as JSON
+lines.
 
 Its options:
     hang_on     version whose transfer it stops reading half way, for good
-    fail_times  how many Gloo transfers it declares failed
+    fail_times  how many transfers over slot it declares failed
     secret      of the run, as run.key holds it
     release, config_hash, heartbeat_s, incarnation, transports
 """
@@ -42,7 +42,7 @@ async def main(endpoint, generator_id, options):
         release=options.get("release", "1.0"),
         config_hash=options.get("config_hash", "abc"),
         version=0,
-        transports=tuple(options.get("transports", receivable("gloo", device="cpu"))),
+        transports=tuple(options.get("transports", receivable("auto"))),
     )
     try:
         welcome = await client.join(hello)
@@ -79,7 +79,7 @@ def receive(order, options):
             say(hanging=order.version)
             time.sleep(1000)
 
-    if order.transport == "gloo" and options.get("fail_times", 0) > 0:
+    if order.transport == "slot" and options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1
         raise TransferError("told to fail")
     return receiving.receive(order, on_bucket)

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
-from asyncrl.weights import gloo, layout
+from asyncrl.weights import layout, stream
 from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
@@ -25,7 +25,7 @@ def receive(order, on_bucket=lambda: None):
         on_bucket()
         layout.verify(*args)
 
-    with mock.patch.object(gloo, "verify", verify), mock.patch.object(arrival, "verify", verify):
+    with mock.patch.object(stream, "verify", verify), mock.patch.object(arrival, "verify", verify):
         order = staging.stage(order)
     plan = layout.Layout.from_plain(order.details["layout"])
     slot = open_slot(order.details["slot"], plan.total_bytes)

@@ -1,11 +1,9 @@
 """A real engine on a loop of its own, models whose answers are known, and a sender."""
 
 import asyncio
-import contextlib
 import copy
 import shutil
 import threading
-import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,12 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.vllm.engine import VLLMEngine
-from asyncrl.errors import TransferError
 from asyncrl.weights.base import TensorSpec, UpdateOrder
-from asyncrl.weights.gloo import open_group, send
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
+from asyncrl.weights.stream import SlotServer
 from tests.support.models import SIZES
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
@@ -169,33 +166,41 @@ async def apply(engine, update):
     await engine.finish_update(update.weights)
 
 
-class Sender:
-    """The learner's side of one Gloo group, on a thread."""
+class Held(SlotServer):
+    """Hears no request before the event `gate`."""
 
-    def __init__(self, directory, deadline_s=DEADLINE_S):
-        self.rendezvous = {"name": uuid.uuid4().hex, "directory": str(directory)}
+    def __init__(self, gate, *args, **kwargs):
+        self._gate = gate
+        super().__init__(*args, **kwargs)
+
+    def _hear(self, reader):
+        if not self._gate.is_set():
+            self._gate.wait(0.01)
+            return True
+        return super()._hear(reader)
+
+
+class Sender:
+    """The learner's side of transfers over TCP."""
+
+    def __init__(self, deadline_s=DEADLINE_S):
         self.deadline_s = deadline_s
-        self.group = None
+        self._kept = []
 
     def order(self, version, model, *, leave_out=(), spoil=None, absent=False, after=None):
-        """Sends in the background; `apply` receives.
+        """Serves in the background; `apply` fetches.
 
         `spoil`: index of a tensor that arrives broken. `absent`: nothing is sent. `after`: an event to wait
         for.
         """
-        layout, buffer = flat(model, leave_out)
-        sums = checksums(buffer, layout)
+        slot, made = slot_order(version, model, leave_out)
+        layout = Layout.from_plain(made.details["layout"])
         if spoil is not None:
-            layout.view(buffer, spoil).view(-1)[0] += 1.0
-        if not absent:
-            threading.Thread(target=self._send, args=(buffer, layout, after), daemon=True).start()
-        details = {"rendezvous": self.rendezvous, "layout": layout.to_plain(), "checksums": list(sums)}
-        return order(version, "gloo", details, self.deadline_s)
-
-    def _send(self, buffer, layout, after):
-        if after is not None:
-            after.wait(DEADLINE_S)
-        with contextlib.suppress(TransferError):  # the receiver's side is what is tested
-            if self.group is None:
-                self.group = open_group(self.rendezvous, rank=0, deadline_s=self.deadline_s)
-            send(self.group, buffer, layout)
+            layout.view(slot.buffer, spoil).view(-1)[0] += 1.0
+        gate = after or threading.Event()
+        if not absent and after is None:
+            gate.set()
+        server = Held(gate, "127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=DEADLINE_S)
+        self._kept.append((server, slot))
+        details = {"source": server.source(version), **{k: made.details[k] for k in ("layout", "checksums")}}
+        return order(version, "tcp", details, self.deadline_s)

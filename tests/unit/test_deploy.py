@@ -179,9 +179,9 @@ def test_every_gpu_has_one_owner(row, monkeypatch):
         assert not list(misplaced(config, gpus.count_gpus(), generators=False)) or not has_learner
     names = [name for part in dealt for name in part.split(",")]
     assert sorted(names) == [str(index) for index in range(int(row["GPUs"]))]
-    # Another container does not see the learner's processes, so no slot: with an address, auto is nccl.
+    # Another container does not see the learner's processes, so no slot: with an address, auto is tcp.
     one_host = config.control.bind is None
-    assert choose_transport(config.weights.transport, device="cuda", one_host=one_host) == "nccl"
+    assert choose_transport(config.weights.transport, one_host=one_host) == "tcp"
     assert str(config.generator.count) == words(services["generators"])[2]
 
 

@@ -381,7 +381,7 @@ def test_a_bucket_that_is_made_after_the_backward_pass_takes_the_place_of_activa
 
 @pytest.mark.parametrize(
     ("weights", "bind", "count"),
-    [({}, "tcp://10.0.0.1:5555", 6), ({"transport": "nccl"}, None, 6), ({}, None, 0)],
+    [({"transport": "nccl"}, "tcp://10.0.0.1:5555", 6), ({}, "tcp://10.0.0.1:5555", 0), ({}, None, 0)],
 )
 def test_senders_are_processes_on_the_first_ranks_gpu(weights, bind, count):
     config = config_of(

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.launch import generator_process as generator
 from asyncrl.processes import closed_to_us
 
-ALL = ("slot", "nccl", "gloo", "disk")
+ALL = ("slot", "nccl", "tcp", "disk")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.support.task_config import config_of
     ("gpus", "hosts", "ranks", "width", "generators", "transport"),
     [
         (0, 1, 1, 1, [(), ()], "slot"),
-        (0, 2, 1, 1, [(), ()], "gloo"),
+        (0, 2, 1, 1, [(), ()], "tcp"),
         (1, 1, 1, 1, [(0,)], "slot"),
         (2, 1, 1, 1, [(1,)], "slot"),
         (2, 1, 2, 1, [(0,), (1,)], "slot"),
@@ -24,8 +24,8 @@ from tests.support.task_config import config_of
         (8, 1, 4, 2, [(4, 5), (6, 7)], "slot"),
         (8, 1, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
         (8, 1, 0, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
-        (8, 2, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "nccl"),
-        (8, 2, 4, 1, [*((gpu,) for gpu in range(4, 8)), *((gpu,) for gpu in range(8))], "nccl"),
+        (8, 2, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "tcp"),
+        (8, 2, 4, 1, [*((gpu,) for gpu in range(4, 8)), *((gpu,) for gpu in range(8))], "tcp"),
     ],
 )
 def test_defaults(gpus, hosts, ranks, width, generators, transport):

@@ -2,7 +2,6 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 from asyncrl.weights import publisher
@@ -11,12 +10,11 @@ from asyncrl.weights.layout import Layout
 
 
 def test_files_of_an_earlier_learner_that_cannot_be_removed_keep_nobody_from_publishing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """On a network file system a directory stays as long as somebody elsewhere has a file in it open."""
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / ".nfs01").touch()
-    monkeypatch.setattr(publisher, "ForkServer", mock.Mock)
     layout = Layout.plan([TensorSpec(name="a", dtype="float32", shape=(3,))], 1 << 20)
     with mock.patch.object(shutil, "rmtree"):
         made = publisher.SlotPublisher(

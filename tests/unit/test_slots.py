@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.errors import TransferError
+from asyncrl.weights import publisher as publishing
 from asyncrl.weights import slots
 from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
@@ -114,8 +115,8 @@ def test_a_reader_that_was_given_up_does_not_count_twice(publisher):
     sender = publisher.open_sender(1)
     publish(publisher, 1)
     order_of(sender)
-    sender.restart()
-    sender.restart()
+    sender.give_up()
+    sender.give_up()
     sender.close()
     sender.close()
     assert [slot.readers for slot in publisher._slots._slots] == [0]
@@ -125,7 +126,7 @@ def test_a_late_reader_is_told_when_it_opens(publisher):
     sender = publisher.open_sender(1)
     publish(publisher, 1)
     late = order_of(sender)
-    sender.restart()  # its deadline has passed
+    sender.give_up()  # its deadline has passed
     publish(publisher, 2)
     publish(publisher, 3)
     with pytest.raises(TransferError, match="wrote the next version over these"):
@@ -192,8 +193,8 @@ def test_a_process_that_cannot_start_is_a_failure(publisher, monkeypatch):
     def fails(workers):
         raise OSError(11, "no more processes")
 
-    monkeypatch.setattr(publisher, "_start_process", fails)
-    assert sender.prepare("gloo")
+    monkeypatch.setattr(publishing, "NcclProcess", lambda layout, workers: fails(workers))
+    assert sender.prepare("nccl")
     (reply,) = sender.replies()
     assert isinstance(reply, Failed) and "no more processes" in reply.reason
     assert read(order_of(sender)) == {1}

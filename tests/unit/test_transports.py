@@ -13,27 +13,22 @@ from asyncrl.weights.base import TensorSpec, UpdateOrder, choose_transport, rece
 from asyncrl.weights.layout import Layout
 
 _REBUILD = reductions.rebuild_cuda_tensor
-NAMES = ["slot", "disk", "gloo", "nccl"]
+NAMES = ["slot", "disk", "tcp", "nccl"]
 
 
-@pytest.mark.parametrize(
-    ("device", "one_host", "expected"),
-    [("cuda", True, "slot"), ("cpu", True, "slot"), ("cuda", False, "nccl"), ("cpu", False, "gloo")],
-)
-def test_auto_is_the_memory_of_one_host_and_a_group_between_hosts(device, one_host, expected):
-    chosen = choose_transport(WeightsConfig().transport, device=device, one_host=one_host)
+@pytest.mark.parametrize(("one_host", "expected"), [(True, "slot"), (False, "tcp")])
+def test_auto_is_the_memory_of_one_host_and_tcp_between_hosts(one_host, expected):
+    chosen = choose_transport(WeightsConfig().transport, one_host=one_host)
     assert chosen == expected
-    assert chosen in receivable("auto", device=device)
-    assert [choose_transport(name, device=device, one_host=one_host) for name in NAMES] == NAMES
+    assert chosen in receivable("auto")
+    assert [choose_transport(name, one_host=one_host) for name in NAMES] == NAMES
 
 
 @pytest.mark.parametrize("wanted", [*NAMES, "auto"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_engine_receives_what_it_was_started_for_and_what_every_receiver_takes(wanted, device):
-    offered = receivable(wanted, device=device)
+def test_an_engine_receives_what_it_was_started_for_and_what_every_receiver_takes(wanted):
+    offered = receivable(wanted)
     assert wanted in (offered[0], "auto")
-    assert set(offered) == {"slot", "gloo", "disk"} | ({"nccl"} if "nccl" in offered else set())
-    assert ("nccl" in offered) == (wanted == "nccl" or (wanted, device) == ("auto", "cuda"))
+    assert set(offered) == {"slot", "tcp", "disk"} | ({"nccl"} if wanted == "nccl" else set())
     assert len(set(offered)) == len(offered)
     assert sorted(_RECEIVERS) == ["nccl", "weights"]
 

@@ -9,9 +9,9 @@ from asyncrl.control.updates import (
     MOST_REFUSALS,
     CloseSender,
     Deliver,
+    GiveUp,
     Phase,
     Prepare,
-    RestartSender,
     UpdateSchedule,
 )
 from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
@@ -19,13 +19,13 @@ from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
 DEADLINE_S, PREPARATION_S = 10.0, 60.0
 
 
-def make(transport="gloo", *, one_host=True):
+def make(transport="slot", *, one_host=True):
     return UpdateSchedule(
         transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host
     )
 
 
-def order(version, transport="gloo", history="0"):
+def order(version, transport="slot", history="0"):
     return UpdateOrder(
         version=version,
         transport=transport,
@@ -57,7 +57,7 @@ def joined(schedule, *holders, version=0, now_s=0.0):
     return [
         a
         for h in holders
-        for a in schedule.join(h, version=version, transports=("gloo", "disk"), now_s=now_s)
+        for a in schedule.join(h, version=version, transports=("slot", "disk"), now_s=now_s)
     ]
 
 
@@ -72,13 +72,13 @@ def test_the_initial_model_needs_no_update_to_version_zero():
     schedule = make()
     assert schedule.announce(0, 0.0) == []
     assert joined(schedule, "a") == []
-    assert schedule.announce(1, 1.0) == [Prepare("a", "gloo")]
+    assert schedule.announce(1, 1.0) == [Prepare("a", "slot")]
 
 
 def test_weights_of_an_unknown_learner_are_replaced_whatever_their_number():
     schedule = make()
     schedule.announce(12, 0.0)
-    assert joined(schedule, "a", version=12) == [Prepare("a", "gloo")]
+    assert joined(schedule, "a", version=12) == [Prepare("a", "slot")]
 
 
 def test_a_report_on_an_earlier_learners_order_means_nothing_though_the_number_is_the_same():
@@ -99,9 +99,9 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
     schedule.prepared("slow", order(1), 0.0)
     run_one(schedule, "fast", 1, 0.0)
     for version in (2, 3):
-        assert schedule.announce(version, 1.0) == [Prepare("fast", "gloo")]
+        assert schedule.announce(version, 1.0) == [Prepare("fast", "slot")]
         assert run_one(schedule, "fast", version, 1.0) == []
-    assert schedule.reported("slow", applied(1), 2.0) == [Prepare("slow", "gloo")]
+    assert schedule.reported("slow", applied(1), 2.0) == [Prepare("slow", "slot")]
     run_one(schedule, "slow", 3, 2.0)
     assert schedule.members["slow"].version == 3
     assert (schedule.updates, schedule.failed, schedule.measured["probe_max"]) == (5, 0, 0.25)
@@ -160,7 +160,7 @@ def transports_of_failing_updates(schedule, attempts):
     while len(transports) < attempts:
         transports.append(actions[0].transport)
         schedule.prepared("a", order(1), now_s)
-        assert schedule.reported("a", failed(1), now_s) == [RestartSender("a")]
+        assert schedule.reported("a", failed(1), now_s) == [GiveUp("a")]
         assert schedule.tick(now_s) == []  # backs off
         now_s += 31.0
         actions = schedule.tick(now_s)
@@ -171,33 +171,34 @@ def test_after_two_failures_every_other_attempt_goes_by_disk_and_a_success_leads
     schedule = make()
     joined(schedule, "a")
     transports, now_s = transports_of_failing_updates(schedule, 6)
-    assert transports == ["gloo", "gloo", "disk", "gloo", "disk", "gloo"]
+    assert transports == ["slot", "slot", "disk", "slot", "disk", "slot"]
     run_one(schedule, "a", 1, now_s)
-    assert schedule.announce(2, now_s + 1) == [Prepare("a", "gloo")]
+    assert schedule.announce(2, now_s + 1) == [Prepare("a", "slot")]
 
 
-@pytest.mark.parametrize("transport", ["nccl", "gloo", "disk"])
+@pytest.mark.parametrize("transport", ["nccl", "tcp", "disk"])
 def test_other_hosts_are_never_sent_to_files_that_are_only_here(transport):
     schedule = make(transport, one_host=False)
-    schedule.join("a", version=0, transports=receivable(transport, device="cpu"), now_s=0.0)
+    schedule.join("a", version=0, transports=receivable(transport), now_s=0.0)
     assert transports_of_failing_updates(schedule, 5)[0] == [transport] * 5
 
 
 def test_a_generator_that_cannot_read_files_is_not_sent_to_them():
-    schedule = make("gloo")
-    schedule.join("a", version=0, transports=("gloo",), now_s=0.0)
-    assert set(transports_of_failing_updates(schedule, 4)[0]) == {"gloo"}
+    schedule = make("slot")
+    schedule.join("a", version=0, transports=("slot",), now_s=0.0)
+    assert set(transports_of_failing_updates(schedule, 4)[0]) == {"slot"}
 
 
 @pytest.mark.parametrize(
     ("wanted", "offered", "one_host", "common"),
     [
-        ("nccl", ("nccl", "gloo", "disk"), True, "nccl"),
-        ("nccl", ("gloo", "disk"), True, "gloo"),
+        ("nccl", ("nccl", "tcp", "disk"), True, "nccl"),
+        ("nccl", ("slot", "tcp", "disk"), True, "slot"),
+        ("nccl", ("slot", "tcp", "disk"), False, "tcp"),
         ("nccl", ("disk",), True, "disk"),
         ("nccl", ("disk",), False, None),
-        ("disk", ("gloo", "disk"), False, "disk"),
-        ("gloo", (), True, None),
+        ("disk", ("tcp", "disk"), False, "disk"),
+        ("slot", (), True, None),
     ],
 )
 def test_the_common_transport_is_the_best_that_both_have(wanted, offered, one_host, common):
@@ -211,9 +212,9 @@ def test_the_common_transport_is_the_best_that_both_have(wanted, offered, one_ho
 def test_a_prepare_that_found_no_version_is_repeated_with_the_next_tick():
     schedule = make()
     joined(schedule, "a")
-    assert schedule.announce(1, 0.0) == [Prepare("a", "gloo")]
+    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
     schedule.postpone("a")
-    assert schedule.tick(0.1) == [Prepare("a", "gloo")]
+    assert schedule.tick(0.1) == [Prepare("a", "slot")]
 
 
 def test_every_phase_has_its_deadline():
@@ -221,37 +222,33 @@ def test_every_phase_has_its_deadline():
     joined(schedule, "a")
     schedule.announce(1, 0.0)
     assert schedule.tick(PREPARATION_S) == []
-    assert schedule.tick(PREPARATION_S + 0.1) == [RestartSender("a")]
-    assert schedule.tick(100.0) == [Prepare("a", "gloo")]
+    assert schedule.tick(PREPARATION_S + 0.1) == [GiveUp("a")]
+    assert schedule.tick(100.0) == [Prepare("a", "slot")]
     schedule.prepared("a", order(1), 100.0)
     schedule.sent("a", 109.0)
     assert schedule.tick(118.0) == []  # it has left, the generator applies it
-    assert schedule.tick(119.1) == [RestartSender("a")]
+    assert schedule.tick(119.1) == [GiveUp("a")]
     assert schedule.members["a"].version == -1
     assert schedule.failed == 2
 
 
-def test_a_sender_that_dies_idle_is_replaced_without_a_failed_update():
+def test_a_failure_without_an_update_under_way_costs_nothing():
     schedule = make()
     joined(schedule, "a")
-    assert schedule.fail("a", 0.0) == []
-    assert not schedule.has_sender("a")
-    assert schedule.fail("a", 0.1) == []
-    assert schedule.tick(0.2) == []
-    assert schedule.announce(1, 0.3) == [RestartSender("a")]
-    assert schedule.has_sender("a")
-    assert schedule.tick(0.3) == [Prepare("a", "gloo")]
+    assert schedule.fail("a", 0.0) == schedule.fail("nobody", 0.0) == []
+    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
     assert schedule.failed == 0
 
 
-def test_a_sender_that_dies_at_each_start_is_started_ever_more_rarely():
+def test_updates_that_fail_are_tried_ever_more_rarely():
     schedule, starts_s = make(), []
     joined(schedule, "a")
+    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
     schedule.fail("a", 0.0)
     for tenths in range(3_000):
-        if RestartSender("a") in schedule.tick(tenths / 10):
+        if schedule.tick(tenths / 10):
             starts_s.append(tenths / 10)
-            schedule.fail("a", tenths / 10)
+            assert schedule.fail("a", tenths / 10) == [GiveUp("a")]
     pauses_s = [round(later - earlier, 3) for earlier, later in pairwise(starts_s)]
     assert pauses_s == sorted(pauses_s)
     assert 10 <= len(starts_s) <= 20
@@ -261,9 +258,10 @@ def test_a_sender_that_dies_at_each_start_is_started_ever_more_rarely():
 def test_a_day_of_failures_is_no_failure_of_the_schedule():
     schedule = make()
     joined(schedule, "a")
-    for failures in range(3_000):
-        schedule.fail("a", 31.0 * failures)
-        assert RestartSender("a") in schedule.tick(31.0 * (failures + 1) - 0.5)
+    schedule.announce(1, 0.0)
+    for failures in range(1, 3_000):
+        assert schedule.fail("a", 31.0 * failures - 0.5) == [GiveUp("a")]
+        assert [action.holder for action in schedule.tick(31.0 * failures + 30.0)] == ["a"]
 
 
 def test_late_and_foreign_reports_mean_nothing():
@@ -307,7 +305,6 @@ class World:
 
     def __init__(self):
         self.schedule, self.now_s, self.newest = make(), 0.0, 0
-        self.down = set()  # holders whose sender is dead
         self.senders = {}  # holder -> None | ("preparing", version) | ("transferring", version)
         self.applied = {}
 
@@ -319,17 +316,14 @@ class World:
             match action:
                 case Prepare(holder):
                     assert self.senders[holder] is None, "two updates at once"
-                    assert holder not in self.down, "nobody is there to prepare"
                     self.senders[holder] = ("preparing", self.newest)
                 case Deliver(holder, sent):
                     assert self.senders[holder] == ("preparing", sent.version)
                     self.senders[holder] = ("transferring", sent.version)
-                case RestartSender(holder):
+                case GiveUp(holder):
                     self.senders[holder] = None
-                    self.down.discard(holder)
                 case CloseSender(holder):
                     del self.senders[holder]
-                    self.down.discard(holder)
 
     def step(self, event, holder, wait_s):
         self.now_s += wait_s
@@ -356,8 +350,7 @@ class World:
                 self.obey(self.schedule.reported(holder, applied(busy[1]), self.now_s), holder)
             case "failed" if busy and busy[0] == "transferring":
                 self.obey(self.schedule.reported(holder, failed(busy[1]), self.now_s), holder)
-            case "died" if holder in self.senders:
-                self.down.add(holder)
+            case "died":
                 self.obey(self.schedule.fail(holder, self.now_s), holder)
             case "tick":
                 self.obey(self.schedule.tick(self.now_s))
@@ -377,8 +370,6 @@ def test_one_update_at_a_time_versions_only_grow_and_everybody_converges(events)
     for holder in world.senders:
         assert world.applied[holder] == world.newest
         assert world.schedule.members[holder].phase is Phase.IDLE
-        assert world.schedule.has_sender(holder) == (holder not in world.down)
-    assert not world.down
     assert world.schedule.tick(world.now_s + 1000) == []
 
 

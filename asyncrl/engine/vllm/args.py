@@ -11,7 +11,6 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.engine.base import OWNER_ENV
-from asyncrl.weights.base import receivable
 
 Device = Literal["cpu", "cuda"]
 
@@ -41,9 +40,7 @@ def engine_args(
         # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(
-            backend="asyncrl-nccl"
-            if "nccl" in receivable(weights.transport, device=device)
-            else "asyncrl-weights"
+            backend="asyncrl-nccl" if weights.transport == "nccl" else "asyncrl-weights"
         ),
         "disable_log_stats": True,
         "enable_log_requests": False,

@@ -4,7 +4,7 @@
 
 The details, by transport:
 
-    slot    slot, layout, checksums: memory of the learner, or the generator's own, filled over Gloo
+    slot    slot, layout, checksums: memory of the learner, or of this host, fetched over TCP
     disk    the same in a file
     nccl    init (new `nccl_unique_id_b64`, offset, size; for a new group), update (names, ...), checksums
 

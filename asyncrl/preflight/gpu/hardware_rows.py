@@ -88,8 +88,8 @@ def copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def links(place: Place) -> Iterator[Figure]:
-    """Measure broadcasts between two processes, and copies between GPUs."""
-    yield noted("gloo", pair_rate("gloo", place.directory), "GB/s", note="loopback, two processes")
+    """Measure transfers between two processes, and copies between GPUs."""
+    yield noted("tcp", pair_rate("tcp", place.directory), "GB/s", note="loopback, two processes")
     if not place.on_gpu or count_gpus() < 2:
         yield absent("nccl, peer to peer", "one GPU" if place.on_gpu else "a rehearsal on the CPU")
         return
@@ -103,7 +103,7 @@ def links(place: Place) -> Iterator[Figure]:
 
 
 def pair_rate(backend: str, directory: Path) -> float:
-    """Return GB/s of a broadcast between two new processes. Raises DataError."""
+    """Return GB/s of a bare transfer between two new processes. Raises DataError."""
     command = [sys.executable, "-m", "asyncrl.preflight.gpu.pair", backend]
     answer = directory / f"pair-{backend}"
     processes = [subprocess.Popen(bound_to_us([*command, str(rank), str(answer)])) for rank in range(2)]
@@ -112,5 +112,5 @@ def pair_rate(backend: str, directory: Path) -> float:
     finally:
         stop_processes(processes, grace_s=0.0)
     if any(statuses):
-        raise DataError(f"{backend}: two processes on this host could not broadcast; see the row's log")
+        raise DataError(f"{backend}: two processes could not reach each other; see the row's log")
     return float(answer.read_text())

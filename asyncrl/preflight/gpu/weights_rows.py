@@ -1,4 +1,4 @@
-"""The row about weights: a version by each possible transport, and a sender that is killed."""
+"""The row about weights: a version by each possible transport, and an NCCL sender that is killed."""
 
 import asyncio
 import contextlib
@@ -63,6 +63,7 @@ class _Learner:
             initial_logprobs=(),
             directory=place.directory / "weights",
             deadline_s=DEADLINE_S,
+            interface="127.0.0.1",
         )
         return cls(publisher, tensors, publisher.open_sender(1), layout.total_bytes)
 
@@ -109,9 +110,10 @@ def weights(place: Place) -> Iterator[Figure]:
             yield noted("learner's loop blocked by publishing", 1000 * blocked_s, "ms")
             for transport in transports(place):
                 yield from _by(transport, place, runner, started, learner, staging)
-            if place.on_gpu and count_gpus() < 2:
+            if "nccl" in transports(place):
+                yield _killed(runner, started, learner, staging)
+            elif place.on_gpu:
                 yield absent("nccl", "one GPU: NCCL refuses two processes on it")
-            yield _killed(transports(place)[-1], runner, started, learner, staging)
         finally:
             learner.publisher.close()
             staging.close()
@@ -119,8 +121,8 @@ def weights(place: Place) -> Iterator[Figure]:
 
 
 def transports(place: Place) -> list[str]:
-    """Return the transports that learner and generator of this machine can use, the riskiest one last."""
-    return ["slot", "disk", "gloo", *(["nccl"] if place.on_gpu and count_gpus() > 1 else [])]
+    """Return the transports that learner and generator of this machine can use."""
+    return ["slot", "disk", "tcp", *(["nccl"] if place.on_gpu and count_gpus() > 1 else [])]
 
 
 def _by(
@@ -160,7 +162,7 @@ async def _update(engine: VLLMEngine, staging: HostStaging, order: UpdateOrder) 
 
 def _limit(transport: str, place: Place, learner: _Learner) -> float | None:
     """GB/s of a bare transfer of the same bytes; None if the row `links` has not measured it."""
-    if transport in ("gloo", "nccl"):
+    if transport in ("tcp", "nccl"):
         return value_in(place.directory / "links.jsonl", transport)
     source = torch.zeros(learner.total_bytes, dtype=torch.uint8, device=place.device)
     if transport == "slot":
@@ -176,13 +178,11 @@ def _limit(transport: str, place: Place, learner: _Learner) -> float | None:
     return learner.total_bytes / seconds / 1e9
 
 
-def _killed(
-    transport: str, runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, staging: HostStaging
-) -> Figure:
-    """Kill the sender while the generator receives, and measure until the next version is loaded."""
+def _killed(runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, staging: HostStaging) -> Figure:
+    """Kill NCCL's sender while the generator receives, and measure until the next version is loaded."""
     learner.publish()
-    order = replace(learner.prepare(transport), deadline_s=DEADLINE_S / 2)
-    (sender,) = (p for p in psutil.Process().children(recursive=True) if _is_sender(p))
+    order = replace(learner.prepare("nccl"), deadline_s=DEADLINE_S / 2)
+    (sender,) = (p for p in psutil.Process().children() if "asyncrl.weights.nccl" in p.cmdline())
     sender.send_signal(signal.SIGSTOP)  # so that the transfer cannot be over before the kill
     learner.sender.transfer()
 
@@ -197,27 +197,17 @@ def _killed(
 
     started_s = time.perf_counter()
     refused = runner.run(cut_off())
-    learner.sender.restart()
+    learner.sender.give_up()
     learner.publish()
-    order = learner.prepare(transport)
+    order = learner.prepare("nccl")
     learner.sender.transfer()
     runner.run(_update(engine, staging, order))
     seconds = time.perf_counter() - started_s
     note = "" if refused else "the version without its sender was accepted"
     return judged(
-        f"{transport}: kill -9 of the sender during a transfer, back after",
+        "nccl: kill -9 of the sender during a transfer, back after",
         seconds if refused else float("nan"),
         "s",
         at_most=MOST_BACK_S,
         note=note,
-    )
-
-
-def _is_sender(process: psutil.Process) -> bool:
-    """Whether it is forked from the fork server, our child."""
-    parent = process.parent()
-    return (
-        "asyncrl.weights.sender" in process.cmdline()
-        and parent is not None
-        and "asyncrl.weights.sender" in parent.cmdline()
     )
