@@ -60,9 +60,9 @@ class Caller:
 
     def _lose(self, reason: str, left: list[Call]) -> None:
         doing = f"`{left[0].request.get('name', left[0].request['do'])}`" if left else "between two requests"
+        failing, behind = (left[:1], left[1:]) if self._lost else (left, [])
         self._fault = asyncio.create_task(self._describe(doing, reason))
-        behind = left[1:] if self._lost else []
-        self._fault.add_done_callback(partial(_fail, left[:1] if self._lost else left))
+        self._fault.add_done_callback(partial(_fail, failing))
         if self._lost:
             self._lost(behind)
 

@@ -38,10 +38,14 @@ class Channel(asyncio.Protocol):
         self._end("")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message soon. Raises TypeError or ValueError if it cannot be sent."""
+        """Send a message soon; dates and the like become text. Raises EnvironmentFault if it is too long."""
+        try:
+            frame = packed(message, default=str)
+        except (TypeError, ValueError) as error:  # keys that are not text, or nested without end
+            raise EnvironmentFault(f"cannot be sent to the environment: {error}", reason="start") from error
         if not self._leaving:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._leaving.append(packed(message))
+        self._leaving.append(frame)
 
     def close(self) -> None:
         """Close the socket; nothing is reported from now on."""
@@ -87,10 +91,7 @@ class Requests:
 
     def submit(self, call: Call) -> None:
         """Send a request behind those that are open. Raises EnvironmentFault if it cannot be sent."""
-        try:
-            self.channel.send(call.request)
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFault(f"cannot be sent to the environment: {error}", reason="start") from error
+        self.channel.send(call.request)
         self._open.append(call)
         if len(self._open) == 1:
             loop = asyncio.get_running_loop()

@@ -17,9 +17,14 @@ class Conversation:
         self._talk = talk
         self._text = opening if isinstance(opening, str) else None
         self._messages: list[Message] = [] if isinstance(opening, str) else list(opening)
-        self._max_characters = max_characters
+        self.max_characters = max_characters
         # Numbers for the episode's metrics.
         self.counts: Counter[str] = Counter()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The counts, for the episode's metrics."""
+        return {name: float(count) for name, count in self.counts.items()}
 
     def observe(self, observation: Observation) -> None:
         """Append what the environment says. Text continues the user's message if that is the last one."""
@@ -49,6 +54,9 @@ class Conversation:
     async def answer(self, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
         """Return the model's next answer, and append it. Raises what the talk raises."""
         if self._text is not None:
+            if tools:
+                text = "the environment has tools, which only a chat template shows to a model"
+                raise EnvironmentFault(f"{text}; set model.chat_template: true", reason="start")
             text, self._text = self._text, ""
             answer = await self._talk.complete(text)
         else:
@@ -65,8 +73,8 @@ class Conversation:
     def cut(self, text: str, length: int | None = None) -> str:
         """Return the beginning of a text that is too long, with a mark that the model can read."""
         length = len(text) if length is None else length
-        if length <= self._max_characters:
+        if length <= self.max_characters:
             return text
         self.counts["observations_cut"] += 1
-        left = length - self._max_characters
-        return f"{text[: self._max_characters]}\n[cut: {left:,} of {length:,} characters]"
+        left = length - self.max_characters
+        return f"{text[: self.max_characters]}\n[cut: {left:,} of {length:,} characters]"

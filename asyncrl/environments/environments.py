@@ -10,7 +10,10 @@ from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.environments.caller import Caller
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.fork_server import ForkServer
-from asyncrl.environments.loops import asked, play_text
+from asyncrl.environments.loops import Ask, asked, play_text, play_tool_class, play_tools
+from asyncrl.environments.rollouts import Rollouts
+from asyncrl.environments.tool_pool import ToolPool
+from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import EnvironmentFault
 
 
@@ -23,15 +26,21 @@ class Environments:
         self._server = ForkServer(config, variables)
         # What the user's file has: kind, columns, tools.
         self.description: Mapping[str, Any] = {}
+        self._toolbox = Toolbox([])
+        self._shared: ToolPool | Rollouts | None = None
         # Faults by reason.
         self.faults: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Import the user's file, and look at it. Raises EnvironmentFault."""
         self.description = await self._server.start()
-        if (kind := self.description["kind"]) != "text":
-            text = f"environment.uses {self._config.uses} is of kind {kind}; a class with `step` is allowed"
-            raise EnvironmentFault(text, reason="start")
+        self._toolbox = Toolbox(self.description["tools"])
+        if self.description["kind"] == "tools":
+            self._shared = ToolPool(self._server, self._config.workers, self._config.step_s)
+            await self._shared.start()
+        elif self.description["kind"] == "rollout":
+            limits = {"step_s": self._config.step_s, "episode_s": self._config.episode_s}
+            self._shared = Rollouts(self._server, self._config.workers, **limits)
 
     async def play(
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
@@ -45,26 +54,45 @@ class Environments:
 
     async def close(self) -> None:
         """Kill all processes."""
+        if self._shared is not None:
+            await self._shared.close()
         await self._server.close()
 
     async def _play(
         self, talk: Talk, row: Mapping[str, Any], prompt: Opening, seed: int, episode: int
     ) -> Outcome:
         # A row that names its seed is a task made from it.
-        start = {"columns": self._columns({"seed": seed, "episode": episode} | dict(row)), "seed": seed}
+        columns = self._columns({"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt})
+        if isinstance(self._shared, Rollouts):
+            return await self._shared.play(talk, columns, seed=seed, place=episode)
         conversation = Conversation(talk, prompt, self._config.max_observation_characters)
+        if isinstance(self._shared, ToolPool):
+            pool, step_s = self._shared, self._config.step_s
+            outcome = await play_tools(conversation, self._toolbox, pool.ask, step_s=step_s)
+            return replace(outcome, metrics=conversation.metrics)
         worker = Caller(self._config.step_s)
         try:
             await worker.start(self._server)
-            outcome = await play_text(
-                talk, conversation, worker.ask, start, rewards=self.description["rewards"]
-            )
-            if self.description["closes"]:
-                await asked(worker.ask, "close")
+            start = {"columns": columns, "seed": seed}
+            outcome = await self._play_alone(talk, conversation, worker.ask, start)
         finally:
             worker.close()
-        metrics = {name: float(count) for name, count in conversation.counts.items()}
-        return replace(outcome, metrics=metrics | {"environment_s": worker.busy_s})
+        return replace(outcome, metrics=conversation.metrics | {"environment_s": worker.busy_s})
+
+    async def _play_alone(
+        self, talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any]
+    ) -> Outcome:
+        """Play an episode that has a worker of its own."""
+        has = self.description
+        if has["kind"] == "text":
+            outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
+        else:
+            outcome = await play_tool_class(
+                conversation, self._toolbox, ask, start, ends=has["ends"], rewards=has["rewards"]
+            )
+        if has["closes"]:
+            await asked(ask, "close")
+        return outcome
 
     def _columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the signature names: user code sees no others, so no answers by accident."""

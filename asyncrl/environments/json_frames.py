@@ -6,18 +6,21 @@ Like all that these processes import, it needs nothing but the standard library.
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
-def packed(message: Mapping[str, Any]) -> bytes:
-    """Return a message as bytes. Raises TypeError or ValueError if JSON cannot have it or it is too long."""
-    data = json.dumps(message, default=_plain).encode()
+def packed(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
+    """Return a message as bytes; `default` converts what is neither text, number, list nor dict.
+
+    Raises TypeError if it does not, and ValueError if the message is too long.
+    """
+    data = json.dumps(message, default=default or _plain).encode()
     if len(data) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"returned {len(data):,} bytes; at most {MAX_MESSAGE_BYTES:,} are allowed")
+        raise ValueError(f"found {len(data):,} bytes; at most {MAX_MESSAGE_BYTES:,} are allowed")
     return LENGTH.pack(len(data)) + data
 
 

@@ -3,12 +3,14 @@
 A talk that has no turn left raises BudgetSpent: the episode ends, and is scored if the environment can.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl.environments.base import BudgetSpent, Outcome, Talk
+from asyncrl.environments.base import Answer, BudgetSpent, Outcome, Talk, ToolCall
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.returned import read_reset, read_reward, read_step
+from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import EnvironmentFault
 
 # Sends a request to the worker of the episode, and returns its reply. Raises EnvironmentFault.
@@ -48,3 +50,92 @@ async def play_text(
         last = read_reward("reward", (await asked(ask, "reward"))["value"])
         total = last if total is None or last is None else total + last
     return Outcome(finish_reason=finish_reason, reward=total)
+
+
+async def play_tools(conversation: Conversation, toolbox: Toolbox, ask: Ask, *, step_s: float) -> Outcome:
+    """Play with tools that have no state: calls of one answer run at the same time.
+
+    The model may have asked for an endless computation, so a call that takes too long is an observation.
+    """
+
+    async def answer_calls(answer: Answer) -> bool:
+        mistakes = [toolbox.mistake(call) for call in answer.tool_calls]
+        open_calls = [
+            ask(_request(call, conversation))
+            for call, mistake in zip(answer.tool_calls, mistakes, strict=True)
+            if not mistake
+        ]
+        replies = iter(await asyncio.gather(*open_calls, return_exceptions=True))
+        for call, mistake in zip(answer.tool_calls, mistakes, strict=True):
+            _observe(conversation, call, mistake, None if mistake else next(replies), step_s)
+        return False
+
+    return Outcome(finish_reason=await _until_no_call(conversation, toolbox, answer_calls))
+
+
+async def play_tool_class(
+    conversation: Conversation,
+    toolbox: Toolbox,
+    ask: Ask,
+    start: Mapping[str, Any],
+    *,
+    ends: bool,
+    rewards: bool,
+) -> Outcome:
+    """Play with the methods of one object as tools: calls run in order, and a lost object is a fault."""
+    conversation.observe(read_reset(await asked(ask, "reset", **start)))
+
+    async def answer_calls(answer: Answer) -> bool:
+        for call in answer.tool_calls:
+            mistake = toolbox.mistake(call)
+            reply = None if mistake else await ask(_request(call, conversation))
+            _observe(conversation, call, mistake, reply, 0.0)
+        return ends and bool((await asked(ask, "done"))["value"])
+
+    finish_reason = await _until_no_call(conversation, toolbox, answer_calls)
+    reward = read_reward("reward", (await asked(ask, "reward"))["value"]) if rewards else None
+    return Outcome(finish_reason=finish_reason, reward=reward)
+
+
+async def _until_no_call(
+    conversation: Conversation, toolbox: Toolbox, answer_calls: Callable[[Answer], Awaitable[bool]]
+) -> str:
+    """Talk until an answer has no call or `answer_calls` says that the episode is over."""
+    try:
+        while True:
+            answer = await conversation.answer(toolbox.schemas)
+            if not answer.tool_calls or await answer_calls(answer):
+                return answer.finish_reason
+    except BudgetSpent as spent:
+        return spent.finish_reason
+
+
+def _request(call: ToolCall, conversation: Conversation) -> dict[str, Any]:
+    return {
+        "do": "call",
+        "name": call.name,
+        "arguments": call.arguments,
+        "limit": conversation.max_characters,
+    }
+
+
+def _observe(conversation: Conversation, call: ToolCall, mistake: str, reply: Any, step_s: float) -> None:
+    """Append the result of a call, or the model's mistake. Raises EnvironmentFault for what is not one."""
+    conversation.counts["tool_calls"] += 1
+    if mistake:
+        conversation.counts["tools_invalid"] += 1
+        text = f"error: {mistake}"
+    elif isinstance(reply, EnvironmentFault) and reply.reason == "hung":
+        conversation.counts["tools_late"] += 1
+        text = f"error: {call.name} took longer than {step_s:g} s and was stopped"
+    elif isinstance(reply, BaseException):
+        raise reply
+    elif "error" not in reply:
+        conversation.result(call, reply["value"], reply["length"])
+        return
+    elif reply["fault"]:
+        raise EnvironmentFault(f"tool `{call.name}` raised {reply['error']} ({reply['where']})")
+    else:
+        conversation.counts["tools_raised"] += 1
+        text = f"error: {reply['error']}"
+    conversation.result(call, text, len(text))

@@ -24,6 +24,8 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
     if kind == "tool_class":
         names = [name for name in dir(first) if name[0] != "_" and name not in NOT_TOOLS]
         tools = [getattr(first, name) for name in names if inspect.isroutine(getattr(first, name))]
+    if len(known := {tool.__name__ for tool in tools}) < len(tools):
+        raise TypeError(f"found {len(tools)} tools with the names {sorted(known)}; give each its own name")
     is_entered = kind != "tools"
     return {
         "kind": kind,

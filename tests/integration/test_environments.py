@@ -1,7 +1,6 @@
 """Environments in real processes: what is played, and what each failure of user code becomes."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -12,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments import fork_server
-from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
+from tests.support.environments import environment, play
 from tests.support.talks import ScriptedTalk
 
 pytestmark = pytest.mark.integration
@@ -111,6 +109,8 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 def _scratch(tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    yield
+    assert list((tmp_path / "scratch").iterdir()) == [], "files of an environment are left"
 
 
 def bisect(low, high=31):
@@ -126,35 +126,16 @@ def bisect(low, high=31):
     return ScriptedTalk(answer)
 
 
-@contextlib.asynccontextmanager
-async def environment(tmp_path, code, name, **settings):
-    file = tmp_path / "mine.py"
-    file.write_text(code)
-    names = [f"{file}:{one}" for one in name.split()]
-    played = Environments(EnvironmentConfig(uses=names[0] if len(names) == 1 else tuple(names), **settings))
-    try:
-        await played.start()
-        yield played
-    finally:
-        await played.close()
-        assert left_over() == []
-        assert list((tmp_path / "scratch").iterdir()) == [], "files of an environment are left"
-
-
-def left_over():
-    """Processes that we or ours started and that still run."""
-    return [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
-
-
-def play(played, talk, row=None, *, prompt="", seed=0, episode=0):
-    return asyncio.wait_for(played.play(talk, row or {}, prompt=prompt, seed=seed, episode=episode), 30)
-
-
 def run_odd(tmp_path, how, *, settings=None, **row):
     """One episode of `Odd`: its outcome or fault; and then another one, which must be good."""
 
     async def scenario():
-        async with environment(tmp_path, ODD, "Odd", **{"step_s": 1.0, **(settings or {})}) as played:
+        async with environment(
+            tmp_path,
+            ODD,
+            "Odd",
+            **{"step_s": 1.0 if how in ("sleep", "busy", "child") else 20.0, **(settings or {})},
+        ) as played:
             try:
                 result = await play(played, ScriptedTalk(["go"] * 9), {"how": how, **row})
             except EnvironmentFault as fault:
@@ -216,7 +197,10 @@ def test_only_columns_that_are_named_reach_user_code(tmp_path):
         return shown
 
     shown = asyncio.run(scenario())
-    assert shown == {"all": ["2+2=['answer', 'episode', 'seed']"], "named": ["2+2=['question', 'self']"]}
+    assert shown == {
+        "all": ["2+2=['answer', 'episode', 'prompt', 'seed']"],
+        "named": ["2+2=['question', 'self']"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Free-form episodes: user code talks to the model as it likes, many episodes on one loop of one process.
+
+A loop that hangs stops all its episodes, so a process whose loop does not answer is killed, and its episodes
+are faults.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from asyncrl.environments.base import BudgetSpent, Outcome, Talk
+from asyncrl.environments.channel import Channel
+from asyncrl.environments.fork_server import ForkServer, Worker
+from asyncrl.environments.returned import read_reward
+from asyncrl.environments.tool_schemas import tool_schema
+from asyncrl.errors import EnvironmentFault
+
+
+class Rollouts:
+    """Plays `async def rollout(session, **columns)` in a number of processes."""
+
+    def __init__(self, server: ForkServer, count: int, *, step_s: float, episode_s: float) -> None:
+        """Kill a process whose loop does not answer for `step_s`; cut off an episode after `episode_s`."""
+        self._server, self._step_s, self._episode_s = server, step_s, episode_s
+        self._hosts: list[_Host | None] = [None] * count
+        self._starting = [asyncio.Lock() for _ in range(count)]
+        self._places = itertools.cycle(range(count))
+        self._numbers = itertools.count(1)
+
+    async def play(self, talk: Talk, columns: Mapping[str, Any], *, seed: int, place: int) -> Outcome:
+        """Play one episode. Raises EnvironmentFault, and what the talk raises except BudgetSpent."""
+        host, number = await self._host(), next(self._numbers)
+        episode = _Episode(talk, host.channel, number)
+        try:
+            host.begin(episode, {"columns": columns, "seed": seed, "place": place})
+            async with asyncio.timeout(self._episode_s):
+                return episode.outcome(await episode.end)
+        except TimeoutError:
+            return Outcome(finish_reason="time", metrics=episode.metrics)
+        finally:
+            host.leave(episode)
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        for host in self._hosts:
+            if host is not None:
+                host.close()
+
+    async def _host(self) -> "_Host":
+        place = next(self._places)
+        async with self._starting[place]:
+            host = self._hosts[place]
+            if host is None or host.is_lost:
+                host = _Host(self._step_s)
+                await host.start(self._server)
+                self._hosts[place] = host
+            return host
+
+
+class _Episode:
+    """One episode: the questions of user code go to its talk."""
+
+    def __init__(self, talk: Talk, channel: Channel, number: int) -> None:
+        self.number = number
+        self._talk, self._channel = talk, channel
+        # The last message of user code.
+        self.end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._turns = 0
+        self._finish_reason = "stop"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"turns": float(self._turns)}
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """Follow a message of user code."""
+        if "call" in message:
+            task = asyncio.create_task(self._answer(message))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        elif "reward" in message:
+            self._score(message["reward"], message["state"])
+        elif not self.end.done():
+            self.end.set_result(message)
+
+    def fail(self, error: BaseException) -> None:
+        """End the episode with an error."""
+        if not self.end.done():
+            self.end.set_exception(error)
+
+    def outcome(self, last: Mapping[str, Any]) -> Outcome:
+        """Return what the last message says. Raises EnvironmentFault."""
+        if "error" in last:
+            raise EnvironmentFault(f"the rollout raised {last['error']} ({last['where']})")
+        if not self._turns and self._finish_reason == "stop":
+            text = "the rollout ended without a call of `session.chat` or `session.complete`"
+            raise EnvironmentFault(f"{text}: nothing was sampled", reason="silent")
+        value, parts = last.get("value"), {}
+        if isinstance(value, dict):
+            parts = {
+                str(name): read_reward(f"rollout, part {name}", one) or 0.0 for name, one in value.items()
+            }
+            value = sum(parts.values()) if parts else None
+        reward = read_reward("rollout", value)
+        return Outcome(finish_reason=self._finish_reason, reward=reward, parts=parts, metrics=self.metrics)
+
+    def leave(self) -> None:
+        """Stop asking the model."""
+        self.end.cancel()
+        for task in self._answering:
+            task.cancel()
+
+    async def _answer(self, message: Mapping[str, Any]) -> None:
+        try:
+            if "text" in message:
+                answer = await self._talk.complete(message["text"])
+            else:
+                tools = [one if "function" in one else tool_schema(one) for one in message["tools"]]
+                answer = await self._talk.chat(message["messages"], tools=tools)
+            self._turns += 1
+            self._finish_reason = answer.finish_reason
+            calls = [
+                {"id": one.id, "name": one.name, "arguments": one.arguments} for one in answer.tool_calls
+            ]
+            fields = {
+                name: getattr(answer, name) for name in ("text", "finish_reason", "tokens", "reasoning")
+            }
+            self._channel.send({"call": message["call"], "answer": {**fields, "tool_calls": calls}})
+        except BudgetSpent as spent:
+            self._finish_reason = spent.finish_reason
+            self._channel.send({"call": message["call"], "spent": spent.finish_reason})
+        except Exception as error:  # noqa: BLE001 - the episode ends with it
+            self.fail(error)
+
+    def _score(self, reward: Any, state: Any) -> None:
+        try:
+            value = read_reward("score_turn", reward)
+            if value is not None:
+                self._talk.score_turn(value, state)
+        except EnvironmentFault as fault:
+            self.fail(fault)
+
+
+class _Host:
+    """One process, and the episodes in it."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self.channel = Channel(self._receive, self._lose)
+        self._worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._episodes: dict[int, _Episode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered = True
+        self.is_lost = False
+
+    async def start(self, server: ForkServer) -> None:
+        self._worker.set_result(await server.worker(self.channel))
+        self._keep(self._beat())
+
+    def begin(self, episode: _Episode, start: Mapping[str, Any]) -> None:
+        if self.is_lost:
+            raise EnvironmentFault("the process of the rollouts died before the episode began", reason="died")
+        self._episodes[episode.number] = episode
+        self.channel.send({"start": episode.number, **start})
+
+    def leave(self, episode: _Episode) -> None:
+        """Cancel what still runs of an episode."""
+        if self._episodes.pop(episode.number, None) and not self.is_lost:
+            self.channel.send({"cancel": episode.number})
+        episode.leave()
+
+    def close(self) -> None:
+        self.is_lost = True
+        self.channel.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._worker.done():
+            self._worker.result().kill()
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "pong" in message:
+            self._answered = True
+        elif episode := self._episodes.get(message["episode"]):  # else it has been cut off
+            episode.receive(message)
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._keep(self._bury(reason or "died"))
+
+    async def _bury(self, reason: str) -> None:
+        fault = await (await self._worker).fault("the process of the rollouts", reason, self._step_s)
+        for episode in self._episodes.values():
+            episode.fail(fault)
+
+    async def _beat(self) -> None:
+        """Ask the loop for a sign, again and again; one that does not give it is hung."""
+        while not self.is_lost:
+            self._answered = False
+            self.channel.send({"ping": True})
+            await asyncio.sleep(self._step_s)
+            if not self._answered:
+                self._lose("hung")
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

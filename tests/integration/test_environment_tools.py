@@ -1,0 +1,410 @@
+"""Tools and rollouts in real processes: what the model is shown, and what each failure becomes."""
+
+import asyncio
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from asyncrl.environments.base import Answer
+from asyncrl.errors import EngineError, EnvironmentFault
+from tests.support.environments import calls, environment, play
+from tests.support.talks import ScriptedTalk
+
+pytestmark = pytest.mark.integration
+
+ASK = [{"role": "user", "content": "2+3?"}]
+
+TOOLS = '''
+import errno, os, time
+
+class Broken(Exception):
+    fault = True
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def table(n: int) -> dict:
+    """Count.
+
+    Args:
+        n: How far.
+    """
+    return {"list": list(range(n)), "é": None}
+
+def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return f"{os.getpid()}"
+
+def fail(how: str) -> str:
+    """Fail.
+
+    Args:
+        how: How.
+    """
+    if how == "ValueError": raise ValueError("no such number")
+    if how == "FileNotFoundError": open("/nowhere/at/all")
+    if how == "RecursionError": return fail(how)
+    if how == "ConnectionError": raise ConnectionRefusedError("database")
+    if how == "TimeoutError": raise TimeoutError("database")
+    if how == "MemoryError": bytearray(1 << 50)
+    if how == "ImportError": import nonexistent_library
+    if how == "SystemExit": raise SystemExit(1)
+    if how == "ENOSPC": raise OSError(errno.ENOSPC, "disk full")
+    if how == "EMFILE": raise OSError(errno.EMFILE, "too many files")
+    if how == "EIO": raise OSError(errno.EIO, "disk broken")
+    if how == "fault": raise Broken("the sandbox is gone")
+    if how == "die": os._exit(9)
+    return "fine"
+'''
+SHELF = '''
+import os, time
+
+class Shelf:
+    """Tools with a state."""
+
+    def reset(self, title):
+        self.title, self.books = title, []
+        return None
+
+    def put(self, name: str) -> str:
+        """Put a book on the shelf.
+
+        Args:
+            name: Its name.
+        """
+        if name == "late": time.sleep(60)
+        if name == "die": os._exit(3)
+        if name == "wrong": raise ValueError("no such book")
+        self.books.append(name)
+        return f"{self.title}: {self.books}"
+
+    def is_done(self):
+        return len(self.books) >= 3
+
+    def get_reward(self):
+        return len(self.books) / 3
+'''
+ROLLOUTS = '''
+import asyncio, os, time
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def rollout(session, prompt, how="sum", **columns):
+    if how == "silent": return 1.0
+    messages = list(prompt)
+    while True:
+        answer = await session.chat(messages, tools=[add])
+        messages.append(answer.message)
+        for call in answer.tool_calls:
+            value = str(add(**call.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": value})
+        if not answer.tool_calls: break
+    session.score_turn(0.25, state=7)
+    if how == "raise": raise KeyError("lost")
+    if how == "sleep": await asyncio.sleep(60)
+    if how == "hang": time.sleep(60)
+    if how == "die": os._exit(3)
+    if how == "nan": return float("nan")
+    if how == "object": return object()
+    if how == "nothing": return None
+    if how == "parts": return {"sum": 1.0, "short": 0.5}
+    if how == "branches":
+        both = await asyncio.gather(*(session.chat([{"role": "user", "content": x}]) for x in "ab"))
+        return sum(float(one.text) for one in both)
+    return float(answer.text == "5")
+
+async def counting(session):
+    """Goes on until the budget is spent."""
+    while True:
+        await session.complete("on")
+
+async def places(session, seed):
+    await session.complete(f"{seed} {session.seed} {session.episode}")
+    return 1
+'''
+
+
+def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_call_ends_it(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "add table wait", workers=2) as played:
+            script = [calls(("add", {"a": 2, "b": 3}), ("table", {"n": 3})), "5"]
+            talk = ScriptedTalk(script)
+            outcome = await play(played, talk, prompt=ASK)
+            late = ScriptedTalk([calls(("wait", {"seconds": 0.5}), ("wait", {"seconds": 0.5})), ""])
+            await play(played, late, prompt=ASK)
+            return outcome, talk, late.shown[-1]
+
+    outcome, talk, late = asyncio.run(scenario())
+    assert (outcome.finish_reason, outcome.reward) == ("stop", None)
+    assert outcome.metrics == {"turns": 2.0, "tool_calls": 2.0}
+    assert [one["function"]["name"] for one in talk.tools[0]] == ["add", "table", "wait"]
+    first, second = talk.shown
+    assert first == ASK and second[:2] == [
+        *ASK,
+        calls(("add", {"a": 2, "b": 3}), ("table", {"n": 3})).message,
+    ]
+    assert second[2] == {"role": "tool", "tool_call_id": "call-0", "name": "add", "content": "5"}
+    assert json.loads(second[3]["content"]) == {"list": [0, 1, 2], "é": None} and "é" in second[3]["content"]
+    assert late[-1]["content"] != late[-2]["content"], "two processes"
+
+
+@pytest.mark.parametrize(
+    ("call", "says", "counted"),
+    [
+        (("add", {"a": "x", "b": 1}), 'error: a must be an integer, got "x"', "tools_invalid"),
+        (
+            ("sub", {"a": 1}),
+            "error: there is no tool sub; the tools are add, wait, fail, table",
+            "tools_invalid",
+        ),
+        (("add", "a=1"), "error: the arguments of add are not a JSON object", "tools_invalid"),
+        (("fail", {"how": "ValueError"}), "error: ValueError: no such number", "tools_raised"),
+        (("fail", {"how": "FileNotFoundError"}), "error: FileNotFoundError: [Errno 2]", "tools_raised"),
+        (("fail", {"how": "RecursionError"}), "error: RecursionError: ", "tools_raised"),
+        (("wait", {"seconds": 60}), "error: wait took longer than 0.5 s and was stopped", "tools_late"),
+        (("table", {"n": 99}), '{"list": [0, 1, 2,\n[cut: 389 of 407 characters]', "observations_cut"),
+    ],
+)
+def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, says, counted):
+    async def scenario():
+        settings = {"step_s": 0.5, "max_observation_characters": 18 if call[0] == "table" else 200}
+        async with environment(tmp_path, TOOLS, "add wait fail table", **settings) as played:
+            talk = ScriptedTalk([calls(call, ("add", {"a": 2, "b": 3})), "so"])
+            return await play(played, talk, prompt=ASK), talk.shown[-1], played.faults
+
+    outcome, shown, faults = asyncio.run(scenario())
+    assert shown[-2]["content"].startswith(says) and shown[-1]["content"] == "5", "the other call is answered"
+    assert outcome.finish_reason == "stop" and outcome.metrics[counted] == 1.0 and not faults
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        *((how, "raised") for how in ("ConnectionError", "TimeoutError", "MemoryError", "ImportError", "SystemExit")),
+        *((how, "raised") for how in ("ENOSPC", "EMFILE", "EIO", "fault")),
+        ("die", "died"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_is_broken_is_a_fault_whatever_the_model_wrote(tmp_path, how, reason):
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "fail add") as played:
+            with pytest.raises(EnvironmentFault, match="fail") as caught:
+                await play(played, ScriptedTalk([calls(("fail", {"how": how}))]), prompt=ASK)
+            assert (caught.value.reason, dict(played.faults)) == (reason, {reason: 1})
+            after = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), ""])
+            await play(played, after, prompt=ASK)
+            assert after.shown[-1][-1]["content"] == "5"
+
+    asyncio.run(scenario())
+
+
+def test_calls_behind_one_that_kills_its_worker_are_made_by_another(tmp_path):
+    """Quick calls travel together; only the oldest has begun."""
+
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "add fail wait", step_s=1.0) as played:
+            quick = [ScriptedTalk([calls(*[("add", {"a": n, "b": 1})] * 20), ""]) for n in range(20)]
+            await asyncio.gather(*(play(played, talk, prompt=ASK) for talk in quick))
+            bad = [calls(("fail", {"how": "die"})), calls(("wait", {"seconds": 60}))]
+            good = [ScriptedTalk([calls(("add", {"a": n, "b": 1})), ""]) for n in range(30)]
+            talks = [ScriptedTalk([bad[0]]), *good[:10], ScriptedTalk([bad[1], ""]), *good[10:]]
+            ends = await asyncio.gather(
+                *(play(played, talk, prompt=ASK) for talk in talks), return_exceptions=True
+            )
+            return ends, [talk.shown[-1][-1]["content"] for talk in good], talks[11].shown[-1][-1]["content"]
+
+    ends, sums, late = asyncio.run(scenario())
+    assert [n for n, end in enumerate(ends) if isinstance(end, BaseException)] == [0]
+    assert isinstance(ends[0], EnvironmentFault) and "exit status 9" in str(ends[0])
+    assert sums == [str(n + 1) for n in range(30)] and "took longer" in late
+
+
+def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "add wait", step_s=0.5) as played:
+            for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.3), (signal.SIGKILL, 0.0)):
+                [server] = psutil.Process().children()
+                [worker] = [one for one in server.children() if one.status() != "zombie"]
+                talk = ScriptedTalk([calls(("wait", {"seconds": 0.4})), ""])
+                playing = asyncio.create_task(play(played, talk, prompt=ASK))
+                await asyncio.sleep(seconds)
+                os.kill(worker.pid, number)
+                if number == signal.SIGKILL and seconds:
+                    with pytest.raises(
+                        EnvironmentFault, match=r"`wait`: the process died \(killed by SIGKILL\)"
+                    ):
+                        await playing
+                else:
+                    await asyncio.gather(playing, return_exceptions=True)
+                after = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), ""])
+                await play(played, after, prompt=ASK)
+                assert after.shown[-1][-1]["content"] == "5"
+
+    asyncio.run(scenario())
+
+
+def test_an_object_with_tools_keeps_its_state_until_it_says_that_it_is_done(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, SHELF, "Shelf") as played:
+            script = [
+                calls(("put", {"name": "a"}), ("put", {"name": "wrong"})),
+                calls(("put", {"name": "b"}), ("put", {"name": "c"})),
+            ]
+            talks = [ScriptedTalk(script), ScriptedTalk([script[0], "enough"])]
+            rows = [{"title": "upper"}, {"title": "lower"}]
+            ends = await asyncio.gather(
+                *(play(played, talk, row, prompt=ASK) for talk, row in zip(talks, rows, strict=True))
+            )
+            cut = await play(played, ScriptedTalk(script, max_turns=1), rows[0], prompt=ASK)
+            return ends, talks, cut
+
+    (done, stopped), talks, cut = asyncio.run(scenario())
+    assert (done.finish_reason, done.reward, stopped.reward) == ("stop", 1.0, 1 / 3)
+    assert (cut.finish_reason, cut.reward) == ("turns", 1 / 3), "a cut-off episode is scored"
+    assert [one["function"]["name"] for one in talks[0].tools[0]] == ["put"]
+    assert [one["content"] for one in talks[0].shown[1][-2:]] == [
+        "upper: ['a']",
+        "error: ValueError: no such book",
+    ]
+    assert talks[1].shown[1][-2]["content"] == "lower: ['a']", "each episode has its own object"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("late", "hung"), ("die", "died")])
+def test_an_object_that_is_lost_is_a_fault(tmp_path, name, reason):
+    async def scenario():
+        async with environment(tmp_path, SHELF, "Shelf", step_s=0.5) as played:
+            with pytest.raises(EnvironmentFault, match="`put`") as caught:
+                await play(played, ScriptedTalk([calls(("put", {"name": name}))]), {"title": "t"}, prompt=ASK)
+            assert caught.value.reason == reason
+
+    asyncio.run(scenario())
+
+
+def test_tools_need_a_chat_template(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, TOOLS, "add") as played:
+            with pytest.raises(EnvironmentFault, match=r"model\.chat_template: true"):
+                await play(played, ScriptedTalk([""]), prompt="2+3=")
+
+    asyncio.run(scenario())
+
+
+def sums(*after):
+    return ScriptedTalk([calls(("add", {"a": 2, "b": 3})), "5", *after])
+
+
+def run_rollout(tmp_path, how, talk=None, **settings):
+    """One rollout, and another after it, which must be good."""
+
+    async def scenario():
+        async with environment(tmp_path, ROLLOUTS, "rollout", **settings) as played:
+            try:
+                end = await play(played, talk or sums(), {"how": how}, prompt=ASK)
+            except EnvironmentFault as fault:
+                end = fault
+            assert (await play(played, sums(), prompt=ASK)).reward == 1.0
+            return end
+
+    return asyncio.run(scenario())
+
+
+def test_a_rollout_talks_to_the_model_as_it_likes(tmp_path):
+    talk = sums()
+    end = run_rollout(tmp_path, "sum", talk)
+    assert (end.finish_reason, end.reward, end.metrics) == ("stop", 1.0, {"turns": 2.0})
+    assert talk.rewards == [(0.25, 7)]
+    assert [one["function"]["name"] for one in talk.tools[0]] == ["add"], "functions become schemas"
+    assert talk.shown[1][-1] == {"role": "tool", "tool_call_id": "call-0", "name": "add", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    ("how", "reward", "parts"),
+    [("nothing", None, {}), ("parts", 1.5, {"sum": 1.0, "short": 0.5}), ("branches", 3.0, {})],
+)
+def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, parts):
+    end = run_rollout(tmp_path, how, sums("1", "2"))
+    assert (end.reward, end.parts) == (reward, parts)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "says"),
+    [
+        ("raise", "raised", r"the rollout raised KeyError: 'lost' \(.*mine.py:\d+\)"),
+        ("silent", "silent", "nothing was sampled"),
+        ("nan", "returned", "must be finite"),
+        ("object", "raised", "returned a value of type object"),
+        ("die", "died", "exit status 3"),
+        ("hang", "hung", "took longer than 0.5 s and was killed"),
+    ],
+)
+def test_a_rollout_that_fails_is_a_fault(tmp_path, how, reason, says):
+    fault = run_rollout(tmp_path, how, step_s=0.5 if how == "hang" else 10.0)
+    assert isinstance(fault, EnvironmentFault) and fault.reason == reason
+    with pytest.raises(EnvironmentFault, match=says):
+        raise fault
+
+
+def test_a_rollout_that_takes_too_long_is_cut_off_and_not_a_fault(tmp_path):
+    end = run_rollout(tmp_path, "sleep", episode_s=1.0)
+    assert (end.finish_reason, end.reward) == ("time", None)
+
+
+def test_a_loop_that_hangs_costs_the_other_episodes_a_fault_and_not_their_lives(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, ROLLOUTS, "rollout", step_s=0.5) as played:
+            hows = ["sleep", "hang", "sleep"]
+            ends = await asyncio.gather(
+                *(play(played, sums(), {"how": how}, prompt=ASK) for how in hows), return_exceptions=True
+            )
+            assert [getattr(end, "reason", end) for end in ends] == ["hung"] * 3
+            again = await asyncio.gather(*(play(played, sums(), prompt=ASK) for _ in range(20)))
+            assert [end.reward for end in again] == [1.0] * 20
+
+    asyncio.run(scenario())
+
+
+def test_a_spent_budget_and_an_engine_error_reach_the_rollout_and_the_caller(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, ROLLOUTS, "counting") as played:
+            end = await play(played, ScriptedTalk(["on"] * 9, max_turns=4))
+            assert (end.finish_reason, end.reward, end.metrics) == ("turns", None, {"turns": 4.0})
+
+            def broken(shown) -> Answer:
+                raise EngineError("aborted")
+
+            with pytest.raises(EngineError, match="aborted"):
+                await play(played, ScriptedTalk(broken))
+            playing = asyncio.create_task(play(played, ScriptedTalk(lambda shown: "on", max_turns=10**9)))
+            await asyncio.sleep(0.2)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        async with environment(tmp_path, ROLLOUTS, "places") as played:
+            talks = [ScriptedTalk(["on"]) for _ in range(3)]
+            await asyncio.gather(
+                *(play(played, talk, {"seed": 5}, seed=9, episode=n) for n, talk in enumerate(talks))
+            )
+            assert [talk.shown for talk in talks] == [[f"5 9 {n}"] for n in range(3)]
+
+    asyncio.run(scenario())
