@@ -21,7 +21,7 @@ from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Hello
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.sampler import Sampler
+from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError, ungrouped
 from asyncrl.heartbeats import Heartbeats
 from asyncrl.progress import begin
@@ -79,7 +79,7 @@ class Generator:
 
     engine: Engine
     lanes: Sequence[Lane]
-    sampler: Sampler
+    sampler: GroupSampler
     staging: Staging
     control: GeneratorControl
     tracker: Tracker

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from asyncrl.adoption import Adoption
 from asyncrl.control.base import GeneratorControl, Heartbeat, Hello
 from asyncrl.engine.base import Engine
-from asyncrl.engine.sampler import Sampler
+from asyncrl.engine.sampler import GroupSampler
 from asyncrl.progress import beat
 from asyncrl.telemetry.base import Tracker
 
@@ -21,7 +21,7 @@ class Heartbeats:
     """The tasks `show_progress` and `run`, and the counters that only they read."""
 
     engine: Engine
-    sampler: Sampler
+    sampler: GroupSampler
     weights: Adoption
     control: GeneratorControl
     tracker: Tracker
@@ -72,6 +72,7 @@ class Heartbeats:
             "alive_s": alive_s,
             "groups": self.groups,
             "rewards_failed": self.failed,
+            **{f"environment_faults_{reason}": n for reason, n in self.sampler.faults.items()},
             "version": self.weights.version,
         }
 

@@ -53,6 +53,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
+    messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -34,20 +34,26 @@ class _Renderer:
 
     def _prompt(self, row: Row, where: str) -> Prompt:
         value = self.reader.read(row, where)
-        text = self._chat(value) if self.reader.chat_template else str(value)
+        messages = self._messages(value) if self.reader.chat_template else []
+        text = self._chat(messages) if messages else str(value)
         bos = self.tokenizer.bos_token
         add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
         # Some tokenizers append an end token to every text, after which a response would be empty.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
-        return Prompt(token_ids=tuple(ids), text=text, row=row)
+        return Prompt(token_ids=tuple(ids), text=text, row=row, messages=tuple(messages))
 
-    def _chat(self, value: str | list[Mapping[str, str]]) -> str:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    def _messages(self, value: str | list[Mapping[str, str]]) -> list[Mapping[str, str]]:
+        messages: list[Mapping[str, str]] = (
+            [{"role": "user", "content": value}] if isinstance(value, str) else value
+        )
         system = self.reader.data.system
         if system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
+        return messages
+
+    def _chat(self, messages: list[Mapping[str, str]]) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
@@ -101,6 +107,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
+
+
+def stop_ids(model: ModelConfig) -> list[int]:
+    """Return the tokens that end a response by the model's generation config, which vLLM reads too."""
+    from transformers import GenerationConfig
+
+    options: dict[str, Any] = {"revision": model.revision}
+    try:
+        found = GenerationConfig.from_pretrained(model.path, **options).eos_token_id
+    except OSError:  # a model without one
+        return []
+    return [found] if isinstance(found, int) else list(found or ())
 
 
 def vocabulary_size(model: ModelConfig) -> int:

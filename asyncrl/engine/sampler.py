@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, SamplingSpec
@@ -13,8 +15,33 @@ from asyncrl.rewards.base import RewardInput, Scorer
 from asyncrl.types import Group, Prompt, Rollout
 
 
+class GroupSampler(Protocol):
+    """Makes the scored group of a ticket: of single responses, or of episodes (`engine/episodes.py`)."""
+
+    clock: Clock
+    # Failures of the environment by reason; each lost one attempt at an episode, which is played again.
+    faults: Counter[str]
+
+    async def group(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
+    ) -> Group:
+        """The scored group of one ticket; with `greedy` also the reward of a greedy episode.
+
+        Raises RewardError, EngineError, and ResultError for rollouts that cannot be trained on.
+        """
+        ...
+
+
+def finished_version(engine: Engine, rollouts: Iterable[Rollout]) -> int:
+    """The generator's version when the last token was sampled.
+
+    If the engine is dirty by now, its version is -1, and the newest token's version counts.
+    """
+    return max(engine.weights.version, *(span.version for one in rollouts for span in one.version_spans))
+
+
 class Sampler:
-    """Samples and scores whole groups."""
+    """Samples and scores whole groups of single responses."""
 
     def __init__(
         self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str
@@ -24,14 +51,11 @@ class Sampler:
         self._decode = decode
         self._generator_id = generator_id
         self.clock = Clock()
+        self.faults: Counter[str] = Counter()  # stays empty
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
-        """The scored group of one ticket; with `greedy` also the reward of a greedy response.
-
-        Raises RewardError, EngineError, and ResultError for rollouts that cannot be trained on.
-        """
         started_s, size = time.monotonic(), limits.rollouts
         with self.clock.group():
             rollouts = await self._sample(
@@ -42,10 +66,7 @@ class Sampler:
             ticket_id=ticket_id,
             rollouts=tuple(rollouts),
             generator_id=self._generator_id,
-            # If the engine is dirty by now, its version is -1, and the newest token's version counts.
-            finished_version=max(
-                self._engine.weights.version, *(span.version for r in rollouts for span in r.version_spans)
-            ),
+            finished_version=finished_version(self._engine, rollouts),
             sampling_s=sampled_s - started_s,
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):

@@ -23,18 +23,17 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.sampler import Sampler
 from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.nvidia import is_installed
+from asyncrl.launch.players import Players
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import closed_to_us, die_with_spawner
 from asyncrl.progress import Pace, begin
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import JoinKeys, forget_secrets, join_keys
 from asyncrl.telemetry.alarms import Alarms
@@ -98,10 +97,10 @@ async def _generate(
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
-    scorer = RewardPool(config.reward, directory.path.parent)
-    log.info("starting the reward processes")
+    players = Players.of(config, directory.path.parent)
+    log.info("starting the processes of rewards and environment")
     # Before the engine, which takes minutes: a function that cannot be loaded fails within a second.
-    await scorer.start()
+    await players.start(prompts)
     log.info("starting the engine, which loads the model and warms up")
     engine = await VLLMEngine.start(
         config.model, config.generator, config.sampling, config.weights, device=device
@@ -118,7 +117,7 @@ async def _generate(
         await Generator(
             engine=engine,
             lanes=lanes(config, store, prompts, vocabulary_size(config.model)),
-            sampler=Sampler(engine, scorer, prompts.decode, hello.generator_id),
+            sampler=players.sampler(engine, prompts, hello.generator_id),
             staging=staging,
             control=control,
             tracker=tracker,
@@ -139,7 +138,7 @@ async def _generate(
             )
         )
     finally:
-        await scorer.close()
+        await players.close()
         await engine.close()
         staging.close()
         tracker.close()

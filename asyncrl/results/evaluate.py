@@ -19,15 +19,14 @@ from asyncrl import errors
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
-from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.evaluation import summarise
 from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
 from asyncrl.launch.generator_process import resolve_device, sampling_spec
+from asyncrl.launch.players import Players
 from asyncrl.launch.wiring import group_limits
 from asyncrl.processes import die_with_parent, die_with_spawner
 from asyncrl.results.export import newest_export
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.run.directory import find_run
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.workers import ending
@@ -91,18 +90,19 @@ async def _evaluate(config: Config) -> dict[str, float]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = sampling_spec(config, config.eval.temperature)
     _, limits = group_limits(config, vocabulary_size(config.model))
-    scorer = RewardPool(config.reward, config.run.root)
+    players = Players.of(config, config.run.root)
+    await players.start(prompts)
     engine = await VLLMEngine.start(
         config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
     )
-    sampler = Sampler(engine, scorer, prompts.decode, "eval")
+    sampler = players.sampler(engine, prompts, "eval")
     numbered = enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
     try:
         groups = await asyncio.gather(
             *(sampler.group(prompt, number, limits, spec) for number, prompt in numbered)
         )
     finally:
-        await scorer.close()
+        await players.close()
         await engine.close()
     return summarise(groups, version=0).metrics
 

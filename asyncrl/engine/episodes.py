@@ -1,0 +1,257 @@
+"""Plays, scores and flattens the episodes of a prompt, in training, in evaluation and in `asyncrl play`."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.algo.trainable import GroupLimits, trainable
+from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.clock import Clock
+from asyncrl.engine.sampler import finished_version
+from asyncrl.engine.talk import Budget, Read, SessionTalk
+from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
+from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
+from asyncrl.rewards.base import RewardInput, Score, Scorer
+from asyncrl.session.base import Renderer
+from asyncrl.session.tree import Session
+from asyncrl.types import Group, Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+# Limit for an environment to end a killed episode, and a multiple of `step_s` in which it may end one that is
+# out of time by itself and score it.
+END_S, LAST_STEPS = 10.0, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One run of the environment."""
+
+    rollouts: tuple[Rollout, ...]  # a sequence for each branch of the conversation
+    outcome: Outcome
+    messages: Sequence[Message]
+    response: str  # the last answer
+    turns: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class EpisodeSampler:
+    """Plays and scores whole groups of episodes, in which environment and model act in turn."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer | None,
+        environment: Environment,
+        config: EnvironmentConfig,
+        *,
+        renderer: Renderer,
+        read: Read,
+        max_prompt_tokens: int,
+        generator_id: str,
+        seed: int,
+    ) -> None:
+        """Take the run's `seed`. Without a `scorer` the reward is the environment's."""
+        self._engine = engine
+        self._scorer = scorer
+        self._environment = environment
+        self._config = config
+        self._renderer = renderer
+        self._read = read
+        self._max_prompt_tokens = max_prompt_tokens
+        self._generator_id = generator_id
+        self._seed = seed
+        self.clock = Clock()
+        self.faults: Counter[str] = Counter()
+
+    async def group(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
+    ) -> Group:
+        started_s, size, seed = time.monotonic(), limits.rollouts, group_seed(self._seed, ticket_id)
+        specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
+        with self.clock.group(), ungrouped():
+            async with asyncio.TaskGroup() as tasks:
+                playing = [
+                    tasks.create_task(self.play(prompt, one, seed=seed, episode=index))
+                    for index, one in enumerate(specs)
+                ]
+        episodes = [task.result() for task in playing]
+        sampled_s = time.monotonic()
+        unscored = _flattened(episodes)
+        group = Group(
+            ticket_id=ticket_id,
+            generator_id=self._generator_id,
+            finished_version=finished_version(self._engine, unscored["rollouts"]),
+            sampling_s=sampled_s - started_s,
+            **unscored,
+        )
+        if reason := trainable(group, replace(limits, rollouts=size + greedy)):
+            raise ResultError(f"the episodes are untrainable: {reason}")
+        scored = await self._scored(prompt, episodes)
+        return replace(
+            group,
+            **_flattened(scored[:size]),
+            reward_s=time.monotonic() - sampled_s,
+            greedy_reward=scored[size].rollouts[0].reward if greedy else None,
+        )
+
+    async def play(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
+        """One unscored episode; after a fault of the environment it is played again from the start.
+
+        Raises EngineError, and RewardError if every replay fails.
+        """
+        faults: list[str] = []
+        while len(faults) <= self._config.replays:
+            try:
+                played = await self._attempt(prompt, spec, seed=seed, episode=episode)
+            except EnvironmentFault as fault:
+                faults.append(str(fault))
+                log.warning("the environment failed, attempt %d: %s", len(faults), fault)
+                self.faults[fault.reason] += 1
+            else:
+                return replace(played, metrics={**played.metrics, "replays": float(len(faults))})
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in Counter(faults).items())
+        raise RewardError(f"the environment failed in all {len(faults)} attempts at an episode: {reasons}")
+
+    async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
+        config, began_s = self._config, time.monotonic()
+        session = Session(self._renderer, history=config.history)
+        budget = Budget(
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_response_tokens=spec.max_response_tokens,
+            max_turns=config.max_turns,
+            ends_at_s=began_s + config.episode_s,
+        )
+        talk = SessionTalk(session, self._engine, spec, self._read, budget)
+        outcome = await self._outcome(talk, prompt, seed=seed, episode=episode)
+        if talk.error is not None:  # the environment went on although a turn had failed
+            raise talk.error
+        rollouts = session.rollouts()
+        if not rollouts:
+            text = "the episode ended without an answer of the model that can be trained on"
+            raise EnvironmentFault(text, reason="silent")
+        counts = {f"chat/{name}": float(count) for name, count in session.counts.items()}
+        return Episode(
+            rollouts=tuple(replace(one, finish_reason=outcome.finish_reason) for one in rollouts),
+            outcome=outcome,
+            messages=talk.transcript,
+            response=talk.response,
+            turns=len(session.turns),
+            metrics={
+                **counts,
+                **outcome.metrics,
+                "model_s": talk.model_s,
+                "turns": float(len(session.turns)),
+            },
+        )
+
+    async def _outcome(self, talk: SessionTalk, prompt: Prompt, *, seed: int, episode: int) -> Outcome:
+        """Let the environment play. First its turns are ended, then its process, each within a bound.
+
+        When the episode's time is up, its next turn says so to the environment, which may still score. An
+        environment that does not even end is killed; its episode is cut off without a reward of its own.
+        """
+        opening = prompt.messages or prompt.text
+        playing = asyncio.ensure_future(
+            self._environment.play(talk, prompt.row, prompt=opening, seed=seed, episode=episode)
+        )
+        try:
+            bound_s = self._config.episode_s + LAST_STEPS * self._config.step_s
+            await asyncio.wait({playing}, timeout=bound_s)
+        finally:
+            talk.close()
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing}, timeout=END_S)
+        if not playing.done() or playing.cancelled():
+            return Outcome(finish_reason="time")
+        return playing.result()
+
+    async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Episode]:
+        scores = [Score(total=0.0, parts={})] * len(episodes)
+        if self._scorer is not None:
+            scores = await self._scorer.score([_reward_input(prompt, episode) for episode in episodes])
+        return [self._with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
+
+    def _with_score(self, episode: Episode, score: Score) -> Episode:
+        total, parts, own = score.total, dict(score.parts), episode.outcome.reward
+        if own is not None:
+            total, parts[ENVIRONMENT_PART] = total + self._config.weight * own, own
+        rollouts = tuple(
+            replace(one, reward=total, reward_parts=parts, answer=score.answer) for one in episode.rollouts
+        )
+        return replace(episode, rollouts=rollouts)
+
+
+def group_seed(run_seed: int, ticket_id: int) -> int:
+    """The seed of all episodes of a ticket's group, 31 bits: they begin alike and can be compared."""
+    digest = hashlib.blake2b(f"{run_seed} {ticket_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+async def require_same_start(environment: Environment, prompt: Prompt) -> None:
+    """Raise EnvironmentFault unless two episodes of one row and seed begin alike, which is all it costs."""
+    seed = group_seed(0, 0)
+    said = []
+    for episode in (0, 1):
+        listener = _Listener()
+        opening = prompt.messages or prompt.text
+        await environment.play(listener, prompt.row, prompt=opening, seed=seed, episode=episode)
+        said.append(listener.said)
+    if said[0] != said[1]:
+        raise EnvironmentFault(
+            f"two episodes of one row begin differently with the same seed: {said[0]!r:.300} and "
+            f"{said[1]!r:.300}; the episodes of a group are compared, so draw their start from `seed`"
+        )
+
+
+class _Listener:
+    """A talk that has no turn left, and keeps what the model would have been shown."""
+
+    said: Any = None
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Answer:
+        self.said = (list(messages), list(tools))
+        raise BudgetSpent("turns")
+
+    async def complete(self, text: str) -> Answer:
+        self.said = text
+        raise BudgetSpent("turns")
+
+    def score_turn(self, reward: float, state: int | None = None) -> None: ...
+
+
+def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
+    outcome = episode.outcome
+    result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
+    played = {"messages": list(episode.messages), "turns": episode.turns, "result": result}
+    return RewardInput(
+        prompt=prompt.text,
+        response=episode.response,
+        row={**prompt.row, **played},
+        truncated=outcome.finish_reason != "stop",
+    )
+
+
+def _flattened(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """The columns of a group that depend on its episodes."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
+    counts = [len(episode.rollouts) for episode in episodes]
+    return {
+        "rollouts": tuple(rollout for episode in episodes for rollout in episode.rollouts),
+        "episode_of": np.repeat(np.arange(len(episodes), dtype=np.int32), counts)
+        if max(counts) > 1
+        else None,
+        "episode_metrics": {
+            name: np.array([episode.metrics.get(name, np.nan) for episode in episodes], dtype=np.float32)
+            for name in names
+        },
+    }

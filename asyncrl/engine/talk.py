@@ -1,0 +1,131 @@
+"""The talk of one episode: turns of a session, sampled by the engine within the episode's budgets."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.environments.base import Answer, BudgetSpent, Message
+from asyncrl.errors import EngineError, EnvironmentFault, RenderError, ResultError
+from asyncrl.session.base import Request, Turn
+from asyncrl.session.tree import Session
+from asyncrl.types import Rollout
+
+# From the prompt's ids, the rollout and the tools that were offered to the answer (`AnswerReader.read`).
+Read = Callable[[Sequence[int], Rollout, Sequence[Message]], Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The limits of one episode."""
+
+    max_prompt_tokens: int  # of the first turn
+    max_response_tokens: int  # of everything behind the prompts, in all turns
+    max_turns: int
+    ends_at_s: float  # by `time.monotonic`
+
+
+class SessionTalk:
+    """The `Talk` of an episode. `close` ends it, whatever the environment does afterwards."""
+
+    def __init__(
+        self, session: Session, engine: Engine, spec: SamplingSpec, read: Read, budget: Budget
+    ) -> None:
+        self._session = session
+        self._engine = engine
+        self._spec = spec
+        self._read = read
+        self._budget = budget
+        self._salt = engine.salt  # of the episode's start, so that no update costs a prefill of the history
+        self._running: set[asyncio.Task[list[Rollout]]] = set()
+        self._started = 0  # turns
+        self._spent = 0  # tokens behind the prompts
+        self._is_closed = False
+        self._last: Turn | None = None
+        # The engine's first error: the episode has a hole, even if the environment goes on.
+        self.error: EngineError | None = None
+        self.model_s = 0.0  # seconds in which at least one turn was sampled, if turns do not overlap
+        self.transcript: list[Message] = []  # what was said, as chat messages
+        self.response = ""  # the text of the last answer
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Answer:
+        try:
+            request = self._session.request(messages, tools=tools)
+        except RenderError as error:
+            text = f"the environment's messages cannot be rendered: {error}"
+            raise EnvironmentFault(text, reason="returned") from error
+        answer, turn = await self._turn(request, tools)
+        self.transcript = list(turn.messages)
+        return answer
+
+    async def complete(self, text: str) -> Answer:
+        answer, _ = await self._turn(self._session.request_text(text), ())
+        self.transcript += [{"role": "user", "content": text}, answer.message]
+        return answer
+
+    def score_turn(self, reward: float, state: int | None = None) -> None:
+        if self._last is None:
+            raise EnvironmentFault("the environment scored a turn before the first answer of the model")
+        self._last.reward, self._last.state = reward, state
+
+    def close(self) -> None:
+        """Abort the requests; no further turn begins."""
+        self._is_closed = True
+        for task in self._running:
+            task.cancel()
+
+    async def _turn(self, request: Request, tools: Sequence[Message]) -> tuple[Answer, Turn]:
+        room = self._room(request)
+        self._started += 1
+        rollout = await self._sample(request.prompt_ids, replace(self._spec, max_response_tokens=room))
+        self._spent += len(rollout.response_ids) + (len(request.delta_ids) if request.parent else 0)
+        answer = self._read(request.prompt_ids, rollout, tools)
+        self.response = answer.text
+        try:
+            self._last = self._session.record(request, rollout, answer.message)
+        except ValueError as error:
+            raise ResultError(str(error)) from error
+        return answer, self._last
+
+    def _room(self, request: Request) -> int:
+        """The number of tokens that the next answer may have. Raises BudgetSpent."""
+        budget, given = self._budget, len(request.prompt_ids)
+        if self._is_closed or time.monotonic() >= budget.ends_at_s:
+            raise BudgetSpent("time")
+        if self._started >= budget.max_turns:
+            raise BudgetSpent("turns")
+        if not self._started and given > budget.max_prompt_tokens:
+            raise EnvironmentFault(
+                f"the first prompt has {given} tokens; sampling.max_prompt_tokens allows "
+                f"{budget.max_prompt_tokens}; raise it, or begin the episode with less text",
+                reason="start",
+            )
+        behind = self._spent + (len(request.delta_ids) if request.parent else 0)
+        longest = budget.max_prompt_tokens + budget.max_response_tokens
+        room = min(budget.max_response_tokens - behind, longest - given)
+        if room < 1:
+            raise BudgetSpent("length")
+        return room
+
+    async def _sample(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
+        began_s = time.monotonic()
+        task = asyncio.ensure_future(self._engine.sample(prompt_ids, 1, spec, salt=self._salt))
+        self._running.add(task)
+        try:
+            await asyncio.wait({task}, timeout=self._budget.ends_at_s - began_s)
+        finally:
+            task.cancel()
+            self._running.discard(task)
+            self.model_s += time.monotonic() - began_s
+        if not task.done() or task.cancelled():
+            raise BudgetSpent("time")
+        try:
+            (rollout,) = task.result()
+        except ValueError as error:  # the columns of a rollout differ in length, or another number of them
+            self.error = ResultError(f"the engine's answer to a turn is malformed: {error}")
+            raise self.error from error
+        except EngineError as error:
+            self.error = error
+            raise
+        return rollout

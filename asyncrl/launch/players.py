@@ -1,0 +1,70 @@
+"""The processes of a generator that run user code: rewards, and the environment if there is one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource, stop_ids
+from asyncrl.engine.answers import AnswerReader
+from asyncrl.engine.base import Engine
+from asyncrl.engine.episodes import EpisodeSampler, require_same_start
+from asyncrl.engine.sampler import GroupSampler, Sampler
+from asyncrl.environments.environments import Environments
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.session.chat_template import TemplateRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """The processes that run user code: those of the reward functions, and those of the environment."""
+
+    config: Config
+    scorer: RewardPool | None
+    environment: Environments | None
+
+    @classmethod
+    def of(cls, config: Config, run_root: Path) -> "Players":
+        """Make what the config names; nothing is started."""
+        return cls(
+            config,
+            RewardPool(config.reward, run_root) if config.reward.functions else None,
+            Environments(config.environment, config.run.environment) if config.environment.uses else None,
+        )
+
+    async def start(self, prompts: PromptSource) -> None:
+        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used."""
+        if self.scorer:
+            await self.scorer.start()
+        if self.environment:
+            await self.environment.start()
+            await require_same_start(self.environment, prompts.prompt(1))
+
+    def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
+        """Return what samples and scores the group of a ticket."""
+        if self.environment is None:
+            assert self.scorer is not None, "a config without an environment has a reward function"
+            return Sampler(engine, self.scorer, prompts.decode, generator_id)
+
+        model = self.config.model
+        renderer = TemplateRenderer(prompts.tokenizer, stop_ids(model))
+        reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser)
+        if self.environment.description["tools"]:
+            reader.require_calls()
+        return EpisodeSampler(
+            engine,
+            self.scorer,
+            self.environment,
+            self.config.environment,
+            renderer=renderer,
+            read=reader.read,
+            max_prompt_tokens=self.config.sampling.max_prompt_tokens,
+            generator_id=generator_id,
+            seed=self.config.run.seed,
+        )
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        if self.environment:
+            await self.environment.close()
+        if self.scorer:
+            await self.scorer.close()

@@ -1,0 +1,374 @@
+"""Episodes over an engine whose every probability is known: what is recorded, and what ends, fails or counts."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from asyncrl.algo.trainable import GroupLimits, trainable
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.episodes import EpisodeSampler, group_seed, require_same_start
+from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
+from asyncrl.environments.base import Answer, BudgetSpent, Outcome
+from asyncrl.errors import EngineError, EnvironmentFault, RewardError
+from asyncrl.lineage import Weights
+from asyncrl.rewards.base import Score
+from asyncrl.types import Prompt
+from asyncrl.wire.group_frames import decode_group, encode_group
+
+LIMITS = GroupLimits(vocabulary=16, rollouts=3, max_tokens=200)
+SPEC = SamplingSpec(temperature=1.0, max_response_tokens=150)
+PROMPT = Prompt(token_ids=(1, 2), text="ab", row={"goal": "abc"})
+
+
+class Letters:
+    """A renderer with a token per letter; a message is its text, an answer ends with token 0."""
+
+    stop_ids = frozenset({EOS})
+    special_texts = frozenset({"!"})
+    opening_ids = ()
+
+    def encode(self, text):
+        return [0 if letter == "!" else ord(letter) - 96 for letter in text]
+
+    def decode(self, ids):
+        return "".join("!" if one == 0 else chr(96 + one) for one in ids)
+
+    def render(self, messages, tools=(), *, generation):
+        return "".join(one["content"] + "!" * (one["role"] == "assistant") for one in messages)
+
+
+class Played:
+    """An environment whose `play` is a function."""
+
+    def __init__(self, play):
+        self.play_once, self.calls = play, []
+
+    async def start(self): ...
+
+    async def close(self): ...
+
+    async def play(self, talk, row, *, prompt, seed, episode):
+        self.calls.append((seed, episode, row, prompt))
+        return await self.play_once(talk, episode)
+
+
+class Lengths:
+    """Scores the number of turns, and keeps what it was given."""
+
+    def __init__(self):
+        self.given = []
+
+    async def score(self, inputs):
+        self.given += inputs
+        return [Score(total=2.0 * one.row["turns"], parts={"turns": one.row["turns"]}) for one in inputs]
+
+
+def text_of(ids):
+    return Letters().decode([one for one in ids if one != EOS])
+
+
+def read(prompt_ids, rollout, tools):
+    ids = rollout.response_ids.tolist()
+    return Answer(text=text_of(ids), finish_reason=rollout.finish_reason, tokens=len(ids))
+
+
+def sampler(play, engine=None, scorer=None, **config):
+    environment = Played(play)
+    made = EpisodeSampler(
+        engine or FakeEngine(),
+        scorer,
+        environment,
+        EnvironmentConfig.model_validate({"uses": "e.py:E"} | config),
+        renderer=Letters(),
+        read=read,
+        max_prompt_tokens=50,
+        generator_id="g0",
+        seed=7,
+    )
+    return made, environment
+
+
+async def three_turns(talk, episode):
+    texts = ["ab", "cd", "efg"]
+    for text in texts:
+        await talk.complete(text)
+        talk.score_turn(0.5, 9)
+    return Outcome(finish_reason="stop", reward=1.5, metrics={"own": episode})
+
+
+def group_of(made, **more):
+    return asyncio.run(made.group(PROMPT, 5, LIMITS, SPEC, **more))
+
+
+def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_them_as_context():
+    scorer = Lengths()
+    made, _ = sampler(three_turns, scorer=scorer, weight=10.0)
+    group = group_of(made)
+    assert group.episode_of is None and group.episodes == 3 and trainable(group, LIMITS) is None
+    for rollout in group.rollouts:
+        assert rollout.prompt_ids.tolist() == [1, 2]
+        pieces, start = [], 0
+        for end in rollout.turns.ends:
+            pieces.append(rollout.response_ids[start:end].tolist())
+            start = end
+        assert pieces[1][:2] == [3, 4] and pieces[2][:3] == [5, 6, 7]
+        context = np.zeros(len(rollout.response_ids), bool)
+        for end, given in zip(rollout.turns.ends[:-1], (2, 3), strict=True):
+            context[end : end + given] = True
+        np.testing.assert_array_equal(rollout.action_mask, ~context)
+        expected = logprobs_of(logits_of(0))[rollout.response_ids] * ~context
+        np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-6)
+        assert rollout.turns.rewards.tolist() == [0.5] * 3 and rollout.turns.states.tolist() == [9] * 3
+        assert rollout.reward == 2 * 3 + 10 * 1.5
+        assert rollout.reward_parts == {"turns": 3, "environment": 1.5} and rollout.finish_reason == "stop"
+    assert group.episode_metrics["own"].tolist() == [0, 1, 2]
+    assert group.episode_metrics["turns"].tolist() == [3, 3, 3]
+    assert group.episode_metrics["replays"].tolist() == [0, 0, 0]
+    last = text_of(group.rollouts[0].response_ids[group.rollouts[0].turns.ends[1] + 3 :].tolist())
+    given = scorer.given[0]
+    assert (
+        given.response == last and [one["role"] for one in given.row["messages"]] == ["user", "assistant"] * 3
+    )
+    assert given.row["goal"] == "abc" and given.row["result"]["reward"] == 1.5 and not given.truncated
+    assert encode_group(decode_group(encode_group(group))) == encode_group(group)
+
+
+def test_episodes_of_a_group_share_a_seed_and_other_tickets_and_runs_have_others():
+    made, environment = sampler(three_turns)
+    group_of(made)
+    assert {seed for seed, *_ in environment.calls} == {group_seed(7, 5)}
+    assert sorted(episode for _, episode, *_ in environment.calls) == [0, 1, 2]
+    seeds = {group_seed(run, ticket) for run in range(20) for ticket in range(20)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_greedy_episode_is_played_for_its_reward_only():
+    async def play(talk, episode):
+        answer = await talk.complete("ab")
+        return Outcome(finish_reason=answer.finish_reason, reward=float(answer.tokens))
+
+    made, _ = sampler(play)
+    group = group_of(made, greedy=True)
+    best = int(logits_of(0).argmax())
+    assert group.greedy_reward == (1.0 if best == EOS else SPEC.max_response_tokens)
+    assert group.episodes == 3
+
+
+def test_conversations_of_one_episode_are_its_sequences_and_have_its_reward():
+    async def play(talk, episode):
+        answer = await talk.chat([{"role": "user", "content": "ab"}])
+        if episode == 1:
+            await talk.chat([{"role": "user", "content": "cc"}])  # another conversation
+            opening = [{"role": "user", "content": "ab"}, answer.message]
+            await talk.chat([*opening, {"role": "user", "content": "d"}])
+            await talk.chat([*opening, {"role": "user", "content": "e"}])  # a branch
+        return Outcome(finish_reason="stop", reward=float(episode))
+
+    made, _ = sampler(play)
+    group = group_of(made)
+    assert group.episode_of.tolist() == [0, 1, 1, 1, 2] and group.episodes == 3
+    assert [one.reward for one in group.rollouts] == [0, 1, 1, 1, 2]
+    assert group.episode_metrics["chat/branches"].tolist()[1] == 1
+    assert trainable(group, LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "finish"),
+    [({"max_turns": 2}, 150, "turns"), ({"max_turns": 99}, 20, "length")],
+)
+def test_a_spent_budget_ends_the_episode_which_is_scored(config, tokens, finish):
+    async def play(talk, episode):
+        turns = 0
+        try:
+            while True:
+                await talk.complete("abc")
+                turns += 1
+        except BudgetSpent as spent:
+            return Outcome(finish_reason=spent.finish_reason, reward=float(turns))
+
+    scorer = Lengths()
+    made, _ = sampler(play, scorer=scorer, **config)
+    spec = SamplingSpec(temperature=1.0, max_response_tokens=tokens)
+    group = asyncio.run(made.group(PROMPT, 1, LIMITS, spec))
+    for rollout in group.rollouts:
+        assert rollout.finish_reason == finish and len(rollout.response_ids) <= tokens
+        assert rollout.reward_parts["environment"] == rollout.reward_parts["turns"] >= 1
+    assert all(given.truncated for given in scorer.given)
+    if finish == "turns":
+        assert all(len(rollout.turns.ends) == 2 for rollout in group.rollouts)
+
+
+def test_a_first_prompt_that_is_too_long_is_the_environments_fault():
+    async def play(talk, episode):
+        await talk.complete("a" * 51)
+
+    made, _ = sampler(play, replays=0)
+    with pytest.raises(RewardError, match=r"51 tokens; sampling\.max_prompt_tokens allows 50"):
+        group_of(made)
+
+
+def test_at_the_deadline_the_turn_is_aborted_and_the_environment_may_still_score():
+    async def play(talk, episode):
+        await talk.complete("ab")
+        try:
+            while True:
+                await talk.complete("ab")
+        except BudgetSpent as spent:
+            return Outcome(finish_reason=spent.finish_reason, reward=4.0)
+
+    engine = FakeEngine(token_s=0.005)
+    made, _ = sampler(play, engine, episode_s=0.5, max_turns=1000)
+    group = asyncio.run(made.group(PROMPT, 1, LIMITS, SamplingSpec(temperature=1.0, max_response_tokens=149)))
+    assert {one.finish_reason for one in group.rollouts} <= {"time", "length"}
+    assert all(one.reward == 4.0 for one in group.rollouts) and engine.stats().running_requests == 0
+
+
+def test_an_environment_that_does_not_end_is_killed_and_its_episode_is_cut_off_without_its_reward():
+    ended = []
+
+    async def play(talk, episode):
+        await talk.complete("ab")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(episode)
+
+    made, _ = sampler(play, episode_s=0.1, step_s=0.05)
+    group = group_of(made)
+    assert {one.finish_reason for one in group.rollouts} == {"time"} and sorted(ended) == [0, 1, 2]
+    assert all(one.reward_parts == {} for one in group.rollouts)
+
+
+def test_a_faulted_episode_is_played_again_alone_and_never_scored():
+    attempts = {0: 0, 1: 0, 2: 0}
+
+    async def play(talk, episode):
+        attempts[episode] += 1
+        await talk.complete("ab")
+        if episode == 1 and attempts[1] < 3:
+            raise EnvironmentFault("broken pipe")
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play, replays=2)
+    group = group_of(made)
+    assert attempts == {0: 1, 1: 3, 2: 1} and made.faults == {"raised": 2}
+    assert group.episode_metrics["replays"].tolist() == [0, 2, 0]
+    assert [one.reward for one in group.rollouts] == [1, 1, 1]
+
+
+def test_an_episode_whose_replays_all_fail_fails_the_ticket_with_the_reasons():
+    async def play(talk, episode):
+        if episode == 1:
+            raise EnvironmentFault("broken pipe")
+        await asyncio.sleep(60)
+
+    made, _ = sampler(play, replays=1)
+    with pytest.raises(RewardError, match="in all 2 attempts at an episode: 2 x broken pipe"):
+        group_of(made)
+
+
+def test_an_episode_without_an_answer_is_a_fault_and_not_a_score():
+    async def play(talk, episode):
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play, replays=0)
+    with pytest.raises(RewardError, match="without an answer of the model"):
+        group_of(made)
+
+
+def test_an_environment_that_swallows_the_engines_error_has_a_hole_and_no_group():
+    engine = FakeEngine(token_s=0.002)
+
+    async def play(talk, episode):
+        await talk.complete("ab")
+        aborting = asyncio.create_task(engine.abort_requests())
+        try:
+            while True:
+                await talk.complete("ab")
+        except EngineError:
+            await aborting
+        except BudgetSpent:
+            pass
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play, engine)
+    with pytest.raises(EngineError, match="aborted"):
+        group_of(made)
+
+
+def test_a_cancelled_group_ends_its_turns_before_its_environments():
+    engine, seen = FakeEngine(token_s=10.0), []
+
+    async def play(talk, episode):
+        try:
+            await asyncio.gather(talk.complete("ab"))
+        finally:
+            with pytest.raises(BudgetSpent):
+                await talk.complete("ab")
+            seen.append(episode)
+
+    async def scenario():
+        made, _ = sampler(play, engine)
+        group = asyncio.create_task(made.group(PROMPT, 1, LIMITS, SPEC))
+        while engine.stats().running_requests < 3:
+            await asyncio.sleep(0.01)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert engine.stats().running_requests == 0 and sorted(seen) == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_all_turns_use_the_cache_of_the_episodes_start_and_tokens_name_the_weights_that_sampled_them():
+    engine, salts = FakeEngine(), []
+    sample = engine.sample
+
+    async def recorded(prompt_ids, count, spec, *, salt=None):
+        salts.append(salt)
+        return await sample(prompt_ids, count, spec, salt=salt)
+
+    engine.sample = recorded
+
+    async def play(talk, episode):
+        await talk.complete("ab")
+        await engine.begin_update()
+        await engine.receive(SimpleNamespace(details={}, version=1))
+        await engine.finish_update(Weights(1))
+        await talk.complete("cd")
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play, engine)
+    one = GroupLimits(vocabulary=16, rollouts=1, max_tokens=200)
+    group = asyncio.run(made.group(PROMPT, 1, one, SPEC))
+    assert salts == ["0", "0"] and engine.salt == "1"
+    (rollout,) = group.rollouts
+    first = rollout.turns.ends[0]
+    assert rollout.versions.tolist() == [0] * (first + 2) + [1] * (len(rollout.response_ids) - first - 2)
+    assert group.finished_version == 1
+
+
+def test_episodes_of_one_seed_must_begin_alike():
+    drawn = iter(range(100))
+
+    async def fair(talk, episode):
+        await talk.complete("ab")
+
+    async def unfair(talk, episode):
+        await talk.complete(f"a{next(drawn)}")
+
+    def shielded(play):
+        async def ended(talk, episode):
+            try:
+                await play(talk, episode)
+            except BudgetSpent as spent:
+                return Outcome(finish_reason=spent.finish_reason)
+
+        return Played(ended)
+
+    asyncio.run(require_same_start(shielded(fair), PROMPT))
+    with pytest.raises(EnvironmentFault, match="'a0' and 'a1'; the episodes of a group are compared"):
+        asyncio.run(require_same_start(shielded(unfair), PROMPT))
