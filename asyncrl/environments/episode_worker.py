@@ -11,7 +11,7 @@ Messages on the fork server's socket (`json_frames`):
     out  {description: {...}, threads} | {error: reason}                                     once
     in   {serve: number, directory, fork}, with the worker's end of its socket
     out  {serving: number, pid}
-    in   {reap: number}                                      its worker has been killed, or has ended
+    in   {reap: [number, ...]}                               their workers have been killed, or have ended
     out  {ended: number, status: exit status, negative for a signal}
 
 The messages of workers are in `player` and `rollout_host`. User code never sees these sockets: its standard
@@ -99,7 +99,7 @@ class _ForkServer:
 
     def _follow(self, order: dict[str, Any], descriptors: list[int]) -> None:
         if "reap" in order:
-            self._killed[order["reap"]] = self._workers[order["reap"]]
+            self._killed.update((number, self._workers[number]) for number in order["reap"])
             return
         channel, own_pid = socket.socket(fileno=descriptors[0]), os.getpid()
         if not order["fork"]:

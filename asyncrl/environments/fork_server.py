@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.channel import Channel
-from asyncrl.environments.episode_worker import PLACE, START
+from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
 from asyncrl.environments.json_frames import packed
 from asyncrl.errors import EnvironmentFault
 from asyncrl.processes import public_environment
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 START_S = 60.0
 # Limit for the fork server to fork.
 FORK_S = 20.0
+# Orders under way, which the socket's buffer must hold.
+MOST_ORDERS = 32
 # Starts of the fork server that may fail one after the other, and the pause between them.
 BEGINNINGS = 3
 AGAIN_S = 1.0
@@ -166,6 +168,8 @@ class _Program:
         # Process ids of workers, and their exit statuses, by number.
         self._pids: dict[int, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
+        self._to_reap: list[int] = []
+        self._orders = asyncio.Semaphore(MOST_ORDERS)
         self._process: asyncio.subprocess.Process | None = None
         self._printed = Printed()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -223,23 +227,22 @@ class _Program:
 
     async def serve(self, number: int, theirs: socket.socket, directory: Path) -> int:
         """Have a worker at the other end of a socket, and return its process id. Raises EnvironmentFault."""
-        pid = self._pids[number] = asyncio.get_running_loop().create_future()
-        self._statuses[number] = asyncio.get_running_loop().create_future()
         order = packed({"serve": number, "directory": str(directory), "fork": self.forks})
-        try:
-            if socket.send_fds(self._control, [order], [theirs.fileno()]) < len(order):
-                raise BlockingIOError
-            async with asyncio.timeout(FORK_S):
-                return await asyncio.shield(pid)
-        except asyncio.CancelledError:
-            pid.add_done_callback(partial(self._abandon, number, directory))
-            raise
-        except (OSError, TimeoutError) as error:
-            self.kill()  # also what it forks late
-            raise EnvironmentFault(
-                f"the fork server of the environment does not fork ({type(error).__name__}); it was killed",
-                reason="hung" if isinstance(error, TimeoutError | BlockingIOError) else "died",
-            ) from error
+        async with self._orders:
+            pid = self._pids[number] = asyncio.get_running_loop().create_future()
+            self._statuses[number] = asyncio.get_running_loop().create_future()
+            try:
+                socket.send_fds(self._control, [order], [theirs.fileno()])
+                async with asyncio.timeout(FORK_S):
+                    return await asyncio.shield(pid)
+            except asyncio.CancelledError:
+                pid.add_done_callback(partial(self._abandon, number, directory))
+                raise
+            except (OSError, TimeoutError) as error:
+                self.kill()  # also what it forks late
+                found = f"the fork server of the environment does not fork ({type(error).__name__})"
+                reason = "hung" if isinstance(error, TimeoutError | BlockingIOError) else "died"
+                raise EnvironmentFault(f"{found}; it was killed", reason=reason) from error
 
     def _abandon(self, number: int, directory: Path, pid: asyncio.Future[int]) -> None:
         if not pid.exception():
@@ -253,9 +256,10 @@ class _Program:
                 kill(pid, signal.SIGKILL)
         if not self.forks:
             self.kill()
-        elif self.is_alive:
-            with contextlib.suppress(OSError):
-                self._control.send(packed({"reap": number}))
+        else:
+            self._to_reap.append(number)
+            if len(self._to_reap) == 1:
+                asyncio.get_running_loop().call_soon(self._reap)
         self._keep(self._tidy(number, directory))
 
     async def ended(self, number: int) -> str:
@@ -290,6 +294,19 @@ class _Program:
         _, left = await asyncio.wait(self._tasks, timeout=END_S)
         for task in left:  # a process that left the group still holds the pipe
             task.cancel()
+
+    def _reap(self) -> None:
+        """Have the killed workers reaped; again soon if the fork server is busy."""
+        while self._to_reap and self.is_alive:
+            try:
+                # A message this small is sent whole or not at all.
+                self._control.send(packed({"reap": self._to_reap[:MOST_ORDERS]}))
+            except BlockingIOError:
+                asyncio.get_running_loop().call_later(REAP_AGAIN_S, self._reap)
+                return
+            except OSError:
+                return  # it is dead, which its channel reports
+            del self._to_reap[:MOST_ORDERS]
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "serving" in message:

@@ -166,6 +166,18 @@ def test_episodes_are_played_in_processes_of_their_own(tmp_path):
     assert len(set(starts)) > 4, "other seeds, other games"
 
 
+def test_hundreds_of_episodes_may_start_together(tmp_path):
+    """More orders than the socket of the fork server holds."""
+
+    async def scenario():
+        async with environment(tmp_path, ODD, "Odd") as played:
+            row = {"how": "nothing"}
+            ends = await asyncio.gather(*(play(played, ScriptedTalk(["go"]), row) for _ in range(300)))
+            assert [end.reward for end in ends] == [1.0] * 300
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_without_turns_left_is_cut_off_with_the_rewards_of_its_steps(tmp_path):
     async def scenario():
         async with environment(tmp_path, ODD, "Later") as played:
@@ -292,6 +304,7 @@ def test_a_process_that_is_killed_or_stopped_fails_the_episode_by_name(
             def answer(shown):
                 if when == "between two steps":
                     strike()
+                    time.sleep(0.2)  # it is dead when the step is asked for
                 return "go"
 
             striking = asyncio.create_task(strike_soon()) if when == "in a step" else None

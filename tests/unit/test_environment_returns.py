@@ -95,7 +95,7 @@ def test_bytes_that_are_no_frame_are_refused(garbage):
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, "x" * (MAX_MESSAGE_BYTES + 1)])
 def test_what_json_has_not_is_refused_before_it_is_sent(value):
-    with pytest.raises((TypeError, ValueError), match="returned|found"):
+    with pytest.raises((TypeError, ValueError), match=r"returned|found"):
         packed({"value": value})
 
 
