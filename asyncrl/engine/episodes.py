@@ -19,7 +19,7 @@ from asyncrl.engine.sampler import finished_version
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
-from asyncrl.rewards.base import RewardInput, Score, Scorer
+from asyncrl.rewards.base import EPISODE_COLUMNS, RewardInput, Score, Scorer
 from asyncrl.session.base import Renderer
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout
@@ -232,7 +232,7 @@ class _Listener:
 def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
     outcome = episode.outcome
     result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
-    played = {"messages": list(episode.messages), "turns": episode.turns, "result": result}
+    played = dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True))
     return RewardInput(
         prompt=prompt.text,
         response=episode.response,

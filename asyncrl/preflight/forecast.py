@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
@@ -17,8 +15,8 @@ from asyncrl.launch.machine import Machine, read_shape, this_machine
 from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
     CONTEXT_BYTES,
@@ -33,8 +31,6 @@ from asyncrl.trainer.deepspeed.memory_use import (
     rank_bytes,
     weights_bytes,
 )
-from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.group_frames import encode_group
 
 GIB = 1 << 30
 # Private memory without the model: of a rank with its sender, and of a generator with its engine and rewards.
@@ -123,11 +119,15 @@ def forecast(
 
 def _step(config: Config) -> Iterator[Line]:
     batch, sampling, learner = config.batch, config.sampling, config.learner
-    tokens = batch.sequences * sampling.max_tokens
+    per_episode = config.environment.sequences
+    sequences = batch.sequences * per_episode
+    tokens = sequences * sampling.max_tokens
     budget = learner.tokens_per_microbatch * learner.shares
     part = "a step of the learner"
     yield _count(part, "groups", batch.groups, "batch.groups")
-    yield _count(part, "sequences", batch.sequences, f"groups x batch.group_size ({batch.group_size})")
+    formed = f"groups x batch.group_size ({batch.group_size})"
+    formed += f" x environment.max_turns ({per_episode}), at most" if per_episode > 1 else ""
+    yield _count(part, "sequences", sequences, formed)
     longest = f"max_prompt_tokens + max_response_tokens = {sampling.max_tokens}"
     yield _count(part, "tokens, at most", tokens, f"sequences x ({longest})")
     formed = f"batch.minibatches ({batch.minibatches}) x batch.epochs ({batch.epochs})"
@@ -156,24 +156,6 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     held = opened + checkpoint.keep * checkpoint.every * groups
     formed = f"(open groups + checkpoint.keep x every x groups = {held:,}) x a group: kept for checkpoints"
     yield _size(part, "store, at most", held * frame, formed)
-
-
-def frame_bytes(config: Config) -> int:
-    """Return the size of an encoded group with full prompts and responses of two policy versions."""
-    prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
-    rollout = Rollout(
-        prompt_ids=np.zeros(prompt, np.int32),
-        response_ids=np.zeros(response, np.int32),
-        action_mask=np.ones(response, np.bool_),
-        behaviour_logprobs=np.zeros(response, np.float32),
-        version_spans=(VersionSpan(1, response - 1), VersionSpan(2, 1)),
-        finish_reason="length",
-        reward_parts={function.part: 0.0 for function in config.reward.functions},
-        answer="0" * ANSWER_CHARACTERS,
-    )
-    rollouts = (rollout,) * config.batch.group_size
-    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2)
-    return len(encode_group(group, b"key"))
 
 
 def _run(config: Config, rows: int | None) -> Iterator[Line]:

@@ -3,7 +3,8 @@
 import ast
 import inspect
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
-from asyncrl.data.dataset import FORMATS, DataFiles, Rows, load_rows
+from asyncrl.data.dataset import FORMATS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.placement import misplaced
+from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
@@ -76,6 +78,7 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
             _reward_form(one.function)
         except Missing as missing:
             yield Mistake((f"reward.functions.{index}.function",), str(missing))
+    yield from _environment_problems(config)
     own_names = [
         (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
     ]
@@ -88,6 +91,26 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
             _definition(name)
         except Missing as missing:
             yield Mistake((key,), str(missing))
+
+
+def _environment_problems(config: Config) -> Iterator[Mistake]:
+    """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
+    uses, key = config.environment.uses, "environment.uses"
+    for name in (uses,) if isinstance(uses, str) else uses:
+        if ":" not in name:
+            yield Mistake((key,), f"found `{name}`; allowed is `path.py:Name` or `module:Name`")
+            continue
+        try:
+            node = _definition(name)
+        except Missing as missing:
+            yield Mistake((key,), str(missing))
+            continue
+        methods = {one.name for one in node.body if isinstance(one, Definition)} if node else set()
+        has_tools = isinstance(node, ast.ClassDef) and not node.bases and "step" not in methods
+        if has_tools and not config.model.chat_template:
+            found = f"the public methods of `{name}` are tools, but model.chat_template is false"
+            text = f"{found}; set it to true, or add a method `step`, with which it takes plain text"
+            yield Mistake((key, "model.chat_template"), text)
 
 
 def _reward_form(name: str) -> Form | None:
@@ -202,7 +225,10 @@ def _forms(config: Config) -> dict[str, Form]:
 
 def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
     """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
-    wants = {name: form.lacking for name, form in forms.items()}
+    played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.uses else {}
+    wants: dict[str, Callable[[Row], list[str]]] = {
+        name: partial(_wanted, form, played) for name, form in forms.items()
+    }
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
     wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
@@ -221,6 +247,10 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                 more = ", ..." if len(indices) > SHOWN else ""
                 text = f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants"
                 yield Mistake((key,), f"{text}: {places}{more}; add it there, or remove the rows")
+
+
+def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
+    return form.lacking({**row, **played})
 
 
 def _without_prompt(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:

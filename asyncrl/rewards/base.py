@@ -4,7 +4,8 @@ A reward function is any callable
 
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None]
 
-It gets the columns of the dataset row that it names (or all with `**columns`), and may be `async`. It returns
+It gets the columns of the dataset row that it names (or all with `**columns`), and may be `async`. With an
+environment there are further columns (`EPISODE_COLUMNS`), and the response is the last answer. It returns
 a finite number, or a pair of the number and the answer in the response (None without one), for votes. If it
 raises, hangs or returns anything else, the ticket fails; that is never a score of 0.
 """
@@ -12,6 +13,10 @@ raises, hangs or returns anything else, the ticket fails; that is never a score 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+# Further columns in a run with an environment: what was said, as chat messages; the number of the model's
+# answers; the environment's own `reward`, `parts` and `metrics`.
+EPISODE_COLUMNS = ("messages", "turns", "result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,11 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Machine, read_shape
 from asyncrl.preflight import forecast as plans
-from asyncrl.preflight.forecast import Forecast, forecast, frame_bytes
+from asyncrl.preflight.forecast import Forecast, forecast
+from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
-from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +238,36 @@ def test_a_group_in_the_store_is_as_large_as_a_real_one():
     )
     group = Group(ticket_id=12345, rollouts=(rollout,) * 3, generator_id="g12", finished_version=5)
     assert abs(frame_bytes(config) - len(encode_group(group, b"key"))) <= 16
+
+
+def test_a_group_of_episodes_is_as_large_as_a_real_one_and_rewritten_turns_are_sequences():
+    sections = {
+        "sampling": {"max_prompt_tokens": 20, "max_response_tokens": 30},
+        "batch": {"group_size": 3, "groups": 4},
+        "environment": {"uses": "e.py:E", "max_turns": 5},
+    }
+    config = config_of(**sections)
+    turns = Turns(
+        ends=np.array([4, 9, 12, 20, 30], np.int32),
+        rewards=np.ones(5, np.float32),
+        states=np.arange(5, dtype=np.uint64),
+    )
+    rollout = Rollout(
+        prompt_ids=np.arange(20, dtype=np.int32),
+        response_ids=np.arange(30, dtype=np.int32),
+        action_mask=np.arange(30) % 9 > 1,
+        behaviour_logprobs=np.full(30, -1.5, np.float32),
+        version_spans=(VersionSpan(4, 11), VersionSpan(5, 19)),
+        finish_reason="stop",
+        reward_parts={"exact_match": 0.5, "environment": 1.0},
+        answer="4" * ANSWER_CHARACTERS,
+        turns=turns,
+    )
+    group = Group(ticket_id=12345, rollouts=(rollout,) * 3, generator_id="g12", finished_version=5)
+    assert abs(frame_bytes(config) - len(encode_group(group, b"key"))) <= 16
+    branching = config_of(**sections | {"environment": {**sections["environment"], "history": "template"}})
+    assert frame_bytes(branching) > 3 * frame_bytes(config)
+    assert planned(branching)["sequences"] == 5 * planned(config)["sequences"] == 60
 
 
 def test_a_checkpoint_on_disk():

@@ -497,3 +497,53 @@ def test_help_and_validate_import_nothing_heavy(arguments: list[str]):
         capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": root},
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("HEAVY []\n"), done.stdout + done.stderr
+
+
+ENVIRONMENT = """\
+def add(a: int, b: int) -> int:
+    "Add."
+
+class Tools:
+    def reset(self, answer): ...
+    def add(self, a: int, b: int) -> int: ...
+
+class Text(Tools):
+    pass
+
+class Steps:
+    def reset(self, answer): ...
+    def step(self, response): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("uses", "said"),
+    [
+        ("play.py:Steps", None),
+        ("play.py:Text", None),  # its base may have `step`
+        ("play.py:Step", "found no `Step` in play.py"),
+        ("pley.py:Steps", "did you mean `play.py`?"),
+        ("Steps", "found `Steps`; allowed is `path.py:Name` or `module:Name`"),
+        (
+            "play.py:Tools",
+            "the public methods of `play.py:Tools` are tools, but model.chat_template is false",
+        ),
+    ],
+)
+def test_an_environment_must_be_there_and_fit_the_model(uses: str, said: str | None):
+    Path("play.py").write_text(ENVIRONMENT)
+    if said is None:
+        Path("run.yaml").write_text(GOOD)
+        validated_config(Path("run.yaml"), [f"environment.uses={uses}"])
+        return
+    (line,) = said_of(GOOD, f"environment.uses={uses}")
+    assert "environment.uses" in line and said in line
+
+
+def test_rewards_may_name_what_was_played_only_where_something_is_played():
+    (Path("score.py")).write_text(SCORE.replace("answer, **columns", "answer, messages, turns, result"))
+    Path("play.py").write_text(ENVIRONMENT)
+    (line,) = said_of(GOOD)
+    assert "reward.functions.0.function: wants column `messages`" in line
+    Path("run.yaml").write_text(GOOD)
+    validated_config(Path("run.yaml"), ["environment.uses=play.py:Steps"])

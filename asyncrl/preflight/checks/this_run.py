@@ -11,9 +11,10 @@ from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import reward_parts
 from asyncrl.config.store import StoreConfig
+from asyncrl.launch.players import Players
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
-from asyncrl.rewards.pool import RewardPool
 
 SKEW_S = 5.0  # the protocol compares no clocks of two hosts, but people who read logs do
 STORE_RETRY_S = 5.0
@@ -75,17 +76,20 @@ def prompts(config: Config) -> Finding:
 
 
 def rewards(config: Config) -> Finding:
-    """Check that the reward processes start and load the functions."""
+    """Check that the processes of rewards and environment start, and that one seed gives one beginning."""
+    from asyncrl.data.prompts import PromptSource
 
     async def load() -> None:
-        pool = RewardPool(config.reward, config.run.root)
+        players = Players.of(config, config.run.root)
         try:
-            await pool.start()
+            await players.start(
+                PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+            )
         finally:
-            await pool.close()
+            await players.close()
 
     asyncio.run(load())
-    said = f"{', '.join(function.part for function in config.reward.functions)} can be loaded"
+    said = f"{', '.join(reward_parts(config.reward, config.environment))} can be loaded"
     if config.reward.sandbox != "none":
         said += f", in {config.reward.sandbox}"
         said += "; as root their number of processes is not limited" if os.getuid() == 0 else ""

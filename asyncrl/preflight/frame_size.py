@@ -1,0 +1,37 @@
+"""The size of the largest group in the store."""
+
+import numpy as np
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import reward_parts
+from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from asyncrl.wire.group_frames import encode_group
+
+
+def frame_bytes(config: Config) -> int:
+    """Return the size of an encoded group with full prompts and responses of two policy versions."""
+    prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
+    rollout = Rollout(
+        prompt_ids=np.zeros(prompt, np.int32),
+        response_ids=np.zeros(response, np.int32),
+        action_mask=np.ones(response, np.bool_),
+        behaviour_logprobs=np.zeros(response, np.float32),
+        version_spans=(VersionSpan(1, response - 1), VersionSpan(2, 1)),
+        finish_reason="length",
+        reward_parts=dict.fromkeys(reward_parts(config.reward, config.environment), 0.0),
+        answer="0" * ANSWER_CHARACTERS,
+        turns=_full_turns(config),
+    )
+    rollouts = (rollout,) * (config.batch.group_size * config.environment.sequences)
+    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2)
+    return len(encode_group(group, b"key"))
+
+
+def _full_turns(config: Config) -> Turns | None:
+    """Return as many turns as an episode may have, with rewards and states."""
+    if not config.environment.uses:
+        return None
+    count = min(config.environment.max_turns, config.sampling.max_response_tokens)
+    ends = np.arange(1, count + 1, dtype=np.int32)
+    return Turns(ends=ends, rewards=np.zeros(count, np.float32), states=np.zeros(count, np.uint64))
