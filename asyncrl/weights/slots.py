@@ -26,7 +26,7 @@ from asyncrl.errors import TransferError
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout
 
-_STAMP = struct.Struct("<Q")
+STAMP = struct.Struct("<Q")
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
 # Two hold one version while the next is written; a GPU has no room for one slot per slow reader.
 _MOST_ON_A_GPU = 2
@@ -59,17 +59,17 @@ class Slot:
             path = str(directory.absolute() / secrets.token_hex(8))
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if device == "cpu":
-            os.ftruncate(file, size_bytes + _STAMP.size)
-            memory = mmap.mmap(file, size_bytes + _STAMP.size)
+            os.ftruncate(file, size_bytes + STAMP.size)
+            memory = mmap.mmap(file, size_bytes + STAMP.size)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
             return cls(buffer, file=file, _path=path, _stamp_at=size_bytes)
-        os.ftruncate(file, _STAMP.size)
+        os.ftruncate(file, STAMP.size)
         buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
     def reserve(self) -> None:
         """Raise OSError if there is no room for a slot on the host: a write to mapped memory could not."""
-        os.posix_fallocate(self.file, 0, self._stamp_at + _STAMP.size)
+        os.posix_fallocate(self.file, 0, self._stamp_at + STAMP.size)
 
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
@@ -90,7 +90,7 @@ class Slot:
 
     def _write_stamp(self, stamp: int) -> None:
         self.stamp = stamp
-        os.pwrite(self.file, _STAMP.pack(stamp), self._stamp_at)
+        os.pwrite(self.file, STAMP.pack(stamp), self._stamp_at)
 
 
 class Slots:
@@ -200,7 +200,7 @@ class OpenSlot:
 
     def require_unchanged(self) -> None:
         """Raise TransferError unless the slot still holds what it was opened for."""
-        if os.pread(self._file, _STAMP.size, self._stamp_at) != _STAMP.pack(self._stamp):
+        if os.pread(self._file, STAMP.size, self._stamp_at) != STAMP.pack(self._stamp):
             raise TransferError(
                 "weights: the learner wrote the next version over these while they were read; what was "
                 "loaded must not be used, the next order brings the newest version"
@@ -223,7 +223,7 @@ def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | No
     except OSError as error:
         raise TransferError(
             f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
-            "or of another user; set weights.transport=gloo, or disk"
+            "or of another user; set weights.transport=disk, or control.bind"
         ) from error
     if exported is not None:
         slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)

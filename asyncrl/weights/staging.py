@@ -1,14 +1,13 @@
 """A generator's part of an order while requests run: refuse paths, fetch from the network, verify.
 
     slot in host memory or a file    verified
-    tcp                              fetched into a slot of this host and verified; the order then names it
+    tcp                              fetched and verified once for this host; the order then names that slot
     slot on a GPU, nccl              left to the engine, which verifies while it loads
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
 """
 
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,8 @@ from pathlib import Path
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout, verify
-from asyncrl.weights.slots import Slot, open_slot
-from asyncrl.weights.stream import fetch
-
-_OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
+from asyncrl.weights.relay import OPEN_FILE, Relay
+from asyncrl.weights.slots import open_slot
 
 
 class HostStaging:
@@ -27,8 +24,7 @@ class HostStaging:
 
     def __init__(self, files: Path) -> None:
         """Orders may come from another host, so the paths in them must be below the directory `files`."""
-        self._files = files.resolve()
-        self._slot: Slot | None = None
+        self._files, self._relay = files.resolve(), Relay()
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         until_s = time.monotonic() + order.deadline_s
@@ -38,20 +34,17 @@ class HostStaging:
         layout = Layout.from_plain(order.details["layout"])
         sums = order.details["checksums"]
         if order.transport == "tcp":
-            slot = self._memory(layout.total_bytes)
-            fetch(order.details["source"], slot.buffer, layout, sums, until_s=until_s)
-            return replace(order, transport="slot", details={**order.details, "slot": slot.describe()})
+            slot = self._relay.bring(order.details["source"], layout, sums, until_s=until_s)
+            return replace(order, transport="slot", details={**order.details, "slot": slot})
         verify(open_slot(order.details["slot"], layout.total_bytes).buffer, layout, sums)
         return order
 
     def close(self) -> None:
-        if self._slot is not None:
-            self._slot.close()
-        self._slot = None
+        self._relay.close()
 
     def _refuse_other_files(self, order: UpdateOrder) -> None:
         path = order.details.get("slot", {}).get("path")
-        if order.transport == "slot" and not _OPEN_FILE.fullmatch(str(path)):
+        if order.transport == "slot" and not OPEN_FILE.fullmatch(str(path)):
             raise TransferError(
                 f"weights: an order names {path}; a slot is an open file of a process, /proc/PID/fd/N"
             )
@@ -61,9 +54,3 @@ class HostStaging:
                 "`asyncrl generator` in the learner's working directory, or set an absolute run.root or a "
                 "control.bind, with which weights need no common files"
             )
-
-    def _memory(self, size_bytes: int) -> Slot:
-        if self._slot is not None and len(self._slot.buffer) != size_bytes:
-            self.close()
-        self._slot = self._slot or Slot.create(size_bytes)
-        return self._slot

@@ -5,7 +5,8 @@ The learner's end is here: publisher, control hub, a loop that publishes a versi
 itself. Generators are the shipped loop, control client and staging,
 in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
 numbers, or another one than its tag, is of a mixture. With `--hosts`, learner and generators have a network
-each, joined by a cable.
+each, joined by a cable. Over TCP those that are struck share what they fetch, and the others fetch for
+themselves.
 
     stricken   a receiver is killed or stopped in the middle of an update; the others and the learner must not notice
     visitors   generators join, take one update, and leave or die
@@ -57,6 +58,7 @@ from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import layout, staging, stream
 from asyncrl.weights.base import TensorSpec, UpdateOrder, receivable
 from asyncrl.weights.publisher import SlotPublisher
+from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
 
@@ -138,6 +140,7 @@ class WatchedStaging(HostStaging):
 
     def __init__(self, files: Path, told: Told, rng: random.Random, options: dict[str, Any]) -> None:
         super().__init__(files)
+        self._relay = Relay(Path(options["directory"], options.get("shares", uuid.uuid4().hex)))
         self._told, self._rng, self._options = told, rng, options
         self._bucket = self._tells_at = 0
         self._kind = "begun"
@@ -316,7 +319,9 @@ class Learner:
 
     def __init__(self, directory: Path, seed: int, transport: str, hosts: Hosts | None = None) -> None:
         self.rng = random.Random(seed)
-        self._options = {"namespace": hosts.generators.namespace} if hosts else {}
+        self._options = {"directory": str(directory)}
+        if hosts:
+            self._options["namespace"] = hosts.generators.namespace
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"]
@@ -463,7 +468,7 @@ class Patient:
         learner.remove(self.member)
         self.state, self.member, self.seen = (
             "returning",
-            learner.add(self.member.name, bucket_s=0.02),
+            learner.add(self.member.name, bucket_s=0.02, shares="sick"),
             Counter(),
         )
         return f"SIGKILL{late}"
@@ -498,7 +503,7 @@ def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any
     before = {member.name: Counter(member.counts) for member in well}
     struck: Counter[str] = Counter()
     back_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
-    sick = [Patient(learner.add(f"sick{i}", bucket_s=0.02)) for i in range(3)]
+    sick = [Patient(learner.add(f"sick{i}", bucket_s=0.02, shares="sick")) for i in range(3)]
     while (goes_on := _goes_on(sum(struck.values()), injections, until_s)) or any(
         each.state != "well" for each in sick
     ):
@@ -581,7 +586,7 @@ def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> 
 
 def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
     """Transfers end at a random bucket, on the wire, or at a random tensor, in the engine."""
-    members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3) for i in range(3)]
+    members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3, shares="all") for i in range(3)]
     cut: Counter[str] = Counter()
     handled: Counter[str] = Counter()
     while _goes_on(sum(member.counts["failed"] for member in members), aborts, until_s):

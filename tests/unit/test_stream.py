@@ -14,27 +14,13 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.weights import stream
-from asyncrl.weights.base import TensorSpec
-from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.slots import Slot, Slots
+from asyncrl.weights.layout import checksums
+from asyncrl.weights.slots import Slots
 from asyncrl.weights.stream import SlotServer, fetch
+from tests.support.publications import LARGE, LAYOUT, filled
 from tests.support.waiting import wait_until
 
-LAYOUT = Layout.plan(
-    [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 53 * i)) for i in range(40)], 100_000
-)
-# More than fits into the buffers of a connection.
-LARGE = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(1 << 20,)) for i in range(16)], 4 << 20)
 STAMP = 7
-
-
-def filled(layout, seed=0):
-    """A slot of random bytes with the publication `STAMP`."""
-    slot = Slot.create(layout.total_bytes)
-    generator = torch.Generator().manual_seed(seed)
-    slot.buffer.copy_(torch.randint(0, 256, (layout.total_bytes,), dtype=torch.uint8, generator=generator))
-    slot.complete(STAMP)
-    return slot
 
 
 @pytest.fixture
@@ -42,7 +28,7 @@ def serve():
     made = []
 
     def make(layout=LAYOUT, *, host="127.0.0.1", stall_s=20.0):
-        slot = filled(layout)
+        slot = filled(layout, STAMP)
         find = {STAMP: slot.file}
         server = SlotServer(host, lambda stamp: find.get(stamp, -1), layout.total_bytes, stall_s=stall_s)
         made.append((server, slot))
@@ -216,9 +202,9 @@ def test_no_learner_at_all_is_said_with_its_address():
 def test_a_learner_that_is_killed_in_mid_transfer_is_an_error_at_once():
     script = """
 import time
-from tests.unit.test_stream import LARGE, STAMP, filled
+from tests.support.publications import LARGE, filled
 from asyncrl.weights.stream import SlotServer
-slot = filled(LARGE)
+slot = filled(LARGE, 7)
 server = SlotServer("127.0.0.1", lambda stamp: slot.file, LARGE.total_bytes, stall_s=30.0)
 print(server._port, server._key.hex(), flush=True)
 time.sleep(60)
@@ -237,7 +223,7 @@ time.sleep(60)
 
         with pytest.raises(TransferError, match=f"of {LARGE.total_bytes:,} bytes arrived"):
             until_s = time.monotonic() + 30.0
-            sums = checksums(filled(LARGE).buffer, LARGE)
+            sums = checksums(filled(LARGE, STAMP).buffer, LARGE)
             fetch(source, buffer, LARGE, sums, until_s=until_s, on_progress=kill)
     finally:
         learner.kill()

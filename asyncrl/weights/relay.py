@@ -1,0 +1,197 @@
+"""One transfer per host: the generators of a host share the slot that one of them has fetched.
+
+    the first one   takes the run's lock on this host, fetches into a slot of its own, writes into the lock's
+                    file where that is
+    the others      wait for the lock, open that slot, and keep a shared lock on it until their next order
+
+All locks are the kernel's, so they end with their process. The first one writes the time of each piece that
+arrives into the file; if that stands still, because the process is stopped, the others fetch for themselves.
+A slot with a shared lock is not written, so an owner has as many slots as slow readers need, usually two.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.weights.layout import Layout
+from asyncrl.weights.slots import STAMP, Slot
+from asyncrl.weights.stream import fetch
+
+log = logging.getLogger(__name__)
+
+OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
+# Without progress of the process that fetches; at most a quarter of the time that is left.
+SILENT_S = 5.0
+_POLL_S = 0.01
+# Head start of the process that has memory from the version before.
+_GRACE_S = 0.05
+_DAY_S = 86400.0
+_TIME = struct.Struct("<Q")
+# Of a description: within one page, so that it is written as a whole.
+_MOST_BYTES = 256
+
+
+class Relay:
+    """One generator's part of the sharing."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """`directory` is for the files of the locks: memory of this host by default, private to the user."""
+        self._directory = directory or _shared_memory() / f"asyncrl-{os.getuid()}"
+        self._path: Path | None = None
+        self._own: list[Slot] = []
+        self._held: int | None = None  # the file of another process's slot, with a shared lock
+        self._silent = b""  # the last sign of a process that we did not wait for
+
+    def bring(
+        self, source: Mapping[str, Any], layout: Layout, checksums: Sequence[int], *, until_s: float
+    ) -> dict[str, Any]:
+        """Return the description of a slot with the publication of `source`, verified by one process here.
+
+        The slot stays as it is until the next call. Raises TransferError, at the latest at `until_s`.
+        """
+        self._release()
+        # No other publication of any run has this stamp, and the name does not give the key away.
+        digest = hashlib.sha256(repr((source.get("key"), source.get("stamp"))).encode()).digest()
+        stamp, name = STAMP.unpack(digest[: STAMP.size])[0], hashlib.sha256(repr(source.get("key")).encode())
+        with self._turn(name.hexdigest(), until_s) as file:
+            if file is not None and (shared := self._open_shared(file, stamp, layout.total_bytes)):
+                self._drop_idle()
+                return shared
+            slot = self._writable(layout.total_bytes)
+
+            def on_progress() -> None:
+                if file is not None:
+                    os.pwrite(file, _TIME.pack(time.monotonic_ns()), 0)
+
+            fetch(source, slot.buffer, layout, checksums, until_s=until_s, on_progress=on_progress)
+            slot.complete(stamp)
+            fcntl.flock(slot.file, fcntl.LOCK_UN)
+            if file is not None:
+                os.pwrite(file, json.dumps(slot.describe()).encode().ljust(_MOST_BYTES), _TIME.size)
+        return slot.describe()
+
+    def close(self) -> None:
+        """Release all slots; other processes keep what they have open."""
+        self._release()
+        for slot in self._own:
+            slot.close()
+        self._own.clear()
+        if self._path:
+            self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self, name: str, until_s: float) -> Iterator[int | None]:
+        """The locked file of this run; None if this host has no place for it, or its holder does nothing."""
+        try:
+            file = self._open(name)
+        except OSError as error:
+            log.warning("weights are not shared with other generators of this host: %s", error)
+            yield None
+            return
+        try:
+            yield file if self._lock(file, until_s) else None
+        finally:
+            os.close(file)  # and so unlocks it
+
+    def _open(self, name: str) -> int:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        found = self._directory.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{self._directory} is open to others; remove it")
+        if self._path != (path := self._directory / name):
+            self._path = path
+            for other in self._directory.iterdir():  # of runs that were killed
+                with contextlib.suppress(FileNotFoundError):
+                    if other.stat().st_mtime < time.time() - _DAY_S:
+                        other.unlink()
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def _lock(self, file: int, until_s: float) -> bool:
+        """Whether the lock was to be had while its holder still made progress."""
+        said = _read(file)
+        if said and not str(said.get("path")).startswith(f"/proc/{os.getpid()}/"):
+            time.sleep(_GRACE_S)
+        seen, since_s = b"", time.monotonic()
+        silent_s = min(SILENT_S, (until_s - since_s) / 4)
+        while not _locked(file, fcntl.LOCK_EX):
+            sign, now_s = os.pread(file, _TIME.size, 0), time.monotonic()
+            if sign != seen:
+                seen, since_s = sign, now_s
+            if now_s - since_s > silent_s or sign == self._silent != b"":
+                self._silent = sign
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _open_shared(self, file: int, stamp: int, size_bytes: int) -> dict[str, Any] | None:
+        """The slot of another process, if it holds this publication; it will not be written meanwhile."""
+        said = _read(file)
+        if said is None or said.get("stamp") != stamp or not OPEN_FILE.fullmatch(str(said.get("path"))):
+            return None
+        try:
+            held = os.open(said["path"], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # that process has ended
+            return None
+        if _locked(held, fcntl.LOCK_SH) and os.pread(held, STAMP.size, size_bytes) == STAMP.pack(stamp):
+            self._held = held
+            return {"path": f"/proc/{os.getpid()}/fd/{held}", "stamp": stamp, "exported": None}
+        os.close(held)
+        return None
+
+    def _writable(self, size_bytes: int) -> Slot:
+        """A slot of ours without readers, with a lock that keeps them out."""
+        free = [slot for slot in self._idle() if len(slot.buffer) == size_bytes]
+        if not free:
+            self._drop_idle()
+            free = [Slot.create(size_bytes)]
+            self._own += free
+            _locked(free[0].file, fcntl.LOCK_EX)
+        free[0].begin()
+        return free[0]
+
+    def _idle(self) -> list[Slot]:
+        """Our slots without readers; they cannot get any before they are unlocked."""
+        return [slot for slot in self._own if _locked(slot.file, fcntl.LOCK_EX)]
+
+    def _drop_idle(self) -> None:
+        for slot in self._idle():
+            self._own.remove(slot)
+            slot.close()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def _shared_memory() -> Path:
+    """The directory of this host's memory, or of its temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+def _locked(file: int, kind: int) -> bool:
+    """Whether the lock, which no other process may rule out, could be taken now."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(file: int) -> dict[str, Any] | None:
+    """The description in the file of a run; None if there is none."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(os.pread(file, _MOST_BYTES, _TIME.size))
+        return said if isinstance(said, dict) else None
+    return None

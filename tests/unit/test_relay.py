@@ -1,0 +1,183 @@
+"""One transfer per host: relays share a slot. Processes do in tests/integration/test_relay_processes.py."""
+
+import fcntl
+import json
+import os
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from asyncrl.errors import TransferError
+from asyncrl.weights import relay
+from asyncrl.weights.layout import checksums
+from asyncrl.weights.relay import Relay
+from asyncrl.weights.slots import Slot
+from tests.support.publications import LAYOUT, Learner
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def learners():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Learner(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for learner in made:
+        learner.close()
+
+
+@pytest.fixture
+def relays(tmp_path):
+    made = []
+
+    def make(count=1):
+        made.extend(Relay(tmp_path / "shared") for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_slot_is_not_written_while_another_process_may_read_it(learners, relays):
+    learner, (owner, slow) = learners(), relays(2)
+    learner.bring(owner, 1)
+    read = learner.bring(slow, 1)
+    for stamp in (2, 3, 2, 3):
+        newest = learner.bring(owner, stamp)
+        assert learner.holds(read, 1) and learner.holds(newest, stamp)
+    assert len(owner._own) == 2, "one for the slow reader, and one to write"
+    assert learner.asked == [1, 2, 3, 2, 3]
+    assert learner.holds(learner.bring(slow, 3), 3)
+    assert learner.asked[5:] == [], "it is there already"
+
+
+def test_a_follower_keeps_no_memory_of_its_own(learners, relays):
+    learner, (first, second) = learners(), relays(2)
+    learner.bring(first, 1)
+    learner.bring(second, 2)
+    assert learner.holds(learner.bring(first, 2), 2)
+    assert first._own == [] and len(second._own) == 1
+
+
+def test_the_owner_of_a_slot_that_closes_leaves_readers_what_they_have(learners, relays):
+    learner, (owner, reader) = learners(), relays(2)
+    learner.bring(owner, 1)
+    read = learner.bring(reader, 1)
+    owner.close()
+    assert learner.holds(read, 1)
+
+
+def test_a_transfer_that_fails_leaves_nothing_that_another_one_would_use(learners, relays):
+    learner, (first, second) = learners(), relays(2)
+    good = learner.sums[1]
+    learner.sums[1] = (0, *good[1:])
+    with pytest.raises(TransferError, match="checksum"):
+        learner.bring(first, 1)
+    learner.sums[1] = good
+    assert learner.holds(learner.bring(second, 1), 1)
+    assert learner.holds(learner.bring(first, 1), 1)
+    assert learner.asked == [1, 1]
+
+
+def test_publications_of_two_learners_with_equal_numbers_are_not_confused(learners, relays):
+    one, other, (relay,) = learners(), learners(), relays()
+    other.slots[1].buffer.fill_(9)
+    other.sums[1] = checksums(other.slots[1].buffer, LAYOUT)
+    assert one.holds(one.bring(relay, 1), 1)
+    assert other.holds(other.bring(relay, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"no json",
+        b"[1, 2]",
+        b'{"path": "/etc/passwd"}',
+        b'{"path": "/proc/1/fd/99999", "stamp": STAMP}',
+        b'{"path": "/proc/PID/fd/OTHER", "stamp": STAMP}',
+    ],
+)
+def test_what_the_file_says_is_not_believed(learners, relays, said):
+    """As after a reuse of a process id: another file is there."""
+    learner, (first, second) = learners(), relays(2)
+    learner.bring(first, 1)
+    other = Slot.create(LAYOUT.total_bytes)
+    other.complete(1)
+    file = os.open(first._path, os.O_RDWR)
+    stamp = json.loads(os.pread(file, 256, 8))["stamp"]
+    said = said.replace(b"STAMP", b"%d" % stamp).replace(b"PID", b"%d" % os.getpid())
+    os.pwrite(file, said.replace(b"OTHER", b"%d" % other.file).ljust(256), 8)
+    os.close(file)
+    assert learner.holds(learner.bring(second, 1), 1)
+    assert learner.asked == [1, 1]
+    other.close()
+
+
+def test_a_host_without_a_private_place_fetches_for_itself(learners, relays, tmp_path, caplog):
+    (tmp_path / "shared").mkdir(mode=0o777)
+    (tmp_path / "shared").chmod(0o777)
+    learner, both = learners(), relays(2)
+    for each in both:
+        assert learner.holds(learner.bring(each, 1), 1)
+    assert learner.asked == [1, 1] and "is open to others" in caplog.text
+
+
+def test_its_files_are_private_small_and_do_not_hold_the_key(learners, relays, tmp_path):
+    learner, (relay,) = learners(), relays()
+    learner.bring(relay, 1)
+    (path,) = (tmp_path / "shared").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size < 1000
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    key = learner.server.source(1)["key"]
+    assert key.hex() not in path.name and key not in path.read_bytes()
+    old, young = tmp_path / "shared" / "old", tmp_path / "shared" / "young"
+    for each, age_s in ((old, 90_000), (young, 1_000)):
+        each.touch()
+        os.utime(each, (time.time() - age_s,) * 2)
+    other = learners()
+    other.bring(relay, 1)
+    assert not old.exists() and young.exists(), "a run that was killed leaves its file for a day"
+    young.unlink()
+    path.unlink()
+    relay.close()
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_a_lock_that_is_never_released_costs_one_wait_and_not_one_for_each_version(
+    learners, relays, monkeypatch
+):
+    monkeypatch.setattr(relay, "SILENT_S", 0.5)
+    learner, (first, second) = learners(), relays(2)
+    learner.bring(first, 1)
+    holder = os.open(first._path, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    waited_s = []
+    for stamp in (2, 3, 2):
+        started_s = time.monotonic()
+        assert learner.holds(learner.bring(second, stamp), stamp)
+        waited_s.append(time.monotonic() - started_s)
+    assert waited_s[0] >= 0.5
+    assert min(waited_s[1:]) < 0.5
+    os.close(holder)
+    assert learner.holds(learner.bring(first, 3), 3)
+    assert learner.holds(learner.bring(second, 3), 3)
+    assert len(learner.asked) == 5, "they share again"
+
+
+def test_the_deadline_bounds_waiting_and_fetching_together(learners, relays):
+    learner, (first, second) = learners(), relays(2)
+    learner.bring(first, 1)
+    holder = os.open(first._path, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(learner.bring, second, 2, 0.0)
+        with pytest.raises(TransferError, match="the deadline has passed"):
+            call.result(10)
+    os.close(holder)
+    wait_until(lambda: not learner.server._readers)
