@@ -81,7 +81,7 @@ class EvalResult:
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
     """Return the metrics of a round; a sample counts as solved if its reward is 1 or more."""
     scored = [group for group in groups if group.dead_reason is None]
-    rewards = [[rollout.reward for rollout in group.rollouts] for group in scored]
+    rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
     metrics: dict[str, float] = {"eval/dead_groups": len(groups) - len(scored)}
     if scored:
@@ -96,7 +96,9 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
                 if k == samples or k.bit_count() == 1
             },
             **_majorities(scored),
-            "eval/length_mean": _mean(len(one.response_ids) for group in scored for one in group.rollouts),
+            "eval/length_mean": _mean(
+                sum(one.actions for one in episode) for group in scored for episode in group.by_episode
+            ),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
     return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
@@ -108,10 +110,8 @@ def _mean(values: Iterable[float]) -> float:
 
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
     """Return (answers, whether each is solved) by group; empty if no reward function extracts answers."""
-    votes = [
-        ([one.answer for one in group.rollouts], [one.reward >= 1.0 for one in group.rollouts])
-        for group in groups
-    ]
+    episodes = [[episode[0] for episode in group.by_episode] for group in groups]
+    votes = [([one.answer for one in group], [one.reward >= 1.0 for one in group]) for group in episodes]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
 
 

@@ -26,6 +26,8 @@ from asyncrl.algo.tokens import TokenBatch
 TAIL = 2.0
 # Thirds of the longest response allowed. Dropping more long than short responses is a bias.
 BANDS = ("short", "medium", "long")
+# The turns of an episode: errors of engines and the age of tokens grow with the length of the conversation.
+TURNS = ("first", "middle", "last")
 # Metrics with these last names are means over sequences.
 OVER_SEQUENCES = frozenset({"perplexity_ratio", "chi2_sequence"})
 
@@ -65,6 +67,8 @@ def policy_metrics(
         # Equal log-probabilities are a ratio of 1, also where both are infinite.
         log_ratio_T = torch.where(to_T == from_T, 0.0, log_ratio(to_T.detach(), from_T))
         columns |= _ratio_columns(name, batch, log_ratio_T)
+        if name == "mismatch" and batch.turn_part_T is not None:
+            columns |= _turn_columns(batch.turn_part_T, log_ratio_T)
     if entropy_T is not None:
         columns["policy/entropy"] = entropy_T
     if batch.reference_logprobs_T is not None:
@@ -117,7 +121,7 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
 
     `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal.
     `group/*` become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over
-    sequences, names that end in a band over the tokens of that band. All other sums, those of losses and
+    sequences, names that end in a band or a turn over its tokens. All other sums, those of losses and
     corrections included, become means over tokens; extremes stay as they are.
     """
     counted = ("tokens", "sequences", "groups", "rewards")
@@ -142,7 +146,7 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
 def _denominator(name: str) -> str:
     """The count that a sum is divided by."""
     first, last = name.split("/")[0], name.rsplit("/", 1)[-1]
-    if last in BANDS:
+    if last in BANDS or last in TURNS:
         return f"tokens/{last}"
     if last in OVER_SEQUENCES:
         return "sequences"
@@ -172,6 +176,13 @@ def _ratio_columns(name: str, batch: TokenBatch, log_ratio_T: Tensor) -> dict[st
         f"{name}/perplexity_ratio": _of_owners(batch, (-batch.mean_S(log_ratio_T)).exp()),
         f"{name}/chi2_sequence": torch.expm1(2.0 * product_S),
     }
+
+
+def _turn_columns(part_T: Tensor, log_ratio_T: Tensor) -> dict[str, Tensor]:
+    """Columns for each part of `TURNS`: its tokens, and how far generator and learner are apart."""
+    of = {name: part_T == index for index, name in enumerate(TURNS)}
+    counts = {f"tokens/{name}": is_T for name, is_T in of.items()}
+    return counts | {f"mismatch/turn/{name}": log_ratio_T.abs() * is_T for name, is_T in of.items()}
 
 
 def _batch_columns(batch: TokenBatch) -> dict[str, Tensor]:

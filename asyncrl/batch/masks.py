@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.algo.metrics import BANDS, length_bands
+from asyncrl.algo.metrics import BANDS, TURNS, length_bands
 from asyncrl.batch.packing import TrainSample
 from asyncrl.types import Rollout
 
@@ -38,11 +38,14 @@ def masks(rollout: Rollout, sequence: TrainSample, *, max_lag: int | None, trunc
 
 
 def masked_shares(
-    sequences: Sequence[TrainSample], masked: Sequence[Masks], max_response_tokens: int
+    sequences: Sequence[TrainSample],
+    masked: Sequence[Masks],
+    max_response_tokens: int,
+    turn_part_T: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return the masked shares of all action tokens, and of each length band, under their published names.
+    """Return the masked shares of all action tokens, of each length band and part of a conversation.
 
-    `sequences` are those before the masks.
+    `sequences` are those before the masks; `turn_part_T` has one entry per action token of them.
     """
     lengths_S = torch.tensor([int(sequence.keep.sum()) for sequence in sequences])
     stale_S = torch.tensor([int(one.stale.sum()) for one in masked])
@@ -55,7 +58,18 @@ def masked_shares(
         "staleness/masked_share": _share(stale_S, lengths_S),
         **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},
         "completions/masked_share": _share(truncated_S, lengths_S),
+        **({} if turn_part_T is None else _by_turn(sequences, masked, turn_part_T)),
     }
+
+
+def _by_turn(
+    sequences: Sequence[TrainSample], masked: Sequence[Masks], turn_part_T: Tensor
+) -> dict[str, float]:
+    stale_T = torch.from_numpy(
+        np.concatenate([one.stale[sequence.keep] for sequence, one in zip(sequences, masked, strict=True)])
+    )
+    of = {name: turn_part_T == index for index, name in enumerate(TURNS)}
+    return {f"staleness/masked_share/turn/{name}": _share(stale_T & is_T, is_T) for name, is_T in of.items()}
 
 
 def _share(part_S: Tensor, whole_S: Tensor) -> float:

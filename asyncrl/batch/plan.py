@@ -18,6 +18,7 @@ from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.masks import masked_shares, masks
 from asyncrl.batch.measure import measure
 from asyncrl.batch.packing import TrainSample, deal, microbatch
+from asyncrl.batch.turn_columns import turn_parts
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.types import Group
 
@@ -100,6 +101,7 @@ class Planner:
             "values_T": rewards.values_T,
             "reference_logprobs_T": measured.get("reference_logprobs_T"),
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
+            "turn_part_T": turn_parts(rewards),
         }
         columns = {
             name: _per_sample(column_T, samples)
@@ -133,7 +135,9 @@ class Planner:
             sequences=planned,
             rewards=rewards,
             returns_T=returns_T,
-            masked=masked_shares(samples, masked, self.estimator.max_response_tokens),
+            masked=masked_shares(
+                samples, masked, self.estimator.max_response_tokens, columns_T["turn_part_T"]
+            ),
         )
 
     def _minibatch(self, groups: Sequence[Group], samples: Sequence[TrainSample]) -> Minibatch:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.types import Rollout, Turns
 
 
@@ -38,6 +39,18 @@ def turn_columns(episodes: Sequence[Sequence[Rollout]]) -> dict[str, Tensor]:
         states_K = [np.zeros(len(one.ends), np.uint64) if one.states is None else one.states for one in turns]
         columns["turn_states_K"] = np.concatenate(states_K).view(np.int64)
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def turn_parts(rewards: GroupRewards) -> Tensor | None:
+    """Return the index into `TURNS` of each action token; None without turns. A single turn is the first."""
+    if rewards.episode_K is None or rewards.turn_T is None:
+        return None
+    episode_K = rewards.episode_K
+    ends_K = torch.ones_like(episode_K, dtype=torch.bool)
+    ends_K[:-1] = episode_K[1:] != episode_K[:-1]
+    starts_K = ends_K.roll(1)
+    part_K = torch.where(starts_K, 0.0, torch.where(ends_K, 2.0, 1.0))
+    return part_K[rewards.turn_T]
 
 
 def _one_turn(rollout: Rollout) -> Turns:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
 from asyncrl.evaluation import EvalResult
@@ -142,7 +144,7 @@ def _record(
         step=step,
         ticket_id=group.ticket_id,
         prompt=decode(rollout.prompt_ids.tolist()),
-        response=decode(rollout.response_ids.tolist()),
+        response=_conversation(rollout, decode),
         reward=rollout.reward,
         parts=dict(rollout.reward_parts),
         advantage=advantage,
@@ -153,3 +155,15 @@ def _record(
         reason=reason,
         answer=rollout.answer or "",
     )
+
+
+def _conversation(rollout: Rollout, decode: Decode) -> str:
+    """Return the response, with marks before what its environment wrote and before the next answer."""
+    if rollout.action_mask.all():
+        return decode(rollout.response_ids.tolist())
+    changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
+    speakers = rollout.action_mask[[0, *changes]]
+    return "".join(
+        ("\n[model] " if is_model else "\n[environment] ") + decode(ids.tolist())
+        for is_model, ids in zip(speakers, np.split(rollout.response_ids, changes), strict=True)
+    ).lstrip("\n")

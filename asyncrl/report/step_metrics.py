@@ -15,6 +15,7 @@ from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step
+from asyncrl.report.episode_metrics import episode_metrics
 from asyncrl.trainer.base import LOSS, Usage
 from asyncrl.types import Group
 
@@ -76,8 +77,9 @@ def _critic_metrics(step: Step) -> dict[str, float]:
 
 def _rollout_metrics(step: Step) -> dict[str, float]:
     groups = step.collected.groups
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    # An episode counts once: all its rollouts have its reward and ending.
+    rollouts = [episode[0] for group in groups for episode in group.by_episode]
+    lengths = _lengths(groups)
     parts = {
         name: [r.reward_parts[name] for r in rollouts if name in r.reward_parts]
         for name in step.plan.rewards.parts
@@ -87,10 +89,16 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
         **_answer_metrics(groups),
         "completions/length_mean": float(np.mean(lengths)),
         "completions/length_max": float(np.max(lengths)),
-        "completions/truncated_share": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "completions/truncated_share": float(np.mean([r.truncated for r in rollouts])),
+        **episode_metrics(groups),
         "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
         "time/reward_s": float(np.mean([group.reward_s for group in groups])),
     }
+
+
+def _lengths(groups: Sequence[Group]) -> list[int]:
+    """Return the sampled tokens of each episode."""
+    return [sum(rollout.actions for rollout in episode) for group in groups for episode in group.by_episode]
 
 
 def _answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -111,10 +119,7 @@ def _intake_metrics(step: Step) -> dict[str, float]:
     rejected: dict[str, list[Group]] = {UNTRAINABLE: [], DEADLY: []}  # alarms need these two, also when 0
     for group, reason in collected.rejected:
         rejected.setdefault(kind_of(reason), []).append(group)
-    lengths = {
-        reason: [len(rollout.response_ids) for group in groups for rollout in group.rollouts]
-        for reason, groups in rejected.items()
-    }
+    lengths = {reason: _lengths(groups) for reason, groups in rejected.items()}
     taken = (*collected.groups, *(group for group, _ in collected.rejected))
     collapsed = Counter(_collapsed(group) for group in taken)
     mean_lengths = {reason: float(np.mean(found)) for reason, found in lengths.items() if found}
@@ -129,7 +134,7 @@ def _intake_metrics(step: Step) -> dict[str, float]:
 
 def _collapsed(group: Group) -> str | None:
     """Return where the rewards of a group lie if they are all equal: it then has no signal."""
-    rewards = [rollout.reward for rollout in group.rollouts]
+    rewards = [episode[0].reward for episode in group.by_episode]
     if len(rewards) < 2 or max(rewards) - min(rewards) > EQUAL:
         return None
     for where, value in (("at_0", 0.0), ("at_1", 1.0)):

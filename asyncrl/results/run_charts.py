@@ -32,6 +32,10 @@ CURVES = (
         "Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"
     ),
     Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
+    Curve("Turns of an episode", ("episodes/turns_mean", "episodes/turns_max", "episodes/sequences_mean")),
+    Curve("Endings of episodes", ("episodes/ended_share/*",), "share"),
+    Curve("Environment", ("environment/*",)),
+    Curve("Generator against learner, by turn", ("mismatch/turn/*",), "nats", log=True),
     Curve("Entropy", ("policy/entropy",), "nats"),
     Curve("Gradient norm, before clipping", ("policy/grad_norm", "critic/grad_norm")),
     Curve("Generator against learner", ("mismatch/k3", "weights/probe_max"), "nats", log=True),
@@ -61,7 +65,11 @@ AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_q
 AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
 TOO_OLD = Curve(
     "Too old, and out of the loss",
-    ("staleness/masked_share", *(f"staleness/masked_share/{band}" for band in BANDS)),
+    (
+        "staleness/masked_share",
+        *(f"staleness/masked_share/{band}" for band in BANDS),
+        "staleness/masked_share/turn/*",
+    ),
     "share of the tokens",
 )
 STALENESS = (AGE_PARTS, AGE, TOO_OLD)

@@ -101,10 +101,11 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     compute = f"{of('perf/learner_tflops_per_s')} TFLOP/s"
     if gpu := state.fullest_gpu:
         compute = f"mfu {percent('perf/mfu')}  {data_size(gpu[0])} of {data_size(gpu[1])}"
+    turns = f"  turns {of('episodes/turns_mean')}" if state.series("episodes/turns_mean") else ""
     learning = [
         ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
         ("held-out", of("eval/accuracy") + record),
-        ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
+        ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}{turns}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
         ("mismatch", f"k3 {of('mismatch/k3', 2)}  ess {of('mismatch/ess', 2)}"),
         ("weights", f"probe {of('weights/probe_max', 2)}  {of('weights/transfer_gb_per_s', 2)} GB/s"),

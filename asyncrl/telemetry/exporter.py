@@ -36,13 +36,14 @@ KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last valu
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 # (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
 UNITS = (
-    ("", r"(reward|hook|alarm)/.*|.*(flops|gb)_per_s"),
+    ("", r"(reward|hook|alarm|environment)/.*|.*(flops|gb)_per_s"),
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
     ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
     ("share", r"eval/(accuracy|pass@.*|maj@.*)|critic/(explained_variance|value_clipped)"),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
+    ("nats", r"mismatch/turn/.*"),
     (
         "nats",
         r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",

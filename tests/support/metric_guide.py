@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from asyncrl.algo.metrics import BANDS
+from asyncrl.algo.metrics import BANDS, TURNS
 
 ROOT = Path(__file__).parents[2]
 GUIDE, ELSEWHERE = (
@@ -20,12 +20,15 @@ def documented() -> set[str]:
     names = first_column(GUIDE)
     names |= {name.replace("<pair>", pair) for name in names for pair in ("mismatch", "policy", "drift")}
     names |= {name.replace("<band>", band) for name in names for band in BANDS}
+    names |= {name.replace("<turn>", turn) for name in names for turn in TURNS}
     return {re.sub(r"<\w+>", "<>", name) for name in names}
 
 
 EXAMPLES = {
     "<pair>": "mismatch",
     "<band>": "short",
+    "<turn>": "first",
+    "<ending>": "stop",
     "<steps>": "3",
     "<samples>": "8",
     "<name>": "mine",

@@ -12,15 +12,21 @@ import torch
 
 from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.metrics import TURNS, finish, merge, policy_metrics
 from asyncrl.algo.shaping import soft_overlong
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner
 from asyncrl.batch.turn_columns import turn_columns
+from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.judge import make_judge
 from asyncrl.config import registry
+from asyncrl.learner import Step
+from asyncrl.report.episode_metrics import episode_metrics
+from asyncrl.report.reports import eval_records
+from asyncrl.report.step_metrics import step_metrics
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
-from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer
+from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known
 
 NEEDS = frozenset({"logprobs_T", "values_T", "sum_squared_probs_T", "reference_logprobs_T"})
 SHAPING = (partial(soft_overlong, buffer_tokens=6, penalty=1.0),)
@@ -293,3 +299,101 @@ def test_whatever_cut_an_episode_off_its_tokens_may_be_masked(reason):
     ]
     assert kept[1].tokens - kept[0].tokens == cut_off.actions
     assert planned([group]).rewards.truncated_S.tolist() == [True, False, False]
+
+
+def played(seed: int) -> Step:
+    """A step with branched episodes, trained by a fake."""
+    groups = branched(with_turns(random_groups(seed, tools=True), seed), seed)
+    plan = planned(groups)
+    results = [FakeTrainer().step(minibatch.microbatches, None) for minibatch in plan.minibatches]
+    return Step(
+        version=6,
+        collected=Collected(groups=tuple(groups), rejected=(), takes=1),
+        plan=plan,
+        results=tuple(results),
+        seconds={"train": 1.0},
+    )
+
+
+def test_metrics_count_an_episode_once():
+    step = played(3)
+    groups = step.collected.groups
+    whole = with_turns(random_groups(3, tools=True), 3)
+    found, expected = (
+        step_metrics(replace(step, collected=replace(step.collected, groups=tuple(one))))
+        for one in (groups, whole)
+    )
+    assert {name for name in found if found[name] != expected[name]} == {
+        "episodes/sequences_mean",
+        "sequences/duplicate_share",
+    }
+    episodes = [episode for group in groups for episode in group.by_episode]
+    assert found["episodes/sequences_mean"] == len(step.plan.sequences) / len(episodes) > 1
+    turns = [sum(len(rollout.turns.ends) for rollout in episode) for episode in episodes]
+    assert (found["episodes/turns_mean"], found["episodes/turns_max"]) == (np.mean(turns), max(turns))
+    ended = [episode[0].finish_reason for episode in episodes]
+    assert found["episodes/ended_share/length"] == ended.count("length") / len(ended)
+    assert found["episodes/ended_share/other"] == 0.0
+    assert found["completions/truncated_share"] == found["episodes/ended_share/length"]
+
+
+def test_an_environments_numbers_are_means_over_the_episodes_that_have_them():
+    def metric(*values: float) -> np.ndarray:
+        return np.array(values, dtype=np.float32)
+
+    first, second, *_ = with_turns(random_groups(0, tools=False), 0)
+    first = replace(
+        first, episode_metrics={"tools/calls": metric(1, np.nan, 3), "never": metric(*[np.nan] * 3)}
+    )
+    second = replace(second, episode_metrics={"tools/calls": metric(5, 5, 5)})
+    found = episode_metrics([first, second])
+    assert found["environment/tools/calls"] == (1 + 3 + 5 + 5 + 5) / 5
+    assert "environment/never" not in found
+    single = random_groups(0, tools=False)
+    assert episode_metrics(single) == {}, "a run without an environment has none of them"
+
+
+def test_tokens_that_sequences_repeat_are_counted():
+    """A prompt of 2; a branch repeats the prompt and 3 of 4 tokens, and adds 2: 5 of 13."""
+    batch = Batch()
+    first, other = batch.rollout(1.0, [5] * 4), batch.rollout(1.0, [5] * 5)
+    ids = np.concatenate([first.response_ids[:3], other.response_ids[3:]])
+    branch = replace(other, response_ids=ids, action_mask=np.array([False] * 3 + [True] * 2))
+    group = Group(
+        ticket_id=1,
+        rollouts=(first, branch),
+        generator_id="g",
+        finished_version=5,
+        episode_of=np.zeros(2, np.int32),
+    )
+    assert episode_metrics([group])["sequences/duplicate_share"] == 5 / 13
+
+
+def test_metrics_by_turn_are_means_over_the_tokens_of_these_turns():
+    batch = Batch()
+    long, short = batch.rollout(1.0, [2, 2, 3, 5, 5, 5]), batch.rollout(0.0, [1, 5])
+    long = replace(long, turns=Turns(ends=np.array([2, 3, 4, 6], np.int32)))
+    groups = batch.group(long, replace(short, turns=Turns(ends=np.array([2], np.int32)))).groups
+    plan = planned([replace(groups[0], greedy_reward=0.0)])
+    masked = {name.rpartition("/")[2]: share for name, share in plan.masked.items() if "/turn/" in name}
+    assert masked == pytest.approx({"first": 3 / 4, "middle": 0.0, "last": 0.0})
+    [minibatch] = plan.minibatches
+    parts = [policy_metrics(one.tokens, one.tokens.behaviour_logprobs_T) for one in minibatch.microbatches]
+    found = finish(merge(parts))
+    tokens = {long.response_ids[2]: "middle", long.response_ids[3]: "middle", short.response_ids[1]: "first"}
+    tokens |= dict.fromkeys(long.response_ids[4:], "last")
+    assert [found[f"tokens/{name}"] for name in TURNS] == [1, 2, 2]
+    for name in TURNS:
+        gaps = [abs(known("logprobs_T", t) + 1.0) for t, where in tokens.items() if where == name]
+        assert found[f"mismatch/turn/{name}"] == pytest.approx(np.mean(gaps), rel=1e-5)
+
+
+def test_a_sample_shows_where_the_environment_spoke():
+    batch = Batch()
+    rollout = batch.rollout(1.0, [5] * 5, tools=[1, 2])
+    step = played(0)
+    group = replace(step.collected.groups[0], rollouts=(rollout,), episode_of=None)
+    [record] = eval_records([group], 3, lambda ids: " ".join(map(str, ids)), 1)
+    assert record.response == "[model] 1\n[environment] 2 3\n[model] 4 5"
+    plain = replace(group, rollouts=(batch.rollout(1.0, [5] * 2),))
+    assert eval_records([plain], 3, lambda ids: " ".join(map(str, ids)), 1)[0].response == "6 7"

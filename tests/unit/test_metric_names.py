@@ -20,6 +20,7 @@ SOURCES = [
     "batch/objective.py",
     "batch/masks.py",
     "report/step_metrics.py",
+    "report/episode_metrics.py",
     "launch/taking.py",
     "launch/saving.py",
 ]
@@ -48,7 +49,8 @@ def test_every_metric_is_documented() -> None:
 
 def test_every_published_number_of_the_mathematics_is_documented() -> None:
     case = make_case(1)
-    batch = dataclasses.replace(case.batch, reference_logprobs_T=case.logprobs_T)
+    turns_T = torch.zeros_like(case.logprobs_T)
+    batch = dataclasses.replace(case.batch, reference_logprobs_T=case.logprobs_T, turn_part_T=turns_T)
     left_out_T = torch.zeros_like(case.entropy_T, dtype=torch.bool)
     parts = [
         policy_metrics(batch, case.logprobs_T, case.entropy_T, left_out_T=left_out_T, max_response_tokens=9)
