@@ -101,7 +101,7 @@ class Rollout:
     @property
     def actions(self) -> int:
         """Return the number of tokens that the policy sampled."""
-        return int(self.action_mask.sum())
+        return int(np.count_nonzero(self.action_mask))
 
     @property
     def truncated(self) -> bool:

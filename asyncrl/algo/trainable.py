@@ -71,6 +71,8 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
 
 
 def _episode_faults(group: Group) -> Iterator[str]:
+    if group.episode_of is None:
+        return
     for index, episode in enumerate(group.by_episode):
         if len(episode) > MOST_SEQUENCES:
             yield f"episode {index}: {len(episode)} rollouts, {MOST_SEQUENCES} are allowed"
