@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake, Part
+from asyncrl.config.curriculum_section import CurriculumConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.sections import (
     BatchConfig,
@@ -138,6 +139,23 @@ def _tools_are_rendered(environment: EnvironmentConfig, model: ModelConfig) -> I
         yield Mistake(("environment.uses", "model.chat_template"), text)
 
 
+def _a_curriculum_can_judge(data: DataConfig, batch: BatchConfig, store: StoreConfig) -> Iterator[Mistake]:
+    key, curriculum = "data.curriculum.floor", data.curriculum
+    if curriculum.floor is None:
+        if curriculum.solved != CurriculumConfig().solved:
+            text = f"data.curriculum.solved is set, but {key} is null: nothing is skipped; set it, e.g. 0.1"
+            yield Mistake(("data.curriculum.solved", key), text)
+        return
+    if batch.group_size == 1:
+        found = f"{key} is {curriculum.floor:g}, but batch.group_size is 1"
+        text = f"{found}: one response always has equal rewards; use group_size >= 2, or drop the curriculum"
+        yield Mistake((key, "batch.group_size"), text)
+    if store.shards > 1:
+        found = f"{key} is {curriculum.floor:g}, but store.shards is {store.shards}"
+        text = f"{found}, which reject at different rates; set store.shards: 1, or drop the curriculum"
+        yield Mistake((key, "store.shards"), text)
+
+
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         text = "store.bind is for the run's own server, but store.url names another server; drop one"
@@ -241,6 +259,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _something_scores,
     _an_environment_is_used,
     _tools_are_rendered,
+    _a_curriculum_can_judge,
     _one_store,
     _sequences_fit,
     _store_holds_what_is_open,

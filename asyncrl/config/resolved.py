@@ -18,7 +18,17 @@ from asyncrl.config.schema import Config
 SHARED: dict[str, tuple[str, ...]] = {
     "run": ("seed",),
     "model": ("path", "revision", "dtype", "chat_template"),
-    "data": ("train", "eval", "prompt_field", "template", "system", "split", "eval_split", "shuffle"),
+    "data": (
+        "train",
+        "eval",
+        "prompt_field",
+        "template",
+        "system",
+        "split",
+        "eval_split",
+        "shuffle",
+        "curriculum",
+    ),
     "reward": ("functions",),
     "environment": ("uses", "max_turns", "weight", "max_observation_characters", "history"),
     "batch": ("groups", "group_size"),

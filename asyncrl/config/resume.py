@@ -64,6 +64,7 @@ FREE: dict[str, str] = {
     "run": "root environment",
     "model": "trust_remote_code tool_parser",
     "data": "eval eval_split",
+    "data.curriculum": "floor solved",
     "reward": "functions timeout_s workers attempts sandbox memory_gib",
     "reward.functions": "function weight name",
     "environment": "uses python max_turns step_s episode_s replays weight workers memory_gib "

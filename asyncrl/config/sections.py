@@ -9,6 +9,7 @@ from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part
+from asyncrl.config.curriculum_section import CurriculumConfig
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.config.wording import divisors
 
@@ -69,6 +70,7 @@ class DataConfig(Part):
     """Split of `eval`, if it is a Hugging Face dataset."""
     shuffle: bool = True
     """True draws a new order for each epoch from `run.seed`."""
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 class RewardFunctionConfig(Part):

@@ -53,6 +53,7 @@ class ControlClient:
         wire_key: bytes = b"",
         keys: GeneratorKeys | None = None,
         find_learner: Callable[[], Awaitable[str]] | None = None,
+        on_order: Callable[[UpdateOrder], None] = lambda order: None,
     ) -> None:
         """Make a client that is not yet connected.
 
@@ -65,8 +66,9 @@ class ControlClient:
             keys: keys of the encrypted connection, which a tcp:// endpoint needs.
             find_learner: returns the learner's present endpoint, or "". Called while the learner is silent,
                 because a restarted learner may have another address.
+            on_order: called with every order when it arrives.
         """
-        self.endpoint, self._find_learner = endpoint, find_learner
+        self.endpoint, self._find_learner, self._on_order = endpoint, find_learner, on_order
         self._heartbeat_s, self._timeout_s, self._join_s = heartbeat_s, timeout_s, join_s
         self._wire_key, self._keys = wire_key, keys
         self._hello: Hello | None = None
@@ -208,7 +210,10 @@ class ControlClient:
             case UnknownMember():
                 self._is_member = False
                 await self._send(self._current_hello())
-            case UpdateOrder() | Stop():
+            case UpdateOrder():
+                self._on_order(message)
+                self._put(message)
+            case Stop():
                 self._put(message)
             case _:
                 raise WireError(f"{type(message).__name__} is for the learner")

@@ -73,10 +73,20 @@ class DataFiles:
     def __init__(self, data: DataConfig) -> None:
         self._data = data
 
-    @cached_property
+    @property
     def train(self) -> str:
         """Fingerprint of data.train."""
-        return load_rows(self._data.train, self._data.split).fingerprint
+        return self._train[1]
+
+    @cached_property
+    def _train(self) -> tuple[int, str]:
+        rows = load_rows(self._data.train, self._data.split)
+        return len(rows), rows.fingerprint
+
+    @property
+    def train_rows(self) -> int:
+        """Number of rows in data.train."""
+        return self._train[0]
 
     @property
     def held_out_rows(self) -> int:

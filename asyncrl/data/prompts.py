@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.sections import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.data.curriculum import rows_of
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.sample_plan import SamplePlan
@@ -81,11 +82,16 @@ class PromptSource:
             longest = max(len(prompt.token_ids) for prompt in (*self._train, *self._eval))
             found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
             raise DataError(f"{found}: {'; '.join(too_long)}; raise it to {longest} or remove the rows")
-        self.plan = SamplePlan(len(self.rows), seed=seed, shuffle=data.shuffle)
+        self.plan = make_plan(data, len(self.rows), seed=seed)
 
     def prompt(self, ticket_id: int) -> Prompt:
         """Return the prompt of training ticket `ticket_id` (from 1)."""
         return self._train[self.plan.at(ticket_id).row]
+
+    def skip(self, skipped: Mapping[str, bytes]) -> None:
+        """Follow the curriculum: `UpdateOrder.skipped` of the newest order."""
+        size = self.plan.size
+        self.plan.skip({int(epoch): rows_of(packed, size) for epoch, packed in skipped.items()})
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Return the first `count` held-out prompts, or all if there are fewer."""
@@ -95,6 +101,11 @@ class PromptSource:
         """Return the text of response tokens, exactly as sampled but without special tokens."""
         decode = self.tokenizer.decode
         return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def make_plan(data: DataConfig, rows: int, *, seed: int) -> SamplePlan:
+    """Make the sample plan of data.train, which has `rows` rows; it skips none yet."""
+    return SamplePlan(rows, seed=seed, shuffle=data.shuffle, floor=data.curriculum.floor or 0.0)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

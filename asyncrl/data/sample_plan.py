@@ -5,15 +5,25 @@ permutation of the rows. The permutation is computed, not stored: a Feistel netw
 power of two that is at least the number of rows, repeated until the result is inside the dataset. Its round
 function is BLAKE2b, so the plan depends on no library's random numbers. It must never change, because runs
 are resumed with it.
+
+A curriculum lets an epoch skip rows. The epoch keeps its number of tickets: a fixed share of them, the floor,
+tries skipped rows again, and the others go through the rows that are kept. docs/planes/sampling.md says who
+decides what is skipped.
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
 
 # Four suffice for large domains (Luby and Rackoff 1988); with few rows a test detects a bias below eight.
 ROUNDS = 8
+# The floor is counted in whole millionths: all processes round alike.
+MILLION = 1_000_000
 
 
 class PlanEntry(NamedTuple):
@@ -26,32 +36,66 @@ class PlanEntry(NamedTuple):
 class SamplePlan:
     """Infinite, deterministic order of the rows of one dataset."""
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
-        """`seed` determines the order of every epoch; `shuffle=False` keeps the order of the file."""
+    def __init__(self, size: int, *, seed: int, shuffle: bool, floor: float = 0.0) -> None:
+        """`seed` determines the order of every epoch; `shuffle=False` keeps the order of the file.
+
+        `floor` is the share of tickets that try skipped rows again.
+        """
         if size < 1:
             raise DataError(f"the sample plan needs a dataset of at least 1 row, got {size}")
         self.size = size
         self._seed = seed
         self._shuffle = shuffle
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._floor = round(floor * MILLION)
+        # Epoch -> the rows that it keeps, and those that it skips; an epoch without an entry keeps all.
+        self._rows: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def skip(self, skipped: Mapping[int, NDArray[np.bool_]]) -> None:
+        """Set the rows that each epoch skips, as a mask over all rows; every other epoch skips none."""
+        self._rows = {
+            epoch: (np.flatnonzero(~mask), np.flatnonzero(mask))
+            for epoch, mask in skipped.items()
+            if mask.any()
+        }
 
     def at(self, ticket_id: int) -> PlanEntry:
         """Return epoch and row of a ticket; ids are from 1."""
         if ticket_id < 1:
             raise ValueError(f"ticket ids are from 1, got {ticket_id}")
         epoch, position = divmod(ticket_id - 1, self.size)
-        if self._shuffle:
-            key = f"{self._seed}:{epoch}".encode()
-            # A cycle that starts inside the dataset leads back inside; the domain is < 4 times the dataset.
-            while (position := self._feistel(key, position)) >= self.size:
-                pass
-        return PlanEntry(epoch, position)
+        key = f"{self._seed}:{epoch}"
+        if epoch not in self._rows:
+            return PlanEntry(epoch, self._permuted(key, position, self.size))
+        rows, skipped = self._rows[epoch]
+        retries = self._retries(ticket_id - 1)
+        if not len(rows) or self._retries(ticket_id) > retries:
+            # Counted over all epochs, so that every skipped row has its turn.
+            key, turn, rows = f"{self._seed}:retry", retries if len(rows) else ticket_id - 1, skipped
+        else:
+            turn = position - (retries - self._retries(epoch * self.size))
+        lap, place = divmod(turn, len(rows))
+        return PlanEntry(epoch, int(rows[self._permuted(f"{key}:{lap}", place, len(rows))]))
 
-    def _feistel(self, key: bytes, value: int) -> int:
-        """Map [0, 4 ** half_bits) to itself, one to one."""
-        mask = (1 << self._half_bits) - 1
-        left, right = value >> self._half_bits, value & mask
-        for number in range(ROUNDS):
-            digest = hashlib.blake2b(b"%s:%d:%d" % (key, number, right), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        return (left << self._half_bits) | right
+    def _retries(self, ticket_id: int) -> int:
+        """Return how many tickets up to this one try a skipped row, in epochs that have both kinds."""
+        return ticket_id * self._floor // MILLION
+
+    def _permuted(self, key: str, position: int, size: int) -> int:
+        """Return the place of a position below `size` in the order of `key`."""
+        if not self._shuffle:
+            return position
+        half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        # A cycle that starts inside leads back inside; the domain is < 4 times the size.
+        while (position := _feistel(key.encode(), position, half_bits)) >= size:
+            pass
+        return position
+
+
+def _feistel(key: bytes, value: int, half_bits: int) -> int:
+    """Map [0, 4 ** half_bits) to itself, one to one."""
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for number in range(ROUNDS):
+        digest = hashlib.blake2b(b"%s:%d:%d" % (key, number, right), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+    return (left << half_bits) | right

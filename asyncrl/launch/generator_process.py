@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
-from asyncrl.weights.base import receivable
+from asyncrl.weights.base import UpdateOrder, receivable
 from asyncrl.weights.staging import HostStaging
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ async def _generate(
     assert task is not None
     # Cancelled, the generator gives its tickets back.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    control = await _call_learner(config.control, store, keys)
+    control = await _call_learner(config.control, store, keys, lambda order: prompts.skip(order.skipped))
     tracker = generator_trackers(config, directory, hello.generator_id)
     staging = HostStaging(directory.weights)
     try:
@@ -144,7 +145,9 @@ async def _generate(
         tracker.close()
 
 
-async def _call_learner(config: ControlConfig, store: StoreConnection, keys: JoinKeys) -> ControlClient:
+async def _call_learner(
+    config: ControlConfig, store: StoreConnection, keys: JoinKeys, on_order: Callable[[UpdateOrder], None]
+) -> ControlClient:
     log.info("calling the learner")
     record = RunRecord(store, keys.record)
     return ControlClient(
@@ -154,6 +157,7 @@ async def _call_learner(config: ControlConfig, store: StoreConnection, keys: Joi
         timeout_s=config.timeout_s,
         wire_key=keys.wire,
         keys=keys.control,
+        on_order=on_order,
     )
 
 

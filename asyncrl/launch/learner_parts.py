@@ -31,8 +31,9 @@ from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
+from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.dataset import DataFiles
-from asyncrl.data.prompts import load_tokenizer, vocabulary_size
+from asyncrl.data.prompts import load_tokenizer, make_plan, vocabulary_size
 from asyncrl.evaluation import Evaluation, resume_ledger
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.same_bytes import DecodedFrames
@@ -191,7 +192,23 @@ def open_taking(stack: ExitStack, lead: Lead, history: History) -> Taking:
         rounds=rounds,
         history=history,
     )
-    return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths)
+    curriculum = open_curriculum(config, lead.data, lead.state.curriculum)
+    return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths, curriculum=curriculum)
+
+
+def open_curriculum(config: Config, data: DataFiles, saved: Mapping[str, Any]) -> Curriculum | None:
+    """Continue the curriculum from its `saved` state, if the config has one."""
+    if config.data.curriculum.floor is None:
+        return None
+    groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
+    return Curriculum(
+        make_plan(config.data, data.train_rows, seed=config.run.seed),
+        solved=config.data.curriculum.solved,
+        # A step that rejects raises the credit, and so do groups of lost weights that were under way.
+        reach=(lag + 1 + refills + lag + 1) * groups,
+        window=config.window_groups,
+        state=saved,
+    )
 
 
 def open_intake(

@@ -74,7 +74,7 @@ class LeadRun:
         self.logs.version = version
         probe = self.trainer.score(self.probe_ids)
         self.page.enter("training")
-        published = self.publisher.publish(version, self.trainer.parameters(), probe)
+        published = self.publisher.publish(version, self.trainer.parameters(), probe, self.taking.skipped())
         published.add_done_callback(self._announce)
         self.page.version = version
         self.taking.open(version)

@@ -95,9 +95,9 @@ class LeadSaving(Saving):
     mark_saved: Callable[[], None]
 
     def _state(self, version: int) -> dict[str, Any]:
-        ledger, evaluation = self.taking.settled
+        ledger, evaluation, curriculum = self.taking.settled
         now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
-        return replace(now, coefficients=self.coefficients.state()).to_dict()
+        return replace(now, coefficients=self.coefficients.state(), curriculum=curriculum).to_dict()
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
         seconds = time.perf_counter() - started_s

@@ -11,9 +11,11 @@ from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import AuditWatch
+from asyncrl.data.curriculum import Curriculum
 from asyncrl.evaluation import EvalResult, Evaluation
 from asyncrl.launch.same_bytes import DecodedFrames, Taken
 from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.weights.base import EVERY_ROW
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class Taking:
     _: KW_ONLY
     decoded: DecodedFrames
     deaths: StepDeaths
+    curriculum: Curriculum | None = None
     _watch: AuditWatch = field(init=False)
     _eval_watch: AuditWatch = field(init=False)
     _is_recovered: bool = field(default=False, init=False)
@@ -50,6 +53,14 @@ class Taking:
             self.evaluation.recover(version)
             self._is_recovered = True
 
+    def skipped(self) -> Mapping[str, bytes]:
+        """Return the rows that epochs skip, for the orders of the version that is published next."""
+        if self.curriculum is None:
+            return EVERY_ROW
+        assert isinstance(self.intake, Intake), "a rule of the config refuses shards"
+        ledger = self.intake.settled
+        return self.curriculum.decide(consumed=ledger.consumed, unfinished=ledger.watermark + 1)
+
     def heal(self, version: int) -> None:
         """Make the store agree with the ledger if issued ids are missing or in two places."""
         if self._watch.is_recovery_due():
@@ -62,6 +73,8 @@ class Taking:
         collected = self.intake.poll(version, wait_s=wait_s)
         if collected is None:
             return None
+        if self.curriculum:
+            self.curriculum.record([*collected.groups, *(group for group, _ in collected.rejected)])
         taken = Taken(collected, self.decoded.of_step(collected.groups))
         self.deaths.begin(version, taken.frames)
         return taken
@@ -89,9 +102,10 @@ class Taking:
         self.lane.close()
 
     @property
-    def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of both lanes for a checkpoint: the ledger after the last whole step, the evaluation."""
-        return self.intake.settled.to_dict(), self.evaluation.state()
+    def settled(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """State for a checkpoint after the last whole step: of the ledger, the evaluation, the curriculum."""
+        curriculum = self.curriculum.state() if self.curriculum else {}
+        return self.intake.settled.to_dict(), self.evaluation.state(), curriculum
 
     def commit(self, ledger: Mapping[str, Any], version: int) -> None:
         """Let the store forget the groups of the checkpoint that holds `ledger`."""
@@ -114,6 +128,7 @@ class Taking:
         return max(self._watch.mismatch, self._eval_watch.mismatch, key=abs)
 
     def counters(self) -> dict[str, float]:
-        """The store's part in the metrics of a step."""
+        """The store's and the curriculum's part in the metrics of a step."""
         recoveries = self._watch.recoveries + self._eval_watch.recoveries
-        return {"buffer/audit_mismatch": self.mismatch, "buffer/recoveries": recoveries}
+        skipped = self.curriculum.metrics() if self.curriculum else {}
+        return {"buffer/audit_mismatch": self.mismatch, "buffer/recoveries": recoveries} | skipped

@@ -18,6 +18,7 @@ class LearnerState:
     # Config values that must not change: `config.resume.fixed_values`.
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
+    curriculum: dict[str, Any] = field(default_factory=dict)  # `Curriculum.state`; empty without one
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint's JSON."""
@@ -28,5 +29,6 @@ class LearnerState:
         """The inverse of `to_dict`; an empty dict is the beginning."""
         if not values:
             return cls()
-        found = {each.name: values[each.name] for each in fields(cls)}
+        # A checkpoint of an earlier release has no curriculum.
+        found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**found | {"history": History.parse(values["history"])})

@@ -6,9 +6,9 @@ The learner never waits for a generator. Each generator has a sender of its own;
 deadline is given up, and no other one notices. A generator always gets the newest version.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.lineage import INITIAL, History, Weights
@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
     import torch
 
 
+# No epoch skips a row.
+EVERY_ROW: Mapping[str, bytes] = {}
 # Transports that every receiver supports, the best one first.
 _EVERYWHERE = ("slot", "tcp", "disk")
 _LARGEST_MEASUREMENT = 1e9
@@ -68,6 +70,8 @@ class UpdateOrder:
     # What it replaces: "weights" is the whole model.
     target: str = "weights"
     size_bytes: int = 0
+    # The rows of data.train that an epoch skips, one bit each, by the number of the epoch.
+    skipped: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def weights(self) -> Weights:
@@ -172,9 +176,15 @@ class Publisher(Protocol):
         ...
 
     def publish(
-        self, version: int, tensors: "Iterable[tuple[str, torch.Tensor]]", probe_logprobs: Sequence[float]
+        self,
+        version: int,
+        tensors: "Iterable[tuple[str, torch.Tensor]]",
+        probe_logprobs: Sequence[float],
+        skipped: Mapping[str, bytes] = EVERY_ROW,
     ) -> Future[int]:
         """Copy the parameters to a slot without readers. The result is `version`, once it can be sent.
+
+        `skipped` goes into the orders for this version.
 
         Raises what made the version before fail.
         """

@@ -12,7 +12,7 @@ The lock is held for bookkeeping only, never during a copy or a transfer.
 import itertools
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.base import Sender
+from asyncrl.weights.base import EVERY_ROW, Sender
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.sender import NcclProcess, SlotSender
 from asyncrl.weights.slots import Published, Slot, Slots
@@ -91,7 +91,11 @@ class SlotPublisher:
         return self._server is None
 
     def publish(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], probe_logprobs: Sequence[float]
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        probe_logprobs: Sequence[float],
+        skipped: Mapping[str, bytes] = EVERY_ROW,
     ) -> Future[int]:
         """Raises TransferError if `tensors` are not those of the layout."""
         self._published.result()  # its slot could be taken; the checksums of a version take milliseconds
@@ -102,7 +106,9 @@ class SlotPublisher:
         if slot.buffer.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._published = self._thread.submit(self._finish, slot, version, tuple(probe_logprobs), copied)
+        self._published = self._thread.submit(
+            self._finish, slot, version, tuple(probe_logprobs), skipped, copied
+        )
         return self._published
 
     def check(self) -> None:
@@ -151,7 +157,12 @@ class SlotPublisher:
             )
 
     def _finish(
-        self, slot: Slot, version: int, probe_logprobs: tuple[float, ...], copied: torch.cuda.Event | None
+        self,
+        slot: Slot,
+        version: int,
+        probe_logprobs: tuple[float, ...],
+        skipped: Mapping[str, bytes],
+        copied: torch.cuda.Event | None,
     ) -> int:
         """Make the copied version the newest one; runs in the publisher's thread."""
         if copied:
@@ -167,6 +178,7 @@ class SlotPublisher:
             initial_logprobs=self._initial_logprobs,
             history=self._history,
             deadline_s=self._deadline_s,
+            skipped=skipped,
         )
         with self._lock:
             self._slots.complete(published)

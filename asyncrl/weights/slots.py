@@ -15,7 +15,7 @@ import os
 import secrets
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -154,6 +154,7 @@ class Published:
     initial_logprobs: tuple[float, ...]
     history: str
     deadline_s: float
+    skipped: Mapping[str, bytes] = field(default_factory=dict)
 
     def pin(self) -> Self:
         """Count one more reader of the slot."""
@@ -178,6 +179,7 @@ class Published:
             initial_logprobs=self.initial_logprobs,
             history=self.history,
             size_bytes=self.layout.total_bytes,
+            skipped=self.skipped,
         )
 
     def slot_details(self) -> dict[str, Any]:

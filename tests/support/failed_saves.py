@@ -22,10 +22,10 @@ class Around:
         self._saves = 0
 
     @property
-    def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def settled(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """The ledger says the how manieth attempt at a save it is of."""
         self._saves += 1
-        return Ledger(takes=self._saves).to_dict(), {}
+        return Ledger(takes=self._saves).to_dict(), {}, {}
 
     def commit(self, ledger: dict[str, Any], version: int) -> None:
         self.events.append(("commit", ledger["takes"]))

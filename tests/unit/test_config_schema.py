@@ -279,6 +279,20 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
     ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),
     (
+        {"data": {"train": "t", "curriculum": {"solved": 0.5}}},
+        "data.curriculum.floor is null: nothing is skipped",
+    ),
+    ({"data": {"train": "t", "curriculum": {"floor": 0.1}}}, None),
+    (
+        {"data": {"train": "t", "curriculum": {"floor": 0.1}}, "batch": {"group_size": 1}}
+        | algorithm(advantage="reinforce"),
+        "data.curriculum.floor is 0.1, but batch.group_size is 1",
+    ),
+    (
+        {"data": {"train": "t", "curriculum": {"floor": 0.1}}, "store": {"shards": 2}},
+        "data.curriculum.floor is 0.1, but store.shards is 2",
+    ),
+    (
         algorithm(advantage="turn_rloo"),
         "turn_rloo, which needs rewards or states of turns",
     ),

@@ -19,6 +19,7 @@ def test_the_state_survives_its_checkpoint():
         evaluation={"round": 1},
         fixed={"run.seed": 3, "model.revision": None},
         coefficients={"kl": 0.1, "measured_entropy": 1.5},
+        curriculum={"decided": 2, "skipped": {"1": "gA=="}},
     )
     again = LearnerState.from_dict(json.loads(json.dumps(state.to_dict())))
     assert again == state
@@ -48,6 +49,12 @@ def test_a_checkpoint_of_another_number_of_shards_is_refused():
         ledgers_of(four, 1)
     with pytest.raises(ConfigError, match=r"store.shards: 1, the config says 4.*set store.shards: 1"):
         ledgers_of(one, 4)
+
+
+def test_a_checkpoint_of_a_release_without_curricula_is_read():
+    values = LearnerState(version=3).to_dict()
+    del values["curriculum"]
+    assert LearnerState.from_dict(values) == LearnerState(version=3)
 
 
 def test_an_empty_state_is_the_beginning():

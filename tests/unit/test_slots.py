@@ -59,8 +59,11 @@ def publisher(tmp_path, device):
     made.close()
 
 
+SKIPPED = {"3": b"\x80"}
+
+
 def publish(publisher, version):
-    assert publisher.publish(version, tensors(version), (0.5,)).result(10) == version
+    assert publisher.publish(version, tensors(version), (0.5,), SKIPPED).result(10) == version
 
 
 def order_of(sender):
@@ -88,6 +91,7 @@ def test_readers_find_the_newest_version_whole_and_two_slots_are_enough(publishe
             order = order_of(sender)
             assert (order.version, order.transport) == (version, "slot")
             assert (order.probe_logprobs, order.initial_logprobs) == ((0.5,), (0.25,))
+            assert order.skipped == SKIPPED
             assert read(order) == {version}
     assert len(publisher._slots) == 2
 
