@@ -1,13 +1,20 @@
 """The worked examples of docs/planes are what the program computes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from asyncrl.algo.advantages import rloo
 from asyncrl.algo.staleness import choose, credit_limit, lag_bound, minimum_version
+from asyncrl.batch.estimate import Estimator
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.lineage import Weights
+from asyncrl.session.tree import Session
+from asyncrl.types import Group, Rollout, version_spans
 
 MINUS = "\N{MINUS SIGN}"
 PLANES = Path(__file__).parents[2] / "docs" / "planes"
@@ -63,3 +70,76 @@ def test_numbers_of_the_learning_page() -> None:
     one_of_four = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     shown = ", ".join(f"{x:.1f}" for x in ((one_of_four - one_of_four.mean()) / one_of_four.std()).tolist())
     assert shown.replace("-", MINUS) in " ".join(text.split())
+
+
+class _Digits:
+    """A tokenizer whose tokens are digits, with a template that writes 9 behind each answer."""
+
+    stop_ids = frozenset({9})
+    special_texts: frozenset[str] = frozenset()
+    opening_ids = ()
+
+    def render(self, messages, tools=(), *, generation):
+        return "".join(one["content"] + "9" * (one["role"] == "assistant") for one in messages)
+
+    def encode(self, text):
+        return [int(digit) for digit in text]
+
+    def decode(self, ids):
+        return "".join(map(str, ids))
+
+
+def numbers(cell: str) -> list[int]:
+    return [int(one) for one in cell.split()]
+
+
+def _played() -> tuple[Rollout, ...]:
+    """The sequences of the turns in the first table of the episodes page."""
+    session, conversations = Session(_Digits()), []
+    for _, continues, prompt, sampled, versions in rows("episodes", 5)[:3]:
+        before, ids = conversations[int(continues)] if continues else ([], [])
+        new = "".join(map(str, numbers(prompt)[len(ids) :]))
+        messages = [*before, {"role": "user", "content": new}]
+        request = session.request(messages)
+        assert list(request.prompt_ids) == numbers(prompt)
+        response = np.array(numbers(sampled), dtype=np.int32)
+        rollout = Rollout(
+            prompt_ids=np.array(request.prompt_ids, dtype=np.int32),
+            response_ids=response,
+            action_mask=np.ones(len(response), dtype=np.bool_),
+            behaviour_logprobs=np.full(len(response), -0.5, dtype=np.float32),
+            version_spans=version_spans(Weights(version) for version in numbers(versions)),
+            finish_reason="stop",
+        )
+        answer = {"role": "assistant", "content": "".join(sampled.split()[:-1])}
+        session.record(request, rollout, answer)
+        conversations.append(([*messages, answer], [*request.prompt_ids, *response.tolist()]))
+    return session.rollouts()
+
+
+def test_sequences_of_the_episodes_page() -> None:
+    table = rows("episodes", 5)[5:]  # behind the three turns and the head of the second table
+    sequences = _played()
+    assert len(table) == len(sequences) == 2
+    for (_, response, trained, versions, ends), sequence in zip(table, sequences, strict=True):
+        assert sequence.prompt_ids.tolist() == [1, 2]
+        assert sequence.response_ids.tolist() == numbers(response)
+        assert sequence.action_mask.astype(int).tolist() == numbers(trained)
+        assert sequence.versions.tolist() == numbers(versions)
+        turns = [len(sequence.response_ids)] if sequence.turns is None else sequence.turns.ends.tolist()
+        assert turns == numbers(ends)
+
+
+def test_an_episode_of_the_page_counts_once() -> None:
+    branches = [replace(one, reward=1.0) for one in _played()]
+    sibling = replace(branches[0], reward=0.0)
+    group = Group(
+        ticket_id=1,
+        rollouts=(*branches, sibling),
+        generator_id="g",
+        finished_version=8,
+        episode_of=np.array([0, 0, 1], dtype=np.int32),
+    )
+    estimates = Estimator(advantage=rloo, max_response_tokens=8).estimate([group], {}, 0.0)
+    assert estimates.advantages_T.tolist() == [1.0] * 6 + [-1.0] * 4
+    assert estimates.rewards.lengths_S.tolist() == [6, 4]
