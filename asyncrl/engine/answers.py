@@ -58,6 +58,7 @@ class AnswerReader:
             tool_calls=calls,
             finish_reason=rollout.finish_reason,
             tokens=len(rollout.response_ids),
+            prompt_tokens=len(prompt_ids),
             reasoning=self._without_specials(parsed.reasoning),
         )
 

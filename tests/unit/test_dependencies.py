@@ -26,8 +26,9 @@ NAMES = {
     "prometheus_client": "prometheus-client",
     "tokenizers": "transformers",
     "wandb_workspaces": "wandb-workspaces",
+    "h11": "uvicorn",
 }
-"""Distributions whose module has another name; `tokenizers` comes with transformers."""
+"""Distributions whose module has another name; `tokenizers` comes with transformers, `h11` with uvicorn."""
 
 
 def names(texts: list[str]) -> set[str]:

@@ -1,0 +1,249 @@
+"""The HTTP server of a generator's endpoint: five paths, a key for each episode, limits for clients.
+
+Answers are written when they are whole, also in a stream, so that a retry gets the same bytes. A stream sends
+comments until then, so that no client gives up.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from asyncrl.endpoint.base import AgentTalk, Dialect, Event, Json, Refused, now_s
+from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
+from asyncrl.endpoint.messages_dialect import MessagesDialect
+from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
+from asyncrl.endpoint.responses_dialect import ResponsesDialect
+
+log = logging.getLogger(__name__)
+
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatDialect(),
+    "/v1/completions": CompletionsDialect(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": MessagesDialect(),
+}
+MODELS = "/v1/models"
+MAX_BODY_BYTES = 16 * 2**20
+HEAD_S, BODY_S, SEND_S = 10.0, 30.0, 60.0  # limits for a client to send a head, a body, and to take an answer
+COMMENT_S = 10.0  # pause between two comments of a stream
+MOST_CONNECTIONS = 4096
+_JSON = (b"content-type", b"application/json")
+_STREAM = (b"content-type", b"text/event-stream")
+
+
+class Endpoint:
+    """Serves the episodes of one generator."""
+
+    def __init__(self, *, host: str = "127.0.0.1") -> None:
+        """Listen on `host` after `start`, on a free port."""
+        self.episodes = OpenEpisodes()
+        self.url = ""  # without a path
+        self._host = host
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to serve. Raises OSError if the address cannot be used."""
+        listener = socket.create_server((self._host, 0))
+        self.url = f"http://{self._host}:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._serve,
+            http=_Protocol,
+            interface="asgi3",
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    def open(self, talk: AgentTalk) -> OpenEpisode:
+        """Return a new episode, which is called with its key until it is closed."""
+        return self.episodes.open(talk)
+
+    def shut(self, episode: OpenEpisode) -> None:
+        """Refuse further calls of an episode and end those in progress."""
+        self.episodes.close(episode)
+
+    async def close(self) -> None:
+        """Stop serving; connections are cut after a second."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=5)
+            self._serving.cancel()
+
+    async def _serve(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer one request, as ASGI has it."""
+        path, headers = scope["path"], _headers(scope)
+        dialect = DIALECTS.get(path)
+        exchange = _Exchange(receive, send)
+        try:
+            with contextlib.suppress(TimeoutError):  # the client does not take its answer
+                try:
+                    await self._respond(exchange, scope["method"], path, headers)
+                except Refused as refused:
+                    error = dialect.error(refused) if dialect else openai_error(refused)
+                    await exchange.refuse(refused, error)
+        except OSError:
+            log.debug("a client of the endpoint left")
+
+    async def _respond(
+        self, exchange: "_Exchange", method: str, path: str, headers: Mapping[str, str]
+    ) -> None:
+        dialect = DIALECTS.get(path)
+        if dialect is None and path != MODELS:
+            allowed = ", ".join([*DIALECTS, MODELS])
+            raise Refused(404, f"there is nothing at {path}; there are {allowed}", "not_found")
+        if method != ("POST" if dialect else "GET"):
+            raise Refused(405, f"{method} is not allowed at {path}", "method_not_allowed")
+        episode = self.episodes.find(headers)
+        if dialect is None:
+            model = {"id": "policy", "object": "model", "created": now_s(), "owned_by": "asyncrl"}
+            await exchange.json(200, {"object": "list", "data": [model]})
+            return
+        body = await exchange.body(headers)
+        train = headers.get("x-asyncrl-train", "yes").lower() != "no"
+        call = episode.read(dialect, body, path)
+        answering = asyncio.ensure_future(
+            episode.answer(
+                dialect,
+                call,
+                digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
+                is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+                train=train,
+            )
+        )
+        while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
+            if call.streams:
+                await exchange.comment()
+        answer = answering.result()
+        if call.streams:
+            await exchange.stream(dialect.events(call, answer))
+        else:
+            await exchange.json(200, answer)
+
+
+class _Exchange:
+    """One request and its response, in ASGI's messages."""
+
+    def __init__(self, receive: Any, send: Any) -> None:
+        self._receive = receive
+        self._send = send
+        self._streams = False
+
+    async def body(self, headers: Mapping[str, str]) -> bytes:
+        """The whole body. Raises Refused if it is too long or too slow."""
+        too_long = Refused(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes", "body_too_long")
+        if (
+            headers.get("content-length", "0").isdecimal()
+            and int(headers.get("content-length", "0")) > MAX_BODY_BYTES
+        ):
+            raise too_long
+        parts, size, is_more = [], 0, True
+        try:
+            async with asyncio.timeout(BODY_S):
+                while is_more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    is_more = message.get("more_body", False)
+                    if size > MAX_BODY_BYTES:
+                        raise too_long
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_S:g} s", "body_too_slow") from None
+        return b"".join(parts)
+
+    async def json(self, status: int, value: Json, *, closes: bool = False) -> None:
+        """Send a whole response."""
+        headers = [_JSON, (b"connection", b"close")] if closes else [_JSON]
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+        await self._write({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+    async def refuse(self, refused: Refused, error: Json) -> None:
+        """Send a refusal; in a stream that has begun, as an event."""
+        if self._streams:
+            await self.stream(iter([("error", error)]))
+        else:  # the rest of a body that was not read is not waited for
+            await self.json(refused.status, error, closes=refused.status in (401, 408, 413))
+
+    async def comment(self) -> None:
+        """Show a waiting client that the connection lives."""
+        await self._part(b": the model is answering\n\n", more=True)
+
+    async def stream(self, events: Iterator[Event]) -> None:
+        """Send events, and end the response."""
+        for name, data in events:
+            text = data if isinstance(data, str) else json.dumps(data)
+            head = f"event: {name}\n" if name else ""
+            await self._part(f"{head}data: {text}\n\n".encode(), more=True)
+        await self._part(b"", more=False)
+
+    async def _part(self, part: bytes, *, more: bool) -> None:
+        if not self._streams:
+            self._streams = True
+            await self._write({"type": "http.response.start", "status": 200, "headers": [_STREAM]})
+        await self._write({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def _write(self, message: Mapping[str, Any]) -> None:
+        async with asyncio.timeout(SEND_S):
+            await self._send(message)
+
+
+class _Server(uvicorn.Server):
+    """A server inside of a process that handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+class _Protocol(H11Protocol):
+    """HTTP with a limit for the time in which a client sends the head of a request."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late:
+            self._late.cancel()
+
+    def _wait_for_head(self) -> None:
+        """The time runs from the end of the last request, whatever bytes arrive."""
+        is_waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        if is_waiting and self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        elif not is_waiting and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}

@@ -1,0 +1,81 @@
+"""A call of the model in any dialect, and the interface to the episode that answers it."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from asyncrl.environments.base import Answer, Message
+
+Json = Mapping[str, Any]
+Event = tuple[str, Json | str]
+"""The name of a server-sent event, "" for none, and its data."""
+
+
+class AgentTalk(Protocol):
+    """The model's side of one episode, as agents call it. It raises what `environments.base.Talk` raises."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        max_tokens: int | None = None,
+        train: bool = True,
+    ) -> Answer:
+        """Return the answer to the whole conversation, with `max_tokens` tokens at most."""
+        ...
+
+    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+        """Return the answer to everything before, with `text` appended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What an agent asks, in the form of OpenAI's chat messages."""
+
+    model: str
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()
+    prompt: str | None = None  # plain text instead of messages
+    max_tokens: int | None = None
+    choices: int = 1
+    streams: bool = False
+    streams_usage: bool = False  # whether a stream ends with the usage
+    overridden: tuple[str, ...] = ()  # parameters that have no effect, because sampling is the run's
+
+
+class Refused(Exception):
+    """A call that gets no answer. The status and the text go to the agent."""
+
+    def __init__(self, status: int, text: str, code: str) -> None:
+        """Take the HTTP status, and a short name of the reason."""
+        super().__init__(text)
+        self.status = status
+        self.code = code
+
+
+class Dialect(Protocol):
+    """One interface of agents: how a call is read and an answer is written."""
+
+    def read(self, body: Json) -> Call:
+        """Return the call. Raises Refused."""
+        ...
+
+    def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
+        """Return the answer; `number` is its id."""
+        ...
+
+    def events(self, call: Call, answer: Json) -> Iterator[Event]:
+        """Yield a written answer as a stream."""
+        ...
+
+    def error(self, refused: Refused) -> Json:
+        """Return the body of a refusal."""
+        ...
+
+
+def now_s() -> int:
+    """Return Unix seconds, as answers carry them for display."""
+    return int(time.time())

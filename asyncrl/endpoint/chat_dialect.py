@@ -1,0 +1,176 @@
+"""OpenAI's Chat Completions and Completions."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from asyncrl.endpoint import reading
+from asyncrl.endpoint.base import Call, Event, Json, Refused, now_s
+from asyncrl.endpoint.reading import wrong
+from asyncrl.environments.base import Answer, Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+DONE: Event = ("", "[DONE]")
+
+
+class ChatDialect:
+    """`/v1/chat/completions`."""
+
+    def read(self, body: Json) -> Call:
+        """Return the call. Raises Refused."""
+        if body.get("functions") or body.get("function_call"):
+            raise wrong("`functions` is the old form of `tools`; send `tools`")
+        if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
+            raise reading.constrained("`response_format`")
+        choice = body.get("tool_choice") or "auto"
+        if choice not in ("auto", "none"):
+            raise reading.constrained(f"`tool_choice` {json.dumps(choice):.60}")
+        tools = [
+            reading.function_tool(one.get("name"), one.get("description"), one.get("parameters"))
+            for one in (tool.get("function") or {} for tool in reading.list_of(body, "tools"))
+        ]
+        return Call(
+            model=reading.model_of(body),
+            messages=reading.require_messages(
+                [_message(one, f"messages[{i}]") for i, one in enumerate(reading.list_of(body, "messages"))]
+            ),
+            tools=tuple(tools) if choice == "auto" else (),
+            max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
+            choices=reading.choices_of(body),
+            streams=reading.flag(body, "stream"),
+            streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
+            overridden=reading.overridden(body),
+        )
+
+    def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
+        """Return the answer as a completion with one choice per answer."""
+        choices = [
+            {
+                "index": index,
+                "message": _written(answer),
+                "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
+                "logprobs": None,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return _completion(call, answers, "chat.completion", f"chatcmpl-{number}", choices)
+
+    def events(self, call: Call, answer: Json) -> Iterator[Event]:
+        """Yield chunks: each answer, why it ended, and the usage if it is wanted."""
+        head = {**answer, "object": "chat.completion.chunk"}
+        usage = head.pop("usage")
+        for choice in answer["choices"]:
+            delta = dict(choice["message"])
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": index, **one} for index, one in enumerate(calls)]
+            ends = {"delta": {}, "finish_reason": choice["finish_reason"]}
+            for part in ({"delta": delta, "finish_reason": None}, ends):
+                yield "", {**head, "choices": [{"index": choice["index"], "logprobs": None, **part}]}
+        if call.streams_usage:
+            yield "", {**head, "choices": [], "usage": usage}
+        yield DONE
+
+    def error(self, refused: Refused) -> Json:
+        """Return the refusal."""
+        return openai_error(refused)
+
+
+class CompletionsDialect(ChatDialect):
+    """`/v1/completions`."""
+
+    def read(self, body: Json) -> Call:
+        """Return the call. Raises Refused."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
+        if not isinstance(prompt, str):
+            raise wrong("`prompt` must be one text")
+        if body.get("suffix") or body.get("echo"):
+            raise wrong("`suffix` and `echo` are not served; leave them out")
+        return Call(
+            model=reading.model_of(body),
+            prompt=prompt,
+            max_tokens=reading.limit_of(body, "max_tokens"),
+            streams=reading.flag(body, "stream"),
+            streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
+            overridden=reading.overridden(body) + (("n",) if reading.choices_of(body) > 1 else ()),
+        )
+
+    def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
+        """Return the answer as a completion."""
+        choices = [
+            {"index": index, "text": one.text, "finish_reason": one.finish_reason, "logprobs": None}
+            for index, one in enumerate(answers)
+        ]
+        return _completion(call, answers, "text_completion", f"cmpl-{number}", choices)
+
+    def events(self, call: Call, answer: Json) -> Iterator[Event]:
+        """Yield the answer as one chunk, and the usage if it is wanted."""
+        head = dict(answer)
+        usage = head.pop("usage")
+        yield "", head
+        if call.streams_usage:
+            yield "", {**head, "choices": [], "usage": usage}
+        yield DONE
+
+
+def openai_error(refused: Refused) -> Json:
+    """Return a refusal as OpenAI's interfaces write it."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "code": refused.code, "param": None}}
+
+
+def _completion(
+    call: Call, answers: Sequence[Answer], kind: str, number: str, choices: list[dict[str, Any]]
+) -> Json:
+    given, sampled = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+    head = {"id": number, "object": kind, "created": now_s(), "model": call.model}
+    return {**head, "choices": choices, "usage": usage}
+
+
+def _message(message: Json, where: str) -> Message:
+    role = message.get("role")
+    if role not in ROLES:
+        raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES)}")
+    read: dict[str, Any] = {
+        # Templates know no developers.
+        "role": "system" if role == "developer" else role,
+        "content": reading.text_in(message.get("content"), where),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
+    if calls := reading.list_of(message, "tool_calls"):
+        if role != "assistant" or not all(isinstance(one.get("function"), dict) for one in calls):
+            raise wrong(f"{where}: only an assistant has `tool_calls`, and each has a `function`")
+        read["tool_calls"] = [
+            reading.function_call(
+                one.get("id"), one["function"].get("name"), one["function"].get("arguments")
+            )
+            for one in calls
+        ]
+    return read
+
+
+def _written(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": one.id,
+                "type": "function",
+                "function": {"name": one.name, "arguments": arguments_text(one.arguments)},
+            }
+            for one in answer.tool_calls
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    return message
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON text, or the text that is not JSON."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -1,0 +1,137 @@
+"""Anthropic's Messages."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from asyncrl.endpoint import reading
+from asyncrl.endpoint.base import Call, Event, Json, Refused
+from asyncrl.endpoint.reading import wrong
+from asyncrl.environments.base import Answer, Message
+
+UNPARSED = "unparsed"
+_ENDS = {"stop": "end_turn", "length": "max_tokens"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class MessagesDialect:
+    """`/v1/messages`."""
+
+    def read(self, body: Json) -> Call:
+        """Return the call. Raises Refused."""
+        choice = reading.object_of(body, "tool_choice").get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise reading.constrained(f"`tool_choice` {choice!r:.40}")
+        if body.get("output_config") or body.get("output_format"):
+            raise reading.constrained("`output_config`")
+        tools = [
+            reading.function_tool(one.get("name"), one.get("description"), one.get("input_schema"))
+            for one in reading.list_of(body, "tools")
+        ]
+        system = reading.text_in(body.get("system"), "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for index, message in enumerate(reading.list_of(body, "messages")):
+            messages += _messages(message, f"messages[{index}]")
+        return Call(
+            model=reading.model_of(body),
+            messages=reading.require_messages(messages),
+            tools=tuple(tools) if choice == "auto" else (),
+            max_tokens=reading.limit_of(body, "max_tokens"),
+            streams=reading.flag(body, "stream"),
+            overridden=reading.overridden(body),
+        )
+
+    def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
+        """Return the answer as a message with its blocks."""
+        (answer,) = answers
+        content: list[Json] = []
+        if answer.text or not answer.tool_calls:
+            content.append({"type": "text", "text": answer.text})
+        content += [
+            {"type": "tool_use", "id": one.id, "name": one.name, "input": _input(one.arguments)}
+            for one in answer.tool_calls
+        ]
+        return {
+            "id": f"msg_{number}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": content,
+            "stop_reason": "tool_use" if answer.tool_calls else _ENDS.get(answer.finish_reason, "max_tokens"),
+            "stop_sequence": None,
+            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
+        }
+
+    def events(self, call: Call, answer: Json) -> Iterator[Event]:
+        """Yield the events of a whole message in Anthropic's order."""
+        usage = {**answer["usage"], "output_tokens": 0}
+        begun = {**answer, "content": [], "stop_reason": None, "usage": usage}
+        events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+        for index, block in enumerate(answer["content"]):
+            if block["type"] == "text":
+                empty: Json = {**block, "text": ""}
+                delta = {"type": "text_delta", "text": block["text"]}
+            else:
+                empty = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events += [
+                {"type": "content_block_start", "index": index, "content_block": empty},
+                {"type": "content_block_delta", "index": index, "delta": delta},
+                {"type": "content_block_stop", "index": index},
+            ]
+        end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        spent = {"output_tokens": answer["usage"]["output_tokens"]}
+        events.append({"type": "message_delta", "delta": end, "usage": spent})
+        events.append({"type": "message_stop"})
+        for event in events:
+            yield event["type"], event
+
+    def error(self, refused: Refused) -> Json:
+        """Return the refusal; agents know an overflow by the beginning of its text."""
+        text = str(refused)
+        if refused.code == "context_length_exceeded":
+            text = f"prompt is too long: {text}"
+        server = "api_error" if refused.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": _ERRORS.get(refused.status, server), "message": text}}
+
+
+def _messages(message: Json, where: str) -> list[Message]:
+    """The chat messages of one message: the results of tools are messages of their own, before its text."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{where}: the role is {role!r:.40}; allowed are user, assistant and system")
+    if not isinstance(content, list):
+        return [{"role": role, "content": reading.text_in(content, where)}]
+    results: list[Message] = []
+    calls: list[Message] = []
+    parts: list[Any] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result" and role == "user":
+            text = reading.text_in(block.get("content"), where)
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(
+                reading.function_call(block.get("id"), block.get("name"), _output(block.get("input")))
+            )
+        elif kind not in ("thinking", "redacted_thinking"):
+            parts.append(block)
+    text = reading.text_in(parts, where)
+    if calls:
+        return [{"role": role, "content": text, "tool_calls": calls}]
+    return [*results, {"role": role, "content": text}] if parts or not results else results
+
+
+def _input(arguments: Any) -> Json:
+    """The arguments of a call; the model may have written something that is not an object."""
+    return {UNPARSED: arguments} if isinstance(arguments, str) else arguments
+
+
+def _output(given: Any) -> Any:
+    """The arguments of which `_input` made `given`."""
+    return given[UNPARSED] if isinstance(given, dict) and given.keys() == {UNPARSED} else given

@@ -1,0 +1,181 @@
+"""The episodes that agents may call, by their keys, and the calls in progress."""
+
+import asyncio
+import json
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+
+from asyncrl.endpoint.base import AgentTalk, Call, Dialect, Json, Refused
+from asyncrl.environments.base import Answer, BudgetSpent
+from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderError
+
+MOST_CALLS = 16  # of one episode at the same time
+REMEMBERED = 32  # answers of one episode that a retry gets again
+MOST_CLOSED = 65536  # keys of ended episodes that are answered with 403
+
+
+class OpenEpisode:
+    """One episode: its key, its talk, and what became of its calls."""
+
+    def __init__(self, talk: AgentTalk, counts: Counter[str]) -> None:
+        """Count into `counts`, which all episodes share."""
+        self.key = secrets.token_hex(16)
+        self.calls = 0  # answers that the agent got
+        self.spent = ""  # the budget that ended the episode: `turns` or `time`
+        self.fault = ""  # the first call that failed: the agent goes on with a hole
+        self._talk = talk
+        self._counts = counts
+        self._recent: OrderedDict[bytes, asyncio.Task[Json]] = OrderedDict()
+        self._running: set[asyncio.Task[Json]] = set()
+        self._completed = ""  # the text of a conversation without a chat template
+        self._is_closed = False
+
+    def read(self, dialect: Dialect, body: bytes, path: str) -> Call:
+        """Return the call that a body is. Raises Refused."""
+        try:
+            call = dialect.read(_parsed(body))
+        except Refused as refused:
+            raise self._noted(refused) from None
+        self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in call.overridden)])
+        return call
+
+    async def answer(
+        self, dialect: Dialect, call: Call, *, digest: bytes, is_retry: bool, train: bool
+    ) -> Json:
+        """Return the answer. Raises Refused.
+
+        A retry of a call, which has its `digest`, gets that call's answer, also if it is still in progress.
+        A call continues when its connection is lost, so that a retry finds it.
+        """
+        task = self._recent.get(digest) if is_retry else None
+        if task is None:
+            if len(self._running) >= MOST_CALLS:
+                text = f"{MOST_CALLS} calls of this episode are in progress; wait until one has ended"
+                raise Refused(429, text, "too_many_calls")
+            task = asyncio.ensure_future(self._answer(dialect, call, train))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            self._recent[digest] = task
+            while len(self._recent) > REMEMBERED:
+                self._recent.popitem(last=False)
+        else:
+            self._counts["retries"] += 1
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise over()
+        return task.result()
+
+    def close(self) -> None:
+        """End the calls in progress."""
+        self._is_closed = True
+        for task in self._running:
+            task.cancel()
+        self._recent.clear()
+
+    async def _answer(self, dialect: Dialect, call: Call, train: bool) -> Json:
+        try:
+            answers = await self._answers(call, train)
+        except Refused as refused:
+            raise self._noted(refused) from refused.__cause__
+        self.calls += len(answers)
+        return dialect.write(call, answers, secrets.token_hex(12))
+
+    async def _answers(self, call: Call, train: bool) -> list[Answer]:
+        if self._is_closed or self.spent:
+            raise over()
+        limit = call.max_tokens
+        try:
+            if call.prompt is not None:
+                text = self._new_text(call.prompt)
+                answer = await self._talk.complete(text, max_tokens=limit, train=train)
+                self._completed = call.prompt + answer.text
+                return [answer]
+            chats = [
+                self._talk.chat(call.messages, tools=call.tools, max_tokens=limit, train=train)
+                for _ in range(call.choices)
+            ]
+            return list(await asyncio.gather(*chats))
+        except BudgetSpent as spent:
+            if spent.finish_reason == "length":
+                text = "the conversation is longer than the context, or the episode's tokens are used up"
+                raise Refused(400, text, "context_length_exceeded") from spent
+            self.spent = spent.finish_reason
+            raise over() from spent
+        except (ConfigError, RenderError, EnvironmentFault, RecursionError, UnicodeError, TypeError) as error:
+            raise Refused(400, f"the messages cannot be used: {error}", "invalid_request") from error
+        except EngineError as error:
+            raise Refused(503, f"the model cannot answer: {error}", "engine") from error
+
+    def _noted(self, refused: Refused) -> Refused:
+        """Count a refusal; after most the agent's conversation has a hole, which is a fault."""
+        self._counts[f"refused/{refused.code}"] += 1
+        if refused.code not in ("context_length_exceeded", "episode_over"):
+            self.fault = self.fault or f"a call of the model was refused with {refused.status}: {refused}"
+        return refused
+
+    def _ended(self, task: asyncio.Task[Json]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, Refused):
+            self.fault = self.fault or f"a call of the model failed: {type(error).__name__}: {error}"
+
+    def _new_text(self, prompt: str) -> str:
+        """What a prompt adds to the text so far, which it must begin with."""
+        if not prompt.startswith(self._completed):
+            text = "the prompt must begin with the text of the episode so far: all prompts and answers"
+            raise Refused(400, text, "invalid_request")
+        return prompt[len(self._completed) :]
+
+
+class OpenEpisodes:
+    """All episodes of a generator by key, and the counts of their calls."""
+
+    def __init__(self) -> None:
+        """Begin without an episode."""
+        # Calls by dialect, parameters without effect, refusals by reason, retries.
+        self.counts: Counter[str] = Counter()
+        self._open: dict[str, OpenEpisode] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def open(self, talk: AgentTalk) -> OpenEpisode:
+        """Return a new episode, which is called with its key until it is closed."""
+        episode = OpenEpisode(talk, self.counts)
+        self._open[episode.key] = episode
+        return episode
+
+    def close(self, episode: OpenEpisode) -> None:
+        """Refuse further calls and end those in progress."""
+        episode.close()
+        if self._open.pop(episode.key, None):
+            self._closed[episode.key] = None
+            while len(self._closed) > MOST_CLOSED:
+                self._closed.popitem(last=False)
+
+    def find(self, headers: Mapping[str, str]) -> OpenEpisode:
+        """Return the episode of a request. Raises Refused."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if episode := self._open.get(key):
+            return episode
+        if key in self._closed:
+            raise over()
+        self.counts["refused/unknown_key"] += 1
+        text = "no episode has this key; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
+        raise Refused(401, text, "invalid_api_key")
+
+
+def over() -> Refused:
+    """Return the refusal of a call after the end of its episode, which no client library repeats."""
+    return Refused(403, "the episode is over", "episode_over")
+
+
+def _parsed(body: bytes) -> Json:
+    try:
+        value = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair: no tokenizer accepts it
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON that can be used: {error}", "invalid_request") from error
+    if not isinstance(value, dict):
+        raise Refused(400, "the body must be a JSON object", "invalid_request")
+    return value

@@ -1,0 +1,128 @@
+"""Checks of what agents send; every mistake is refused with a text that says what is allowed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.endpoint.base import Json, Refused
+from asyncrl.environments.base import Message
+
+# Parameters of any dialect that would change the distribution which is sampled from.
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "logit_bias", "stop", "stop_sequences", "best_of",
+)  # fmt: skip
+MOST_CHOICES = 16
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def wrong(text: str, code: str = "invalid_request") -> Refused:
+    """Return the refusal of a malformed call."""
+    return Refused(400, text, code)
+
+
+def constrained(what: str) -> Refused:
+    """Return the refusal of a call that would constrain what the model may sample."""
+    text = f"{what} constrains what the model may sample, and training needs its own distribution"
+    return wrong(f"{text}; leave it out, or ask for the form in the prompt", "constrained_decoding")
+
+
+def overridden(body: Json) -> tuple[str, ...]:
+    """Return the parameters that are set and have no effect."""
+    return tuple(name for name in SAMPLING if body.get(name) is not None)
+
+
+def model_of(body: Json) -> str:
+    """Return the name of the model; any is allowed, because there is one."""
+    return str(body.get("model") or "policy")
+
+
+def flag(body: Json, name: str) -> bool:
+    """Return a parameter that is true or false, and false if it is missing."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong(f"`{name}` is {value!r:.40}; it must be true or false")
+    return bool(value)
+
+
+def limit_of(body: Json, *names: str) -> int | None:
+    """Return the smallest of these limits of tokens, None if there is none."""
+    limits = [value for name in names if (value := body.get(name)) is not None]
+    for value in limits:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise wrong(f"{' or '.join(names)} is {value!r:.40}; it must be a whole number of at least 1")
+    return min(limits, default=None)
+
+
+def choices_of(body: Json) -> int:
+    """Return the number of answers."""
+    count = body.get("n")
+    if count is None:
+        return 1
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_CHOICES:
+        raise wrong(f"`n` is {count!r:.40}; it must be from 1 to {MOST_CHOICES}")
+    return count
+
+
+def object_of(body: Json, name: str) -> Json:
+    """Return an object, empty if it is missing."""
+    value = body.get(name)
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise wrong(f"`{name}` must be an object")
+    return value
+
+
+def list_of(body: Json, name: str) -> list[Json]:
+    """Return a list of objects, empty if it is missing."""
+    value = body.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise wrong(f"`{name}` must be a list of objects")
+    return value
+
+
+def text_in(content: Any, where: str) -> str:
+    """Return text, or the joined text parts of a list; None is "". Other parts are refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(f"{where}: content is of type {type(content).__name__}; it must be text or text parts")
+    return "".join(_text_part(part, where) for part in content)
+
+
+def _text_part(part: Any, where: str) -> str:
+    if (
+        isinstance(part, dict)
+        and part.get("type", "text") in _TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    ):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise wrong(f"{where}: a content part is of type {kind!r:.40}; this model reads text only")
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> Message:
+    """Return a tool in the form that chat templates take."""
+    if not isinstance(name, str) or not name:
+        raise wrong("a tool has no name; each needs one, and JSON schema for its parameters")
+    if not isinstance(parameters or {}, Mapping):
+        raise wrong(f"tool {name}: the parameters must be a JSON schema")
+    function: dict[str, Any] = {"name": name, "description": str(description or "")}
+    function["parameters"] = dict(parameters or {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def function_call(number: Any, name: Any, arguments: Any) -> Message:
+    """Return a call in the form of chat messages."""
+    if not isinstance(name, str) or not isinstance(arguments or "", str | dict):
+        raise wrong("a tool call needs the name of the tool, and arguments as an object or as JSON text")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {"id": str(number or ""), "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def require_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages, of which there must be one."""
+    if not messages:
+        raise wrong("there are no messages; send at least one")
+    return tuple(messages)

@@ -1,0 +1,171 @@
+"""OpenAI's Responses: its items are chat messages cut into pieces."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl.endpoint import reading
+from asyncrl.endpoint.base import Call, Event, Json, Refused, now_s
+from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error
+from asyncrl.endpoint.reading import wrong
+from asyncrl.environments.base import Answer, Message
+
+
+class ResponsesDialect:
+    """`/v1/responses`."""
+
+    def read(self, body: Json) -> Call:
+        """Return the call. Raises Refused."""
+        for name in ("previous_response_id", "conversation", "background", "prompt"):
+            if body.get(name):
+                raise wrong(f"`{name}` needs a memory that this endpoint lacks; send the whole input")
+        form = reading.object_of(body, "text").get("format") or {"type": "text"}
+        if form != {"type": "text"}:
+            raise reading.constrained("`text.format`")
+        choice = body.get("tool_choice") or "auto"
+        if choice not in ("auto", "none"):
+            raise reading.constrained(f"`tool_choice` {json.dumps(choice):.60}")
+        tools = [_tool(one) for one in reading.list_of(body, "tools")]
+        given = body.get("input")
+        items = (
+            [{"role": "user", "content": given}] if isinstance(given, str) else reading.list_of(body, "input")
+        )
+        start = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+        return Call(
+            model=reading.model_of(body),
+            messages=reading.require_messages(_messages([*start, *items])),
+            tools=tuple(tools) if choice == "auto" else (),
+            max_tokens=reading.limit_of(body, "max_output_tokens"),
+            streams=reading.flag(body, "stream"),
+            overridden=reading.overridden(body),
+        )
+
+    def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
+        """Return the answer as a response with its items."""
+        (answer,) = answers
+        is_cut = answer.finish_reason != "stop"
+        status = "incomplete" if is_cut else "completed"
+        output: list[Json] = []
+        if answer.text or not answer.tool_calls:
+            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            head = {"type": "message", "id": f"msg_{number}", "status": status, "role": "assistant"}
+            output.append({**head, "content": [part]})
+        output += [
+            {
+                "type": "function_call",
+                "id": f"fc_{number}{index}",
+                "call_id": one.id,
+                "name": one.name,
+                "arguments": arguments_text(one.arguments),
+                "status": "completed",
+            }
+            for index, one in enumerate(answer.tool_calls)
+        ]
+        return {
+            **self._head(call, number, status),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": output,
+            "usage": {
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": answer.tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.prompt_tokens + answer.tokens,
+            },
+        }
+
+    def events(self, call: Call, answer: Json) -> Iterator[Event]:
+        """Yield the events of a whole response in OpenAI's order."""
+        begun = {**answer, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        events: list[tuple[str, dict[str, Any]]] = [
+            ("response.created", {"response": begun}),
+            ("response.in_progress", {"response": begun}),
+        ]
+        for index, item in enumerate(answer["output"]):
+            place = {"output_index": index, "item_id": item["id"]}
+            parts = _text_events if item["type"] == "message" else _call_events
+            events += [
+                ("response.output_item.added", {"output_index": index, "item": _begun(item)}),
+                *((name, {**place, **data}) for name, data in parts(item)),
+                ("response.output_item.done", {"output_index": index, "item": item}),
+            ]
+        events.append((f"response.{answer['status']}", {"response": answer}))
+        for number, (name, data) in enumerate(events):
+            yield name, {"type": name, "sequence_number": number, **data}
+
+    def error(self, refused: Refused) -> Json:
+        """Return the refusal."""
+        return openai_error(refused)
+
+    def _head(self, call: Call, number: str, status: str) -> dict[str, Any]:
+        return {
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": now_s(),
+            "status": status,
+            "model": call.model,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
+        }
+
+
+def _tool(tool: Json) -> Message:
+    if tool.get("type") != "function":
+        raise wrong(f"a tool is of type {tool.get('type')!r:.40}; this endpoint serves `function` only")
+    return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
+def _messages(items: Sequence[Json]) -> list[Message]:
+    """Chat messages from items: an answer's text and its calls, which are items of their own, are one."""
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        where, kind = f"input[{index}]", item.get("type", "message")
+        if kind == "message":
+            role = item.get("role")
+            if role not in ROLES[:4]:
+                raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES[:4])}")
+            content = reading.text_in(item.get("content"), where)
+            messages.append({"role": "system" if role == "developer" else role, "content": content})
+        elif kind == "function_call":
+            call = reading.function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = reading.text_in(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+        elif kind != "reasoning":  # the session has the reasoning of its own answers
+            raise wrong(
+                f"{where}: the type is {kind!r:.40}; allowed are messages, function calls and outputs"
+            )
+    return list(messages)
+
+
+def _begun(item: Json) -> Json:
+    empty: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
+    return {**item, "status": "in_progress", **empty}
+
+
+def _text_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    (part,) = item["content"]
+    place, text = {"content_index": 0}, part["text"]
+    yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+    if text:
+        yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
+    yield "response.output_text.done", {**place, "text": text, "logprobs": []}
+    yield "response.content_part.done", {**place, "part": part}
+
+
+def _call_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
+    yield (
+        "response.function_call_arguments.done",
+        {"arguments": item["arguments"], "name": item["name"]},
+    )

@@ -1,0 +1,98 @@
+"""Talks for tests of the endpoint: one that says what it is told, one over a session and an engine."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.engine.answers import AnswerReader
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.environments.base import Answer, Message
+from asyncrl.session.base import Request
+from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.session.tree import Session
+
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>"
+    "{% else %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]{% endif %}{% endfor %}"
+)
+
+
+def character_tokenizer() -> Any:
+    """One token per character, `<eos>` is token 0, and a chat template of three parts."""
+    vocabulary = {token: index for index, token in enumerate(["<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+class ScriptedTalk:
+    """Gives one answer after the other, and keeps what it was asked."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+        self.release = asyncio.Event()
+        self.release.set()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        max_tokens: int | None = None,
+        train: bool = True,
+    ) -> Answer:
+        asked = {"messages": [*messages], "tools": [*tools], "max_tokens": max_tokens, "train": train}
+        return await self._next(asked)
+
+    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+        return await self._next({"text": text, "max_tokens": max_tokens, "train": train})
+
+    async def _next(self, asked: dict[str, Any]) -> Answer:
+        self.asked.append(asked)
+        answer = self.answers.pop(0)
+        await self.release.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class EngineTalk:
+    """A session, an engine, and no limit but the length of an answer."""
+
+    def __init__(self, engine: Engine, spec: SamplingSpec) -> None:
+        tokenizer = character_tokenizer()
+        self.renderer = TemplateRenderer(tokenizer)
+        self.session = Session(self.renderer)
+        self._reader = AnswerReader(tokenizer, self.renderer)
+        self._engine, self._spec = engine, spec
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        max_tokens: int | None = None,
+        train: bool = True,
+    ) -> Answer:
+        return await self._turn(self.session.request(messages, tools=tools), max_tokens, train)
+
+    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+        return await self._turn(self.session.request_text(text), max_tokens, train)
+
+    async def _turn(self, request: Request, max_tokens: int | None, train: bool) -> Answer:
+        limit = min(self._spec.max_response_tokens, max_tokens or self._spec.max_response_tokens)
+        spec = replace(self._spec, max_response_tokens=limit)
+        (rollout,) = await self._engine.sample(request.prompt_ids, 1, spec)
+        answer = self._reader.read(request.prompt_ids, rollout)
+        self.session.record(request, rollout, answer.message, train=train)
+        return answer

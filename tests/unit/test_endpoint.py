@@ -1,0 +1,547 @@
+"""The endpoint, called with the real client libraries, and by clients that mean it harm."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from asyncrl.endpoint import agent_server, open_episodes
+from asyncrl.endpoint.agent_server import DIALECTS, Endpoint
+from asyncrl.endpoint.base import Refused
+from asyncrl.endpoint.open_episodes import OpenEpisode
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.fake import FakeEngine
+from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
+from asyncrl.errors import EngineError
+from tests.support.agent_talks import CHARACTERS, EngineTalk, ScriptedTalk
+
+CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
+TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
+CALLS = Answer(text="I add.", tool_calls=(CALL,), tokens=9, prompt_tokens=12)
+CUT = Answer(text="two wo", finish_reason="length", tokens=2, prompt_tokens=11)
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+QUESTION = [{"role": "user", "content": "1+2?"}]
+
+
+def serve(talk, play: Callable[[Endpoint, OpenEpisode], Awaitable[None]]) -> Endpoint:
+    """Run `play` against an endpoint with one episode."""
+
+    async def run() -> Endpoint:
+        endpoint = Endpoint()
+        await endpoint.start()
+        try:
+            async with asyncio.timeout(20):
+                await play(endpoint, endpoint.open(talk))
+        finally:
+            await endpoint.close()
+        return endpoint
+
+    return asyncio.run(run())
+
+
+def chat_client(endpoint: Endpoint, episode: OpenEpisode, **options) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{endpoint.url}/v1", api_key=episode.key, **options)
+
+
+def post(endpoint: Endpoint, key: str, body, path: str = "/v1/chat/completions", **headers):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {
+        "authorization": f"Bearer {key}",
+        **{name.replace("_", "-"): one for name, one in headers.items()},
+    }
+    return httpx.AsyncClient(timeout=10).post(f"{endpoint.url}{path}", content=content, headers=headers)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
+def test_openai_chat_with_a_tool(streams):
+    talk = ScriptedTalk(CALLS, TEXT)
+
+    async def ask(client, messages):
+        options = {"model": "any", "messages": messages, "tools": [TOOL], "max_tokens": 50}
+        if not streams:
+            answer = await client.chat.completions.create(**options)
+            return answer.choices[0].message, answer.choices[0].finish_reason, answer.usage
+        message, reason, usage = {"role": "assistant", "content": "", "tool_calls": []}, None, None
+        usage_too = {"include_usage": True}
+        async for chunk in await client.chat.completions.create(
+            stream=True, stream_options=usage_too, **options
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                message["content"] += choice.delta.content or ""
+                message["tool_calls"] += [one.model_dump() for one in choice.delta.tool_calls or ()]
+                reason = choice.finish_reason or reason
+        return openai.types.chat.ChatCompletionMessage.model_validate(message), reason, usage
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        message, reason, usage = await ask(client, QUESTION)
+        assert (message.content, reason) == ("I add.", "tool_calls")
+        assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (12, 9, 21)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        message, reason, _ = await ask(client, [*QUESTION, message.model_dump(exclude_none=True), result])
+        assert (message.content, reason) == ("two words", "stop")
+        assert episode.calls == 2
+        assert not episode.fault
+
+    serve(talk, play)
+    assert talk.asked[0] == {"messages": QUESTION, "tools": [TOOL], "max_tokens": 50, "train": True}
+    _, call, result = talk.asked[1]["messages"]
+    assert (call["role"], call["content"]) == ("assistant", "I add.")
+    assert call["tool_calls"][0]["function"]["name"] == "add"
+    assert result == {"role": "tool", "tool_call_id": CALL.id, "content": "3"}
+    assert talk.asked[1]["tools"] == [TOOL]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
+def test_openai_responses_with_a_tool(streams):
+    """The conversation that the talk gets is that of the chat interface: one tree for all dialects."""
+    talk = ScriptedTalk(CALLS, CUT)
+
+    async def ask(client, items):
+        tool = {
+            "type": "function",
+            "name": "add",
+            "description": "Adds.",
+            "parameters": PARAMETERS,
+            "strict": True,
+        }
+        options = {"model": "any", "input": items, "tools": [tool], "instructions": "Add."}
+        if not streams:
+            return await client.responses.create(**options)
+        async with client.responses.stream(**options) as stream:
+            return [event.response async for event in stream if hasattr(event, "response")][-1]
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        answer = await ask(client, QUESTION)
+        assert answer.output_text == "I add."
+        assert answer.usage.total_tokens == 21
+        items = [item.model_dump(exclude={"parsed_arguments"}) for item in answer.output]
+        result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "3"}
+        answer = await ask(client, [*QUESTION, *items, result])
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert answer.output_text == "two wo"
+
+    serve(talk, play)
+    assert talk.asked[0]["messages"] == [{"role": "system", "content": "Add."}, *QUESTION]
+    assert talk.asked[0]["tools"] == [TOOL]
+    *start, call, result = talk.asked[1]["messages"]
+    assert start == talk.asked[0]["messages"]
+    assert (call["content"], call["tool_calls"][0]["id"]) == ("I add.", CALL.id)
+    assert result == {"role": "tool", "tool_call_id": CALL.id, "content": "3"}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
+def test_anthropic_messages_with_a_tool(streams):
+    talk = ScriptedTalk(CALLS, TEXT)
+
+    async def ask(client, messages):
+        tool = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
+        options = {"model": "any", "messages": messages, "tools": [tool], "system": "Add.", "max_tokens": 50}
+        if not streams:
+            return await client.messages.create(**options)
+        async with client.messages.stream(**options) as stream:
+            return await stream.get_final_message()
+
+    async def play(endpoint, episode):
+        client = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=episode.key)
+        answer = await ask(client, QUESTION)
+        assert (answer.content[0].text, answer.stop_reason) == ("I add.", "tool_use")
+        assert answer.content[1].input == {"a": 1, "b": 2}
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (12, 9)
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        result = {"type": "tool_result", "tool_use_id": answer.content[1].id, "content": "3"}
+        new = [{"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+        answer = await ask(client, [*QUESTION, *new])
+        assert (answer.content[0].text, answer.stop_reason) == ("two words", "end_turn")
+
+    serve(talk, play)
+    assert talk.asked[0]["messages"] == [{"role": "system", "content": "Add."}, *QUESTION]
+    assert talk.asked[0]["tools"] == [TOOL]
+    *_, call, result = talk.asked[1]["messages"]
+    assert json.loads(call["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert result == {"role": "tool", "tool_call_id": CALL.id, "content": "3"}
+
+
+def test_completions_append_to_the_text_so_far():
+    talk = ScriptedTalk(TEXT, TEXT)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode, max_retries=0)
+        first = await client.completions.create(model="any", prompt="one ")
+        text = "one " + first.choices[0].text
+        await client.completions.create(model="any", prompt=f"{text} more")
+        with pytest.raises(openai.BadRequestError, match="must begin with the text of the episode so far"):
+            await client.completions.create(model="any", prompt="another")
+        assert "must begin" in episode.fault
+
+    serve(talk, play)
+    assert [asked["text"] for asked in talk.asked] == ["one ", " more"]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
+def test_the_ids_that_an_engine_sampled_are_trained_as_they_are(streams):
+    """Several turns, a branch and a call that is not trained, through the client and back."""
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+
+        async def ask(messages, **headers):
+            options = {"model": "any", "messages": messages, "extra_headers": headers}
+            if not streams:
+                return (await client.chat.completions.create(**options)).choices[0].message.content
+            stream = await client.chat.completions.create(stream=True, **options)
+            return "".join([one.choices[0].delta.content or "" async for one in stream if one.choices])
+
+        messages = [*QUESTION]
+        for turn in range(4):
+            answer = await ask(messages)
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": f"more {turn}"},
+            ]
+        await ask([*messages[:3], {"role": "user", "content": "another way"}])
+        await ask([{"role": "user", "content": "judge this"}], **{"X-AsyncRL-Train": "no"})
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk = EngineTalk(engine, SamplingSpec(temperature=1.0, max_response_tokens=12))
+    serve(talk, play)
+    turns, rollouts = talk.session.turns, talk.session.rollouts()  # no drift
+    assert len(turns) == 6
+    assert (talk.session.counts["branches"], talk.session.counts["untrained"]) == (1, 1)
+    assert len(rollouts) == 2
+    trained = sum(int(rollout.action_mask.sum()) for rollout in rollouts)
+    assert trained == sum(len(turn.sampled_ids) for turn in turns[:5])
+
+
+def test_max_tokens_lowers_the_runs_limit_only():
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        for limit in (2, 1000):
+            await client.chat.completions.create(model="any", messages=QUESTION, max_tokens=limit)
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk = EngineTalk(engine, SamplingSpec(temperature=1.0, max_response_tokens=5))
+    serve(talk, play)
+    assert [len(turn.sampled_ids) for turn in talk.session.turns] == [2, 5]
+
+
+def test_several_choices_are_several_answers():
+    talk = ScriptedTalk(TEXT, CUT)
+
+    async def play(endpoint, episode):
+        answer = await chat_client(endpoint, episode).chat.completions.create(
+            model="m", messages=QUESTION, n=2
+        )
+        assert [choice.message.content for choice in answer.choices] == ["two words", "two wo"]
+        assert answer.usage.completion_tokens == 5
+
+    serve(talk, play)
+
+
+def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
+    talk = ScriptedTalk(TEXT)
+
+    async def play(endpoint, episode):
+        await chat_client(endpoint, episode).chat.completions.create(
+            model="any", messages=QUESTION, temperature=0.1, seed=7, stop=["x"]
+        )
+
+    counts = serve(talk, play).episodes.counts
+    assert {name: counts[f"overridden/{name}"] for name in ("temperature", "seed", "stop", "top_p")} == {
+        "temperature": 1, "seed": 1, "stop": 1, "top_p": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}),
+        ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "add"}}}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/responses", {"tool_choice": "required", "input": "x"}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}, "input": "x"}),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}),
+    ],
+    ids=str,
+)
+def test_constrained_decoding_is_refused_and_fails_the_episode(path, more):
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, {"model": "m", "messages": QUESTION, **more}, path)
+        assert answer.status_code == 400
+        assert "constrains what the model may sample" in answer.json()["error"]["message"]
+        assert "constrains" in episode.fault
+
+    serve(ScriptedTalk(), play)
+
+
+def test_an_overflow_has_the_code_that_agents_know_and_fails_nothing():
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        with pytest.raises(openai.BadRequestError) as found:
+            await client.chat.completions.create(model="any", messages=QUESTION)
+        assert found.value.code == "context_length_exceeded"
+        other = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=episode.key)
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await other.messages.create(model="any", messages=QUESTION, max_tokens=5)
+        await client.chat.completions.create(model="any", messages=QUESTION)
+        assert not episode.fault
+
+    serve(ScriptedTalk(BudgetSpent("length"), BudgetSpent("length"), TEXT), play)
+
+
+def test_an_episode_without_turns_left_is_over():
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        for _ in range(2):
+            with pytest.raises(openai.PermissionDeniedError, match="the episode is over"):
+                await client.chat.completions.create(model="any", messages=QUESTION)
+        assert (episode.spent, episode.fault) == ("turns", "")
+
+    serve(ScriptedTalk(BudgetSpent("turns")), play)
+
+
+def test_a_failed_call_is_a_fault_of_the_episode_even_if_the_agent_goes_on():
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode, max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="the engine has died"):
+            await client.chat.completions.create(model="any", messages=QUESTION)
+        await client.chat.completions.create(model="any", messages=QUESTION)
+        assert "the engine has died" in episode.fault
+
+    serve(ScriptedTalk(EngineError("the engine has died"), TEXT), play)
+
+
+def test_keys_other_episodes_and_ended_ones():
+    async def play(endpoint, episode):
+        other = endpoint.open(ScriptedTalk(CUT))
+        for key, status in ((episode.key[:-1], 401), ("x", 401), (other.key, 200)):
+            answer = await post(endpoint, key, {"messages": QUESTION})
+            assert answer.status_code == status
+        assert answer.json()["choices"][0]["message"]["content"] == "two wo"  # of the other episode's talk
+        endpoint.shut(other)
+        assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 403
+        answer = await post(endpoint, "", {"messages": QUESTION}, x_api_key=episode.key, authorization="x")
+        assert answer.status_code == 200
+
+    serve(ScriptedTalk(TEXT), play)
+
+
+def test_closing_an_episode_ends_its_calls():
+    talk = ScriptedTalk(TEXT)
+    talk.release.clear()
+
+    async def play(endpoint, episode):
+        asking = asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION}))
+        while not talk.asked:
+            await asyncio.sleep(0.01)
+        endpoint.shut(episode)
+        assert (await asking).status_code == 403
+
+    serve(talk, play)
+
+
+def test_a_retry_joins_the_call_or_gets_its_answer_and_a_repetition_is_a_new_sample():
+    talk = ScriptedTalk(TEXT, CUT)
+    talk.release.clear()
+
+    async def play(endpoint, episode):
+        body = {"messages": QUESTION}
+
+        async def text(**headers) -> str:
+            answer = await post(endpoint, episode.key, body, **headers)
+            return answer.json()["choices"][0]["message"]["content"]
+
+        lost = asyncio.create_task(text())
+        while not talk.asked:
+            await asyncio.sleep(0.01)
+        lost.cancel()  # the connection of the first attempt is gone
+        joined = asyncio.create_task(text(x_stainless_retry_count="1"))
+        await asyncio.sleep(0.05)
+        talk.release.set()
+        assert await joined == "two words"
+        assert await text(x_stainless_retry_count="2") == "two words"
+        assert len(talk.asked) == 1
+        assert await text() == "two wo"
+        assert episode.calls == 2
+
+    assert serve(talk, play).episodes.counts["retries"] == 2
+
+
+def test_a_waiting_stream_gets_comments_and_a_late_error_is_an_event(monkeypatch):
+    monkeypatch.setattr(agent_server, "COMMENT_S", 0.05)
+    talk = ScriptedTalk(EngineError("gone"), TEXT)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode, max_retries=0)
+        for _ in range(2):
+            talk.release.clear()
+            asyncio.get_running_loop().call_later(0.2, talk.release.set)
+            stream = await client.chat.completions.create(model="any", messages=QUESTION, stream=True)
+            try:
+                assert [one async for one in stream]
+            except openai.APIError as error:
+                assert "gone" in str(error)
+
+    serve(talk, play)
+    assert not talk.answers
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/v1/embeddings", "/metrics", "/", "/docs"])
+def test_nothing_else_is_served(path):
+    async def play(endpoint, episode):
+        assert (await post(endpoint, episode.key, {}, path)).status_code == 404
+
+    serve(ScriptedTalk(), play)
+
+
+def test_the_list_of_models():
+    async def play(endpoint, episode):
+        models = await chat_client(endpoint, episode).models.list()
+        assert [model.id for model in models.data] == ["policy"]
+        assert (await post(endpoint, episode.key, {}, "/v1/models")).status_code == 405
+
+    serve(ScriptedTalk(), play)
+
+
+BAD = {
+    "not JSON": b"{",
+    "a list": b"[]",
+    "deep": b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "half a character": rb'{"messages":[{"role":"user","content":"\ud800"}]}',
+    "no messages": b'{"messages":[]}',
+    "messages of another type": b'{"messages":"x"}',
+    "a role": b'{"messages":[{"role":"robot","content":"x"}]}',
+    "an image": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}',
+    "calls": b'{"messages":[{"role":"assistant","tool_calls":[{"function":"x"}]}]}',
+    "n": b'{"messages":[{"role":"user","content":"x"}],"n":1000000}',
+    "max_tokens": b'{"messages":[{"role":"user","content":"x"}],"max_tokens":-1}',
+    "stream": b'{"messages":[{"role":"user","content":"x"}],"stream":"yes"}',
+    "tools": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":7}}]}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_body_is_refused(name):
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, BAD[name])
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+    serve(ScriptedTalk(), play)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_dialect_reads_or_refuses_every_shape_of_every_member(path):
+    shapes = [None, True, 7, "x", [], [7], {}, [{}], [{"type": "text"}], {"type": "x"}, [[]], {"x": {}}]
+    shapes += [[{"role": role, "content": shape}] for role in ("user", "assistant") for shape in shapes]
+    shapes += [
+        [{"type": kind}] for kind in ("function", "function_call", "function_call_output", "reasoning")
+    ]
+    members = (
+        "messages", "tools", "input", "prompt", "system", "instructions", "tool_choice", "stream", "n", "text",
+        "stream_options", "max_tokens", "response_format", "stop", "functions", "output_config", "model",
+    )  # fmt: skip
+    good = {"messages": QUESTION, "input": "x", "prompt": "x"}
+    read = 0
+    for member in members:
+        for shape in shapes:
+            try:
+                DIALECTS[path].read({**good, member: shape})
+                read += 1
+            except Refused as refused:
+                assert refused.status == 400
+    assert read
+
+
+def test_a_flood_of_one_episode_waits_and_others_are_served(monkeypatch):
+    monkeypatch.setattr(open_episodes, "MOST_CALLS", 3)
+    talk = ScriptedTalk(*[TEXT] * 3)
+    talk.release.clear()
+
+    async def play(endpoint, episode):
+        flood = [asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION})) for _ in range(8)]
+        done, waiting = await asyncio.wait(flood, timeout=1)
+        assert sorted(one.result().status_code for one in done) == [429] * 5
+        other = endpoint.open(ScriptedTalk(TEXT))
+        assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 200
+        talk.release.set()
+        assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
+        assert not episode.fault  # client libraries wait and repeat the call
+
+    serve(talk, play)
+
+
+def test_an_oversized_body_is_refused_with_and_without_its_length(monkeypatch):
+    monkeypatch.setattr(agent_server, "MAX_BODY_BYTES", 1000)
+
+    async def play(endpoint, episode):
+        assert (await post(endpoint, episode.key, b" " * 1001)).status_code == 413
+
+        async def pieces():
+            for _ in range(20):
+                yield b" " * 100
+
+        headers = {"authorization": f"Bearer {episode.key}"}
+        async with httpx.AsyncClient() as client:
+            url = f"{endpoint.url}/v1/responses"
+            with contextlib.suppress(httpx.ReadError):  # the connection may be closed while the client writes
+                assert (await client.post(url, content=pieces(), headers=headers)).status_code == 413
+            assert not episode.fault
+
+    serve(ScriptedTalk(), play)
+
+
+async def raw(endpoint: Endpoint, first: bytes, then: bytes = b"") -> tuple[bytes, float]:
+    """What the server answers to bytes that trickle, and the seconds until it closes the connection."""
+    began_s = asyncio.get_running_loop().time()
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first)
+    reading = asyncio.create_task(reader.read())
+    while not reading.done():
+        writer.write(then)
+        await asyncio.wait({reading}, timeout=0.05)
+    writer.close()
+    try:
+        answer = reading.result()
+    except ConnectionResetError:
+        answer = b""
+    return answer, asyncio.get_running_loop().time() - began_s
+
+
+def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
+    monkeypatch.setattr(agent_server, "HEAD_S", 0.4)
+    monkeypatch.setattr(agent_server, "BODY_S", 0.4)
+
+    async def play(endpoint, episode):
+        head = f"POST /v1/responses HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {episode.key}\r\n".encode()
+        silent, slow_head, slow_body = await asyncio.gather(
+            raw(endpoint, b""),
+            raw(endpoint, b"POST /v1/responses HTTP/1.1\r\nx: ", b"x"),
+            raw(endpoint, head + b"content-length: 999999\r\n\r\n", b" "),
+        )
+        assert (silent[0], slow_head[0]) == (b"", b"")
+        assert b"408" in slow_body[0].partition(b"\r\n")[0]
+
+    serve(ScriptedTalk(), play)
+
+
+def test_the_answer_to_a_body_without_a_key_does_not_wait_for_the_body():
+    async def play(endpoint, episode):
+        answer, _ = await raw(
+            endpoint, b"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
+        )
+        assert b"401" in answer.partition(b"\r\n")[0]
+
+    serve(ScriptedTalk(), play)
