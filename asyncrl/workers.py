@@ -45,18 +45,6 @@ def receive(stream: BinaryIO, *, expect: Callable[[int], None] = lambda length: 
     raise EOFError("the other side of the channel is gone")
 
 
-def take_message(arrived: bytearray) -> dict[str, Any] | None:
-    """Remove and return the first MessagePack message in `arrived`; None while it is not whole."""
-    if len(arrived) < LENGTH.size:
-        return None
-    end = LENGTH.size + LENGTH.unpack_from(arrived)[0]
-    if len(arrived) < end:
-        return None
-    message: dict[str, Any] = msgpack.unpackb(arrived[LENGTH.size : end])
-    del arrived[:end]
-    return message
-
-
 def ending(status: int) -> str:
     """Describe how a process with this exit status ended."""
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -129,7 +129,7 @@ class Sender(Protocol):
     """
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there are replies. Every other method may change it."""
+        """A descriptor that is readable when there are replies."""
         ...
 
     def prepare(self, transport: str) -> bool:

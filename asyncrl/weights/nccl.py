@@ -3,10 +3,8 @@
 `python -m asyncrl.weights.nccl <socket fd> <learner pid>` owns the communicator, so a failure or a hang ends
 this process and not the learner. The messages are framed as in `asyncrl.workers`:
 
-    learner -> sender   {layout, workers}                                    once
-                        {op: prepare, job, slot, checksums}
-                        {op: transfer, job}
-    sender -> learner   {op: prepared, job, details} | {op: sent, job, seconds} | {op: failed, job, reason}
+    {op: prepare, layout, workers, slot, checksums}  ->  {op: prepared, details} | {op: failed, reason}
+    {op: transfer}                                   ->  {op: sent, seconds} | {op: failed, reason}
 
 The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
 enter the group together. The learner bounds the wait: it kills this process after the deadline.
@@ -102,23 +100,24 @@ class NcclSender:
 
 def serve(channel: socket.socket, commands: BinaryIO) -> None:
     """Answer commands. Raises EOFError when the learner closes the channel."""
-    setup = msgpack.unpackb(receive(commands))
-    sender = NcclSender(Layout.from_plain(setup["layout"]), setup["workers"])
-    buffer = torch.empty(0)
+    sender, buffer = None, torch.empty(0)
     while True:
         command = msgpack.unpackb(receive(commands))
         try:
             if command["op"] == "prepare":
+                layout = Layout.from_plain(command["layout"])
+                sender = sender or NcclSender(layout, command["workers"])
                 # The slot stays as it is until the transfer is over: the learner counts this reader.
-                buffer = open_slot(command["slot"], sender.layout.total_bytes, device=0).buffer
+                buffer = open_slot(command["slot"], layout.total_bytes, device=0).buffer
                 reply: dict[str, Any] = {"op": "prepared", "details": sender.prepare(command["checksums"])}
             else:
+                assert sender is not None, "transfer without prepare"
                 started_s = time.monotonic()
                 sender.transfer(buffer)
                 reply = {"op": "sent", "seconds": time.monotonic() - started_s}
         except TransferError as error:
             reply = {"op": "failed", "reason": str(error)}
-        channel.sendall(pack({**reply, "job": command["job"]}))
+        channel.sendall(pack(reply))
 
 
 def main() -> None:

@@ -7,20 +7,25 @@
 The next `prepare`, `give_up` and `close` unpin the version.
 """
 
-import contextlib
-import logging
 import os
+import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+
+import msgpack
 
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import Published
-from asyncrl.workers import Worker, pack, take_message
+from asyncrl.workers import Worker
 
-log = logging.getLogger(__name__)
+Answer = Callable[[dict[str, Any]], None]
 
-Take = Callable[[str, int], Published | int]
+# Bound on the start of an NCCL process, on top of the deadline of a transfer.
+_START_S = 60.0
 
 
 class SlotSender:
@@ -33,7 +38,7 @@ class SlotSender:
     def __init__(
         self,
         *,
-        take: Take,
+        take: Callable[[str, int], Published | int],
         give_back: Callable[[Published], None],
         describe: Callable[[Published, str], dict[str, Any]],
         start_process: Callable[[], "NcclProcess"],
@@ -41,6 +46,7 @@ class SlotSender:
         """Raises OSError."""
         self._take, self._give_back = take, give_back
         self._describe, self._start_process = describe, start_process
+        self._lock = threading.RLock()  # answers of a process come in a thread of its own
         self._held: Published | None = None
         self._wanted = -1
         self._process: NcclProcess | None = None
@@ -53,69 +59,67 @@ class SlotSender:
         return self._woken < 0
 
     def fileno(self) -> int:
-        return self._process.fileno() if self._process else self._woken
+        return self._woken
 
     def prepare(self, transport: str) -> bool:
-        if transport != "nccl":
-            self._end_process()
-        self._release()
-        try:
-            found = self._take(transport, self._wanted)
-            if isinstance(found, int):
-                self._wanted = found
-                return False
-            self._held, self._wanted = found, -1
-            if transport == "nccl":
-                self._process = self._process or self._start_process()
-                self._process.prepare(found)
-            else:
-                self._reply(found.order(transport, self._describe(found, transport)))
-        except OSError as error:
+        with self._lock:
+            if transport != "nccl":
+                self._end_process()
             self._release()
-            self._reply(Failed(reason=f"weights over {transport} cannot be prepared: {error}"))
-        return True
+            try:
+                found = self._take(transport, self._wanted)
+                if isinstance(found, int):
+                    self._wanted = found
+                    return False
+                self._held, self._wanted = found, -1
+                if transport == "nccl":
+                    self._process = self._process or self._start_process()
+                    self._process.prepare(found, partial(self._hear, self._process, found))
+                else:
+                    self._reply(found.order(transport, self._describe(found, transport)))
+            except OSError as error:
+                self._release()
+                self._reply(Failed(reason=f"weights over {transport} cannot be prepared: {error}"))
+            return True
 
     def transfer(self) -> None:
         """A generator that reads or fetches does so by itself."""
-        if self._process:
-            self._process.transfer()
-        else:
-            self._reply(Sent(seconds=0.0))
+        with self._lock:
+            if self._process and self._held:
+                self._process.transfer(self._held, partial(self._hear, self._process, self._held))
+            else:
+                self._reply(Sent(seconds=0.0))
 
     def replies(self) -> list[UpdateOrder | Sent | Failed]:
-        if self._replies:
-            os.eventfd_read(self._woken)
-        replies, self._replies = self._replies, []
-        if self._process is None:
+        with self._lock:
+            if self._replies:
+                os.eventfd_read(self._woken)
+            replies, self._replies = self._replies, []
             return replies
-        messages, has_ended = self._process.messages()
-        replies += [self._interpret(message) for message in messages]
-        if has_ended:
-            if self._held:
-                replies.append(Failed(reason="the NCCL sender process died; see the learner's log"))
-            else:
-                log.warning("an NCCL sender process died while it was idle; the next update starts another")
-            self.give_up()
-        return replies
 
     def give_up(self) -> None:
-        self._end_process()
-        self._release()
+        with self._lock:
+            self._end_process()
+            self._release()
 
     def close(self) -> None:
-        if self._woken >= 0:
-            self.give_up()
-            os.close(self._woken)
-            self._woken = -1
+        with self._lock:
+            if self._woken >= 0:
+                self.give_up()
+                os.close(self._woken)
+                self._woken = -1
 
-    def _interpret(self, message: dict[str, Any]) -> UpdateOrder | Sent | Failed:
-        if message["op"] == "prepared":
-            assert self._held is not None
-            return self._held.order("nccl", message["details"])
-        self._release()
-        if message["op"] == "sent":
-            return Sent(seconds=message["seconds"])
-        return Failed(reason=message["reason"])
+    def _hear(self, process: "NcclProcess", published: Published, answer: dict[str, Any]) -> None:
+        """The answer of the process on this version, in its thread."""
+        with self._lock:
+            if process is not self._process or published is not self._held:
+                return  # given up
+            if answer["op"] == "prepared":
+                self._reply(published.order("nccl", answer["details"]))
+                return
+            self._release()
+            sent = answer["op"] == "sent"
+            self._reply(Sent(seconds=answer["seconds"]) if sent else Failed(reason=answer["reason"]))
 
     def _reply(self, reply: UpdateOrder | Sent | Failed) -> None:
         self._replies.append(reply)
@@ -133,64 +137,41 @@ class SlotSender:
 
 
 class NcclProcess:
-    """The learner's end of a process of asyncrl/weights/nccl.py. No call waits for it, except for its end."""
+    """The learner's end of a process of asyncrl/weights/nccl.py. No call waits for it."""
 
     def __init__(self, layout: Layout, workers: int) -> None:
         """Start it for a generator of `workers` tensor-parallel workers. Raises OSError."""
         self._worker = Worker("asyncrl.weights.nccl")
-        self._worker.channel.setblocking(False)
-        self._incoming, self._outgoing, self._job = bytearray(), bytearray(), 0
-        self._say(layout=layout.to_plain(), workers=workers)
+        self._setup = {"layout": layout.to_plain(), "workers": workers}
+        self._thread = ThreadPoolExecutor(1, "asyncrl-nccl")
 
     @property
     def pid(self) -> int:
         return self._worker.pid
 
-    def fileno(self) -> int:
-        return self._worker.channel.fileno()
-
-    def prepare(self, published: Published) -> None:
+    def prepare(self, published: Published, on_answer: Answer) -> None:
         """Ask for the details of an order to receive this version."""
-        self._job += 1
         slot, sums = published.slot.describe(), published.checksums
-        self._say(op="prepare", job=self._job, slot=slot, checksums=sums)
+        self._ask({"op": "prepare", **self._setup, "slot": slot, "checksums": sums}, published, on_answer)
 
-    def transfer(self) -> None:
+    def transfer(self, published: Published, on_answer: Answer) -> None:
         """Ask to send what was prepared."""
-        self._say(op="transfer", job=self._job)
-
-    def messages(self) -> tuple[list[dict[str, Any]], bool]:
-        """The answers on the newest job since the last call, and whether the process has ended."""
-        has_ended = self._receive()
-        found = []
-        while (message := take_message(self._incoming)) is not None:
-            if message["job"] == self._job:
-                found.append(message)
-        return found, has_ended
+        self._ask({"op": "transfer"}, published, on_answer)
 
     def close(self) -> None:
-        """Kill the process."""
-        self._worker.end()
+        """Kill the process; its thread ends with it."""
+        os.kill(self._worker.pid, signal.SIGKILL)  # only `end` reaps it, so the number is still its own
+        self._thread.submit(self._worker.end)
+        self._thread.shutdown(wait=False)
 
-    def _say(self, **message: Any) -> None:
-        """Write as much as the socket accepts; the next call of `messages` writes the rest."""
-        self._outgoing += pack(message)
-        self._flush()
+    def _ask(self, message: dict[str, Any], published: Published, on_answer: Answer) -> None:
+        def ask() -> None:
+            try:
+                data = self._worker.ask(msgpack.packb(message), published.deadline_s + _START_S)
+                answer = msgpack.unpackb(data)
+            except (OSError, EOFError) as error:
+                reason = f"the NCCL sender process died or hangs ({error!r}); see the learner's log"
+                answer = {"op": "failed", "reason": reason}
+            on_answer(answer)
 
-    def _flush(self) -> None:
-        # If the process has died, `messages` says so.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._outgoing:
-                del self._outgoing[: self._worker.channel.send(self._outgoing)]
-
-    def _receive(self) -> bool:
-        """Read all that has arrived; returns whether the stream has ended."""
-        self._flush()
-        try:
-            while piece := self._worker.channel.recv(1 << 20):
-                self._incoming += piece
-        except BlockingIOError:
-            return False
-        except ConnectionResetError:
-            pass
-        return True
+        self._thread.submit(ask)

@@ -175,6 +175,21 @@ def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatc
     assert [file_order(each).version for each in (late, sender)] == [2, 2]
 
 
+def test_other_hosts_fetch_a_copy_in_host_memory_wherever_the_parameters_are(device, tmp_path):
+    options = {"probe_ids": (1, 2), "initial_logprobs": (0.25,), "deadline_s": 5.0, "device": device}
+    publisher = SlotPublisher(LAYOUT, directory=tmp_path / "w", interface="127.0.0.1", **options)
+    sender, staging = publisher.open_sender(1), HostStaging(tmp_path)
+    for version in (1, 2, 3):
+        publish(publisher, version)
+        wait_until(lambda: sender.prepare("tcp"))
+        (order,) = sender.replies()
+        assert (order.version, order.transport) == (version, "tcp") and "slot" not in order.details
+        staged = staging.stage(order)
+        assert staged.transport == "slot" and read(staged) == {version}
+    staging.close()
+    publisher.close()
+
+
 def test_a_full_disk_is_a_failure_and_the_next_attempt_succeeds(publisher, monkeypatch):
     sender = publisher.open_sender(1)
     publish(publisher, 1)

@@ -3,11 +3,12 @@
 import os
 from io import BytesIO
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.workers import LENGTH, ending, framed, pack, receive, take_message
+from asyncrl.workers import LENGTH, ending, framed, pack, receive
 
 messages = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3),
@@ -15,14 +16,12 @@ messages = st.lists(
 )
 
 
-@given(messages, st.integers(1, 9))
-def test_messages_that_arrive_in_pieces_come_out_whole_and_in_order(sent, piece):
-    stream, arrived, found = b"".join(map(pack, sent)), bytearray(), []
-    for start in range(0, len(stream), piece):
-        arrived += stream[start : start + piece]
-        while (message := take_message(arrived)) is not None:
-            found.append(message)
-    assert found == sent and not arrived
+@given(messages)
+def test_messages_come_out_whole_and_in_order(sent):
+    stream = BytesIO(b"".join(map(pack, sent)))
+    assert [msgpack.unpackb(receive(stream)) for _ in sent] == sent
+    with pytest.raises(EOFError):
+        receive(stream)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 4, 7])
