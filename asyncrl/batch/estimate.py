@@ -36,6 +36,7 @@ class Estimator:
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None  # KL estimator, if rewards pay for the KL
     targets: Callable[[GroupRewards], Tensor] | None = None  # returns for a critic
     needs_greedy: bool = False
+    needs_turns: bool = False
 
     def estimate(
         self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float
@@ -57,9 +58,7 @@ class Estimator:
         greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
             rewards_S=torch.tensor(list(map(self._shape, firsts, lengths)), dtype=torch.float32),
-            group_S=torch.tensor(
-                [index for index, group in enumerate(groups) for _ in range(group.episodes)]
-            ),
+            group_S=torch.tensor([g for g, group in enumerate(groups) for _ in range(group.episodes)]),
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(episodes)), lengths_S),
@@ -72,7 +71,7 @@ class Estimator:
             behaviour_logprobs_T=torch.from_numpy(
                 np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
             ),
-            **turn_columns(episodes),
+            **turn_columns(episodes, always=self.needs_turns),
             **measured,
         )
 

@@ -22,7 +22,7 @@ from asyncrl.trainer.base import COLUMNS
 
 GREEDY = "greedy_rewards_group"
 # Columns of `GroupRewards` that cost extra and are made only if the advantage needs them.
-USABLE = COLUMNS | {GREEDY}
+USABLE = COLUMNS | {GREEDY} | registry.OF_TURNS
 
 
 def make_recipe(
@@ -61,6 +61,7 @@ def make_recipe(
         penalty=_function("kl", kl.estimator) if pays_kl else None,
         targets=partial(make_targets, **discounts) if has_critic else None,
         needs_greedy=GREEDY in needs,
+        needs_turns=bool(needs & registry.OF_TURNS),
     )
     return Recipe(
         planner=Planner(

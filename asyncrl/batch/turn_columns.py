@@ -13,13 +13,13 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.types import Rollout, Turns
 
 
-def turn_columns(episodes: Sequence[Sequence[Rollout]]) -> dict[str, Tensor]:
-    """Return the columns by name, or none if no rollout of the batch has turns.
+def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False) -> dict[str, Tensor]:
+    """Return the columns by name. If no rollout of the batch has turns, return them only with `always`.
 
     A rollout without turns is one turn. A turn without a reward has 0. States are missing if no turn has one.
     """
     owned = [(episode, rollout) for episode, rollouts in enumerate(episodes) for rollout in rollouts]
-    if all(rollout.turns is None for _, rollout in owned):
+    if not always and all(rollout.turns is None for _, rollout in owned):
         return {}
     turns = [rollout.turns or _one_turn(rollout) for _, rollout in owned]
     counts = [len(one.ends) for one in turns]

@@ -274,6 +274,8 @@ def test_turns_become_columns_in_the_order_of_the_tokens():
     }
     assert "turn_states_K" not in turn_columns([[first], [third]])
     assert turn_columns([[third], [context]]) == {}
+    alone = turn_columns([[third], [context]], always=True)
+    assert alone["episode_K"].tolist() == alone["turn_T"].tolist() == [0]
 
 
 def test_a_filter_sees_episodes():

@@ -9,12 +9,15 @@ import torch
 
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
+from asyncrl.algo.turn_advantages import turn_gae, turn_value_targets
 from asyncrl.batch.plan import Plan
 from asyncrl.batch.resolve import make_recipe
+from asyncrl.batch.turn_columns import turn_columns
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError, ShapeError
+from asyncrl.types import Turns
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
 
 
@@ -153,6 +156,72 @@ def test_the_token_baseline_gets_probabilities_of_the_policy():
     plan = planned(batch, advantage=Choice(name="optimal_token_baseline"))
     columns = {name: batch.column(name) for name in ("logprobs_T", "sum_squared_probs_T")}
     expected_T = optimal_token_baseline(flat(batch, **columns))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), expected_T)
+
+
+TURNS = {1: ([2, 5], [0.5, 0.25]), 6: ([1, 3, 8], [0.0, 2.0, 0.0])}
+"""Rollout of the batch -> offsets behind its turns, and their rewards; every other rollout is one turn."""
+
+
+def batch_with_turns() -> Batch:
+    batch = mixed_batch()
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    for r, (ends, rewards) in TURNS.items():
+        ends = [min(end, len(rollouts[r].response_ids)) for end in ends]
+        states = np.arange(1, len(ends) + 1, dtype=np.uint64)
+        turns = Turns(ends=np.array(ends, np.int32), rewards=np.array(rewards, np.float32), states=states)
+        rollouts[r] = replace(rollouts[r], turns=turns)
+    pairs = zip(rollouts[::2], rollouts[1::2], strict=True)
+    batch.groups = [replace(group, rollouts=pair) for group, pair in zip(batch.groups, pairs, strict=True)]
+    return batch
+
+
+def test_an_advantage_of_turns_gets_the_turns_of_the_rollouts():
+    """turn_rloo in groups of two, written out: an action has what its episode still gets, minus the other's."""
+    batch = batch_with_turns()
+    expected = []
+    for group in batch.groups:
+        to_come = []
+        for rollout in group.rollouts:
+            if not rollout.actions:  # no turn
+                to_come.append([])
+                continue
+            turns = rollout.turns or Turns(ends=np.array([len(rollout.response_ids)], np.int32))
+            rewards = [0.0] * len(turns.ends) if turns.rewards is None else turns.rewards.tolist()
+            rewards[-1] += rollout.reward - sum(rewards)
+            to_come.append([sum(rewards[k:]) for k in range(len(rewards))])
+        for own, (rollout, ours) in enumerate(zip(group.rollouts, to_come, strict=True)):
+            theirs = to_come[1 - own]
+            for offset in np.flatnonzero(rollout.action_mask):
+                ends = [] if rollout.turns is None else rollout.turns.ends
+                k = int(np.searchsorted(ends, offset, side="right")) if len(ends) else 0
+                expected.append(ours[k] - (theirs[k] if k < len(theirs) else 0.0))
+    plan = planned(batch, advantage=Choice(name="turn_rloo"))
+    torch.testing.assert_close(response_column(plan, lambda one: one.advantages), torch.tensor(expected))
+
+
+def test_a_batch_without_turns_is_one_turn_each():
+    """Nothing else may happen in a run whose episodes all end after one turn by chance."""
+    batch = Batch()
+    batch.group(batch.rollout(1.0, [5, 5]), batch.rollout(0.0, [5, 5, 5], tools=[1]), batch.rollout(0.5, [5]))
+    found, expected = (
+        [one.advantages.tolist() for one in planned(batch, advantage=Choice(name=name)).sequences]
+        for name in ("turn_rloo", "rloo")
+    )
+    assert found == expected
+    with pytest.raises(ConfigError, match="turn_states_K"):
+        planned(batch, advantage=Choice(name="gigpo"))
+
+
+@pytest.mark.parametrize("whitened", [True, False])
+def test_the_critic_of_turns_has_targets_of_turns(whitened):
+    batch = batch_with_turns()
+    params = {"gamma": 0.9, "token_lambda": 0.8}
+    plan = planned(batch, advantage=Choice(name="turn_gae", whitened=whitened, **params))
+    episodes = [(rollout,) for group in batch.groups for rollout in group.rollouts]
+    rewards = flat(batch, values_T=batch.column("values_T"), **turn_columns(episodes))
+    torch.testing.assert_close(plan.returns_T, turn_value_targets(rewards, **params))
+    expected_T = turn_gae(rewards, whitened=whitened, **params)
     torch.testing.assert_close(response_column(plan, lambda one: one.advantages), expected_T)
 
 
