@@ -216,7 +216,7 @@ def rows_of(config: dict[str, Any], version: int) -> list[list[list[Row]]]:
         cut = config.get("mask_truncated", False) and rollout.finish_reason == "length"
         reward = rollout.reward
         if "shaping" in config:
-            over = len(rollout.response_ids) - (LIMIT - SHAPING["buffer_tokens"])
+            over = rollout.actions - (LIMIT - SHAPING["buffer_tokens"])
             reward -= SHAPING["penalty"] * min(max(over / SHAPING["buffer_tokens"], 0.0), 1.0)
         return Row(
             tokens=[int(rollout.response_ids[i]) for i in actions],
