@@ -9,7 +9,9 @@ import json
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.schema import Config
+from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import RunError
 
 
@@ -17,7 +19,8 @@ class Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config
-    # The argument of `--allow`: a Python file, a module, `model:PATH`, `vllm:NAME=VALUE` or `variable:NAME`.
+    # The argument of `--allow`: a Python file, a module, an environment of another library, `model:PATH`,
+    # `vllm:NAME=VALUE` or `variable:NAME`.
     text: str
 
 
@@ -26,12 +29,7 @@ def wishes(config: Config) -> Iterator[Wish]:
     for index, function in enumerate(config.reward.functions):
         if ":" in function.function:
             yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
-    uses = config.environment.uses
-    for name in (uses,) if isinstance(uses, str) else uses:
-        if not name.startswith("asyncrl."):  # the games of the shipped configs
-            yield Wish("environment.uses", name.rpartition(":")[0])
-    if config.environment.python:
-        yield Wish("environment.python", str(config.environment.python))
+    yield from _environment(config.environment)
     advantage = config.algorithm.advantage.name
     if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])
@@ -42,6 +40,16 @@ def wishes(config: Config) -> Iterator[Wish]:
         yield Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
     for name in config.run.environment:
         yield Wish("run.environment", f"variable:{name}")
+
+
+def _environment(environment: EnvironmentConfig) -> Iterator[Wish]:
+    for name in (environment.uses,) if isinstance(environment.uses, str) else environment.uses:
+        if name.partition(":")[0] in ADAPTERS:  # the rest of the name may be a command, or name a module
+            yield Wish("environment.uses", name)
+        elif not name.startswith("asyncrl.") and name not in TOOLS:  # the games of the shipped configs
+            yield Wish("environment.uses", name.rpartition(":")[0])
+    if environment.python:
+        yield Wish("environment.python", str(environment.python))
 
 
 def check_allowed(config: Config, allowed: Collection[str]) -> None:

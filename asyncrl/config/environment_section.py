@@ -16,7 +16,7 @@ class EnvironmentConfig(Part):
 
     uses: str | tuple[str, ...] = ()
     """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions, which are
-    tools."""
+    tools; `python` is a built-in tool. `library:NAME` is an environment of another library (adapters.md)."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
     that of the run."""

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.environments.json_frames import packed, receive_order
+from asyncrl.environments.named import load_target
 from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
 from asyncrl.environments.rollout_host import RolloutHost
 from asyncrl.environments.user_code import describe
-from asyncrl.plugins import load
 from asyncrl.processes import die_with_parent
 
 # Directory of this package, which the environment's Python need not have.
@@ -59,7 +59,7 @@ def main() -> None:
     for name, value in orders["limits"].items():
         _restrict(getattr(resource, f"RLIMIT_{name}"), value)
     try:
-        targets = [load(target) for target in orders["uses"]]
+        targets = [load_target(target) for target in orders["uses"]]
         description = describe(targets)
     except BaseException as error:  # noqa: BLE001 - user code may raise even SystemExit
         reason = str(error) if isinstance(error, ImportError | TypeError) else repr(error)

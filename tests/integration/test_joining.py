@@ -90,6 +90,7 @@ ATTACKS = {
     "evil": {"algorithm": {"advantage": {"name": "evil:f"}}},
     "model:no-such-model": {"model": {"trust_remote_code": True}},
     'vllm:scheduler_cls="evil.Scheduler"': {"generator": {"vllm": {"scheduler_cls": "evil.Scheduler"}}},
+    "mcp:touch ran": {"environment": {"uses": "mcp:touch ran"}},
     "variable:AWS_*": {"run": {"environment": ["AWS_*"]}},
 }
 

@@ -17,9 +17,9 @@ from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.programs import python_result
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
+from asyncrl.sandbox.programs import python_result
 
 PROBLEM = Box()._view.problem()
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
@@ -282,7 +282,7 @@ def test_no_sandbox_is_a_fault_that_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 REWARD = """
-from asyncrl.rewards.programs import python_result
+from asyncrl.sandbox.programs import python_result
 
 def passes(prompt, response, stdin, expected):
     return float(python_result(response, stdin=stdin, seconds=1).stdout.strip() == expected)

@@ -1,4 +1,4 @@
-"""Runs a program that the model wrote, for reward functions: `python_result`."""
+"""Runs a program that the model wrote, for code that is not on an asyncio loop: rewards and tools."""
 
 import asyncio
 import atexit
@@ -15,7 +15,7 @@ def python_result(code: str, *, stdin: str = "", seconds: float = 5.0) -> Result
     """Run a Python program in a sandbox of its own, with 1 GiB of memory, and return its result.
 
     The sandbox stays for the next call, which sees nothing of this one. Raises EnvironmentFault if there can
-    be no sandbox or if it broke, which fails the ticket. An `async` function uses `Box` itself.
+    be no sandbox or if it broke, so that nothing is scored. An `async` function uses `Box` itself.
     """
     if os.getpid() not in _boxes:
         _boxes.clear()

@@ -1,0 +1,1 @@
+"""Environments of other libraries. Each module runs in the environment's Python, where its library is."""

@@ -1,0 +1,77 @@
+"""`gymnasium:ID`, for example `gymnasium:FrozenLake-v1?render_mode=ansi`: actions and observations as text.
+
+With `render_mode=ansi` the model sees the rendering, otherwise the observation as JSON. The action is the
+last whole number in an answer, the last JSON list for spaces of arrays, or the answer itself for spaces of
+text. An answer without an action changes nothing, and the model reads what is allowed.
+"""
+
+import json
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from asyncrl.environments.adapters.options import split_options
+
+NUMBER = re.compile(r"-?\d+")
+LIST = re.compile(r"\[[^\[\]]*\]")
+# A rendering marks places, such as that of the player, by colours of a terminal, which become brackets.
+COLOUR, PLAIN = re.compile(r"\x1b\[[0-9;]+m"), re.compile(r"\x1b\[0m")
+ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+def environment(name: str) -> type:
+    """Return the class of a text environment. Options are those of `gymnasium.make`. Raises TypeError."""
+    env_id, options = split_options(name)
+    space = gymnasium.make(env_id, **options).action_space
+    if not isinstance(space, (spaces.Discrete, spaces.Text, *ARRAYS)):
+        raise TypeError(f"{name} has actions {space}; allowed are Discrete, Text, Box and arrays of integers")
+
+    class Game:
+        """One episode."""
+
+        def reset(self, seed: int) -> str:
+            """Begin, and say what an action is."""
+            self._env = gymnasium.make(env_id, **options)
+            observation, _ = self._env.reset(seed=seed)
+            return f"An action is {described(space)}.\n{self._shown(observation)}"
+
+        def step(self, response: str) -> tuple[Any, ...]:
+            """Take the action in a response."""
+            action = read_action(space, response)
+            if action is None:
+                return f"error: found no action; an action is {described(space)}", 0.0, False, False, {}
+            observation, reward, terminated, truncated, _ = self._env.step(action)
+            return self._shown(observation), float(reward), bool(terminated), bool(truncated), {}
+
+        def _shown(self, observation: Any) -> str:
+            if self._env.render_mode == "ansi":
+                return COLOUR.sub("[", PLAIN.sub("]", str(self._env.render())))
+            if isinstance(observation, str):
+                return observation
+            return json.dumps(observation, default=lambda value: value.tolist())
+
+    return Game
+
+
+def described(space: spaces.Space[Any]) -> str:
+    """Say which actions a space has."""
+    if isinstance(space, spaces.Discrete):
+        return f"a whole number from {space.start} to {space.start + space.n - 1}"
+    return "a text" if isinstance(space, spaces.Text) else f"a JSON list, an element of {space}"
+
+
+def read_action(space: spaces.Space[Any], response: str) -> Any:
+    """Return the action in a response, or None if it has none."""
+    action: Any = response.strip()
+    if isinstance(space, spaces.Discrete):
+        numbers = NUMBER.findall(response)
+        action = np.int64(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None
+    elif isinstance(space, ARRAYS):
+        try:
+            action = np.array(json.loads(LIST.findall(response)[-1]), dtype=space.dtype).reshape(space.shape)
+        except (IndexError, ValueError, TypeError, OverflowError):
+            action = None
+    return action if action is not None and space.contains(action) else None

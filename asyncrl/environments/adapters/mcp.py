@@ -1,0 +1,133 @@
+"""`mcp:COMMAND` or `mcp:URL`: the tools of a server of the Model Context Protocol, with mcp 2.
+
+A command is a server of its own for every episode, so that it may have a state; it ends with the episode. A
+call that the server refuses is an observation. A server that ends is a fault.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from typing import Any
+
+from mcp import Client, MCPError, StdioServerParameters, types
+
+# An MCP client starts servers in sessions of their own, so the kernel is asked to kill them with us.
+BOUND = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "os.getppid() == int(sys.argv[1]) and os.execvp(sys.argv[2], sys.argv[2:])"
+)
+# Errors of the connection, not of a call: it is closed, or there is no answer.
+LOST = (types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT)
+TYPES = {
+    "string": "str", "integer": "int", "number": "float", "boolean": "bool", "array": "list",
+    "object": "dict",
+}  # fmt: skip
+
+
+class ToolError(Exception):
+    """A tool of the server failed."""
+
+
+class _Connection:
+    """One episode's connection, in a task of its own, because a client must be closed by its task."""
+
+    server: str
+
+    async def reset(self) -> None:
+        """Connect. Raises what the client raises."""
+        self._calls: asyncio.Queue[tuple[str, Mapping[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
+        self._task = asyncio.create_task(self._serve())
+        await self._call("", {})
+
+    async def _serve(self) -> None:
+        async with Client(_parameters(self.server)) as client:
+            while True:
+                name, arguments, reply = await self._calls.get()
+                try:
+                    reply.set_result(await client.call_tool(name, dict(arguments)) if name else None)
+                except MCPError as error:
+                    reply.set_exception(error)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((name, arguments, reply))
+        await asyncio.wait([self._task, reply], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            return reply.result() if reply.done() else self._task.result()
+        except MCPError as error:
+            if error.code not in LOST:
+                raise
+            raise ConnectionError(f"the server {self.server} is lost: {error}") from error
+
+
+def environment(name: str) -> type:
+    """Return a class whose methods are the tools of the server."""
+    tools = asyncio.run(_listed(name))
+    return type("Server", (_Connection,), {"server": name} | {tool.name: _method(tool) for tool in tools})
+
+
+async def _listed(server: str) -> list[types.Tool]:
+    async with Client(_parameters(server)) as client:
+        page = await client.list_tools()
+        tools = list(page.tools)
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+        return tools
+
+
+def _parameters(server: str) -> str | StdioServerParameters:
+    if server.startswith(("http://", "https://")):
+        return server
+    words = ["-c", BOUND, str(os.getpid()), *shlex.split(server)]
+    return StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
+
+
+def _method(tool: types.Tool) -> Callable[..., Any]:
+    """A method with the name, text and parameters of a tool."""
+
+    async def method(self: _Connection, **arguments: Any) -> str:
+        result = await self._call(tool.name, arguments)
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    properties = tool.input_schema.get("properties", {})
+    required = tool.input_schema.get("required", [])
+    method.__name__ = method.__qualname__ = tool.name
+    said = {name: " ".join(str(one.get("description") or name).split()) for name, one in properties.items()}
+    own_text = re.split(r"\n\s*Args:", tool.description or tool.name)[0].rstrip()
+    method.__doc__ = "\n".join(
+        [own_text, "", *(["Args:"] if said else []), *(f"    {name}: {text}" for name, text in said.items())]
+    )
+    parameters = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            annotation=_annotation(one),
+            default=Parameter.empty if name in required else one.get("default"),
+        )
+        for name, one in properties.items()
+    ]
+    own = Parameter("self", Parameter.POSITIONAL_ONLY)
+    method.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
+    return method
+
+
+def _annotation(schema: Mapping[str, Any]) -> str:
+    """The type of a JSON schema as an annotation."""
+    if "enum" in schema:
+        return f"Literal[{', '.join(map(repr, schema['enum']))}]"
+    if "anyOf" in schema:
+        kinds = [one for one in schema["anyOf"] if one.get("type") != "null"]
+        inner = " | ".join(_annotation(one) for one in kinds)
+        return inner if len(kinds) == len(schema["anyOf"]) else f"{inner} | None"
+    kind = TYPES.get(schema.get("type", ""), "Any")
+    if kind == "list" and "items" in schema:
+        return f"list[{_annotation(schema['items'])}]"
+    return kind

@@ -1,0 +1,254 @@
+"""Environments of other libraries, each played for real in a Python of its own: made by pip, beside ours.
+
+The libraries of one Python share one environment of pip, which is made once per session.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.environments.adapters.options import split_options
+from asyncrl.environments.base import Answer, Outcome, ToolCall
+from asyncrl.environments.environments import Environments
+from asyncrl.errors import EnvironmentFault
+from asyncrl.sandbox.box import Box
+from tests.support.talks import ScriptedTalk
+
+ROOT = Path(__file__).parents[2]
+INSTALL_S = 240.0
+PROBLEM = Box()._view.problem()
+pytestmark = pytest.mark.integration
+
+
+def packages_of(python: Path) -> str:
+    """Where pip of a virtual environment installs."""
+    place = str(python.parents[1])
+    return sysconfig.get_path("purelib", vars={"base": place, "platbase": place})
+
+
+def python_with(directory: Path, *packages: str, base: Path | None = None) -> Path:
+    """A virtual environment on top of ours and of `base`, so that pip brings only what is missing."""
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    python = directory / "bin" / "python"
+    ours = [str(ROOT), *(path for path in sys.path if Path(path).name == "site-packages")]
+    Path(packages_of(python), "ours.pth").write_text(
+        "\n".join([*([packages_of(base)] if base else []), *ours])
+    )
+    try:
+        done = subprocess.run(
+            [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages],
+            capture_output=True, text=True, timeout=INSTALL_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip did not install {packages} within {INSTALL_S:g} s")
+    if done.returncode:
+        pytest.skip(f"pip cannot install {packages}: {done.stderr[-500:]}")
+    return python
+
+
+@pytest.fixture(scope="session")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with the libraries that live beside vLLM."""
+    directory = tmp_path_factory.mktemp("beside") / "venv"
+    return python_with(directory, "reasoning-gym==0.1.25", "gymnasium==1.4.0", "textarena==0.7.4")
+
+
+async def played(uses: str, *games: tuple[ScriptedTalk, dict, int], **settings) -> list[Outcome]:
+    """Play one episode after the other, each with a talk, a row and a seed."""
+    environment = Environments(EnvironmentConfig(uses=uses, step_s=30, **settings))
+    found = []
+    try:
+        await environment.start()
+        for talk, row, seed in games:
+            prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
+            playing = environment.play(talk, row, prompt=prompt, seed=seed, episode=0)
+            found.append(await asyncio.wait_for(playing, 60))
+    finally:
+        await environment.close()
+    return found
+
+
+def play(
+    uses: str, script: Callable | list, row: dict | None = None, *, seed: int = 3, **settings
+) -> tuple[Outcome, ScriptedTalk]:
+    talk = ScriptedTalk(script)
+    [outcome] = asyncio.run(played(uses, (talk, row or {}, seed), **settings))
+    assert not [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
+    return outcome, talk
+
+
+def last(shown: list[dict]) -> str:
+    return shown[-1]["content"]
+
+
+def chain_sum(shown: list[dict]) -> str:
+    """The answer to a sum: the oracle of the task."""
+    return f"It is <answer>{eval(re.search(r'problem: ([-+ 0-9]+)=', shown[0]['content'])[1])}</answer>"
+
+
+@pytest.mark.slow
+def test_reasoning_gym(beside: Path) -> None:
+    command = [str(beside), "-c", "from asyncrl.cli.main import main; main()", "dataset"]
+    made = subprocess.run(
+        [*command, "reasoning_gym:chain_sum", "--size", "2", "--seed", "5"],
+        capture_output=True, text=True, timeout=100, check=True, cwd=ROOT,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in made.stdout.splitlines()]
+    assert len(rows) == 2 and all(row["entry"]["question"] in row["prompt"] for row in rows)
+
+    tries = iter(["1000000", None])
+    right, again, other, of_row = (ScriptedTalk(chain_sum) for _ in range(4))
+    second = ScriptedTalk(lambda shown: next(tries) or chain_sum(shown))
+    wrong = ScriptedTalk(["7000", "8000", "<answer>nine</answer>"])
+    games = [(right, 3), (again, 3), (other, 4), (second, 5), (wrong, 6)]
+    uses = "reasoning_gym:chain_sum?attempts=3&max_terms=2"
+    playing = played(uses, *((talk, {}, seed) for talk, seed in games), (of_row, rows[1], 0), python=beside)
+    outcomes = asyncio.run(playing)
+    assert [one.reward for one in outcomes[:4]] == [1.0] * 4 and outcomes[5].reward == 1.0
+    assert outcomes[4].reward is not None and outcomes[4].reward < 0.5
+    assert [len(talk.shown) for talk, _ in games] == [1, 1, 1, 2, 3]
+    assert "Try again" in last(second.shown[1])
+    assert right.shown == again.shown != other.shown, "the task comes from the seed"
+    assert last(of_row.shown[0]) == rows[1]["prompt"], "or from the row"
+
+
+@pytest.mark.slow
+def test_gymnasium(beside: Path) -> None:
+    lake = "gymnasium:FrozenLake-v1?is_slippery=false&render_mode=ansi"
+    outcome, talk = play(lake, ["no action", *(f"I go {way}" for way in (1, 1, 2, 2, 1, 2))], python=beside)
+    assert (outcome.reward, outcome.finish_reason) == (1.0, "stop")
+    assert "from 0 to 3" in last(talk.shown[0]) and "[S]FFF" in last(talk.shown[0])
+    assert "found no action" in last(talk.shown[1]) and "(Down)" in last(talk.shown[2])
+    outcome, _ = play(lake, ["1", "2"], python=beside)  # into a hole
+    assert (outcome.reward, outcome.finish_reason) == (0.0, "stop")
+    outcome, talk = play(
+        "gymnasium:Pendulum-v1?max_episode_steps=2", ["[0.5]", "[9, 9]", "[-1]"], python=beside
+    )
+    assert outcome.finish_reason == "turns" and outcome.reward < 0
+    assert len(talk.shown) == 3 and "found no action" in last(talk.shown[2])
+
+
+@pytest.mark.slow
+def test_textarena(beside: Path) -> None:
+    moves = ("A C", "A B", "C B", "A C", "B A", "B C", "A C")
+    outcome, talk = play("textarena:TowerOfHanoi-v0", [f"[{move}]" for move in moves], python=beside)
+    assert (outcome.reward, outcome.finish_reason) == (1.0, "stop")
+    assert "Tower of Hanoi with 3 disks" in last(talk.shown[0])
+    assert "Tower of Hanoi" not in last(talk.shown[1]) and "You moved disk 1 from A to C" in last(
+        talk.shown[1]
+    )
+    assert "[A C]" not in last(talk.shown[1]), "the model's own move is in the conversation already"
+    outcome, _ = play("textarena:TowerOfHanoi-v0", ["I resign"] * 5, python=beside)
+    assert outcome.reward == 0.0
+    with pytest.raises(EnvironmentFault, match="number of players has to be 2"):
+        play("textarena:TicTacToe-v0", [], python=beside)
+
+
+@pytest.mark.slow
+def test_gem(tmp_path: Path, beside: Path) -> None:
+    """GEM pins other versions of what vLLM and the other libraries need."""
+    python = python_with(tmp_path / "venv", "gem-llm==0.1.0", base=beside)
+    low, high = 1, 10
+
+    def bisect(shown: list[dict]) -> str:
+        nonlocal low, high
+        if hint := re.search(r"is (lower|higher) than (\d+)", last(shown)):
+            low, high = (low, int(hint[2]) - 1) if hint[1] == "lower" else (int(hint[2]) + 1, high)
+        return f"\\boxed{{{(low + high) // 2}}}"
+
+    outcome, talk = play("gem:game:GuessTheNumber-v0-easy", bisect, python=python)
+    assert outcome.reward is not None and outcome.reward > 0.5 and "Guess The Number" in last(talk.shown[0])
+
+
+SERVER = '''
+import os
+from mcp.server import MCPServer
+
+server, calls = MCPServer("shop"), 0
+
+@server.tool()
+def add(a: int, b: int = 2, unit: str | None = None) -> str:
+    """Add two numbers.
+
+    Args:
+        a: the first number
+    """
+    global calls
+    calls += 1
+    return f"{a + b} {unit or ''} in call {calls}"
+
+@server.tool()
+def refuse(text: str) -> str:
+    """Refuse."""
+    raise ValueError(text)
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(3)
+
+server.run()
+'''
+
+
+def called(name: str, **arguments: object) -> Answer:
+    return Answer(text="", tool_calls=(ToolCall(id="1", name=name, arguments=arguments),))
+
+
+@pytest.mark.slow
+def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    uses, row = f"mcp:{sys.executable} {tmp_path / 'server.py'}", {"prompt": "Add."}
+    script = [
+        called("add", a=1),
+        called("add", a=1, b=5, unit="kg"),
+        called("refuse", text="no"),
+        called("add", a="x"),
+    ]
+    talk, other = ScriptedTalk([*script, "done"]), ScriptedTalk([called("end")])
+    with pytest.raises(EnvironmentFault, match=r"the server .* is lost"):
+        asyncio.run(played(uses, (talk, row, 0), (other, row, 0)))
+    assert [last(shown) for shown in talk.shown[1:3]] == ["3  in call 1", "6 kg in call 2"]
+    assert "error" in last(talk.shown[3]).lower() and "a must be an integer" in last(talk.shown[4])
+    tools = {tool["function"]["name"]: tool["function"] for tool in talk.tools[0]}
+    assert (
+        tools["add"]["parameters"]["required"] == ["a"] and tools["add"]["description"] == "Add two numbers."
+    )
+    assert tools["add"]["parameters"]["properties"]["unit"]["type"] == "string"
+    servers = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    assert not [words for words in servers if str(tmp_path / "server.py") in words], (
+        "they end with their episode"
+    )
+
+
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+def test_the_tool_python() -> None:
+    programs = ["print(6 * 7)", "1 / 0", "x = 1", "print('x' * 99999)", "open('/etc/shadow').read()"]
+    outcome, talk = play(
+        "python", [*(called("python", code=code) for code in programs), "42"], {"prompt": "?"}
+    )
+    seen = [last(shown) for shown in talk.shown[1:]]
+    assert outcome.finish_reason == "stop" and seen[0] == "42" and seen[2] == "the program printed nothing"
+    assert seen[1].endswith("ZeroDivisionError: division by zero") and "missing" in seen[3] + "missing"
+    assert "FileNotFoundError" in seen[4] or "PermissionError" in seen[4]
+    assert [tool["function"]["name"] for tool in talk.tools[0]] == ["python"]
+
+
+def test_a_library_that_is_missing_is_named_with_the_cure() -> None:
+    with pytest.raises(EnvironmentFault, match=r"package gem is not installed; run `pip install gem-llm`"):
+        play("gem:game:GuessTheNumber-v0", [])
+
+
+def test_options_of_a_name_are_json_or_text() -> None:
+    assert split_options("A-v0") == ("A-v0", {})
+    found = {"a": 1, "b": True, "c": "ansi", "d": [1, 2], "e": "", "f": "x y"}
+    assert split_options("game:B?a=1&b=true&c=ansi&d=[1,2]&e=&f=x+y") == ("game:B", found)
