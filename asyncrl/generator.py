@@ -21,6 +21,7 @@ from asyncrl.buffer.base import GeneratorBuffer, PutOutcome
 from asyncrl.control.base import GeneratorControl, Hello
 from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError, ungrouped
 from asyncrl.heartbeats import Heartbeats
@@ -61,7 +62,7 @@ class Lane:
 class GeneratorSettings:
     """Numbers of the loop."""
 
-    max_running: int  # most sequences that are held at the same time, in all lanes
+    max_running: int  # the engine's slots; most sequences held at the same time, but for idle episodes
     lease_s: float
     heartbeat_s: float
     probe_limit: float  # largest accepted difference of a probe's log-probability, in nats
@@ -97,6 +98,8 @@ class Generator:
         )
         # Number of sequences of each ticket that is held, by lane and ticket id.
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in self.lanes}
+        slots = self.settings.max_running
+        self._duty = Duty(engine=self.engine, clock=self.sampler.clock, max_running=slots)
         self._heartbeats = Heartbeats(
             engine=self.engine,
             sampler=self.sampler,
@@ -104,6 +107,7 @@ class Generator:
             control=self.control,
             tracker=self.tracker,
             every_s=self.settings.heartbeat_s,
+            duty=self._duty,
             holds_tickets=lambda: any(self._held.values()),
         )
 
@@ -153,7 +157,7 @@ class Generator:
 
     async def _lease(self, lane: Lane) -> int:
         """Lease tickets that there is room for, and start to sample them. Return their number."""
-        room = self.settings.max_running - sum(sum(held.values()) for held in self._held.values())
+        room = self._duty.room(sum(sum(held.values()) for held in self._held.values()))
         count = min(room // lane.sequences, TICKETS_PER_LEASE)
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from asyncrl.adoption import Adoption
 from asyncrl.control.base import GeneratorControl, Heartbeat, Hello
 from asyncrl.engine.base import Engine
+from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.progress import beat
 from asyncrl.telemetry.base import Tracker
@@ -26,6 +27,7 @@ class Heartbeats:
     control: GeneratorControl
     tracker: Tracker
     every_s: float
+    duty: Duty
     holds_tickets: Callable[[], bool]
     groups: int = 0  # groups that the store accepted
     failed: int = 0  # tickets whose reward or result failed
@@ -73,6 +75,7 @@ class Heartbeats:
             "groups": self.groups,
             "rewards_failed": self.failed,
             **{f"environment_faults_{reason}": n for reason, n in self.sampler.faults.items()},
+            **self.duty.metrics(),
             "version": self.weights.version,
         }
 

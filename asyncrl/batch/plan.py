@@ -101,12 +101,10 @@ class Planner:
             "values_T": rewards.values_T,
             "reference_logprobs_T": measured.get("reference_logprobs_T"),
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
-            "turn_part_T": turn_parts(rewards),
+            "turn_part_T": (turn_part_T := turn_parts(rewards)),
         }
         columns = {
-            name: _per_sample(column_T, samples)
-            for name, column_T in columns_T.items()
-            if column_T is not None
+            name: _per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None
         }
         max_lag = self.settings.max_lag if self.settings.mask_stale else None
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -135,9 +133,7 @@ class Planner:
             sequences=planned,
             rewards=rewards,
             returns_T=returns_T,
-            masked=masked_shares(
-                samples, masked, self.estimator.max_response_tokens, columns_T["turn_part_T"]
-            ),
+            masked=masked_shares(samples, masked, self.estimator.max_response_tokens, turn_part_T),
         )
 
     def _minibatch(self, groups: Sequence[Group], samples: Sequence[TrainSample]) -> Minibatch:

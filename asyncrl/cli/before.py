@@ -13,6 +13,8 @@ from asyncrl.errors import ConfigError
 app = typer.Typer()
 reward = typer.Typer(help="Try out reward functions.")
 app.add_typer(reward, name="reward")
+environment = typer.Typer(help="Try out an environment.")
+app.add_typer(environment, name="environment")
 
 
 @app.command()
@@ -125,6 +127,37 @@ def reward_test(
     trial = try_rewards(*required_config(words, config), count=count, samples=samples)
     show_trial(trial)
     if any(part.failures for part in trial.parts):
+        raise typer.Exit(1)
+
+
+@environment.command("test")
+def environment_test(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE[:NAME]", help="As in `environment.uses`; or a file with one class.")
+    ],
+    row: Annotated[str, typer.Option(help="Columns of the dataset row, as a JSON object.")] = "{}",
+    prompt: Annotated[str, typer.Option(help="The row's prompt.")] = "",
+    answer: Annotated[list[str] | None, typer.Option(help="An answer of the model; may be repeated.")] = None,
+    python: Annotated[Path | None, typer.Option(help="As `environment.python`.")] = None,
+    step_s: Annotated[float, typer.Option(min=0.1, help="As `environment.step_s`.")] = 10.0,
+) -> None:
+    """Start an environment as a run would, begin it twice, and play an episode with scripted answers.
+
+    The exit status is 1 if it failed.
+    """
+    from asyncrl.cli.screens import show_environment
+    from asyncrl.preflight.environment_trial import try_environment
+
+    try:
+        columns = json.loads(row)
+    except ValueError as error:
+        raise typer.BadParameter(f"found {row}, which is not JSON: {error}", param_hint="--row") from error
+    if not isinstance(columns, dict):
+        raise typer.BadParameter(f"found {row}; a JSON object is allowed", param_hint="--row")
+    settings = {"python": python, "step_s": step_s}
+    trial = try_environment(target, settings, row=columns, prompt=prompt, answers=answer or [])
+    show_environment(trial)
+    if trial.problem:
         raise typer.Exit(1)
 
 

@@ -1,5 +1,6 @@
 """Prints tables, curves, samples, checks and plans on a terminal. Text of models is never read as markup."""
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -18,12 +19,19 @@ from asyncrl.telemetry.text import number, visible, visible_lines
 
 if TYPE_CHECKING:  # a command imports only what it shows
     from asyncrl.preflight.checks.base import Outcome
+    from asyncrl.preflight.environment_trial import Trial as EnvironmentTrial
     from asyncrl.preflight.forecast import Forecast
     from asyncrl.preflight.gpu.kit import Result
     from asyncrl.preflight.reward_trial import Trial, Tried
     from asyncrl.results import analyze, page
 
 VERDICT_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+ENVIRONMENT_KINDS = {
+    "tools": "tools without a state",
+    "tool_class": "an object with tools",
+    "text": "a text environment",
+    "rollout": "a rollout",
+}
 RESPONSE_KINDS = {"reference": "reference", "wrong": "wrong on purpose", "sample": "sample"}
 
 
@@ -141,6 +149,28 @@ def show_trial(trial: "Trial") -> None:
     for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *map(_doubts, trial.parts)):
         for text in line:
             console.print(text, soft_wrap=True)
+
+
+def show_environment(trial: "EnvironmentTrial") -> None:
+    """Print what an environment is, its tools, and an episode turn by turn."""
+    console = Console(highlight=False)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style), soft_wrap=True)
+
+    if has := trial.description:
+        takes = "all columns" if has["takes_all"] else f"columns {', '.join(has['columns']) or 'none'}"
+        kind = ENVIRONMENT_KINDS[has["kind"]]
+        say(f"{trial.uses}: {kind}, takes {takes}; Python {has['python']}, started in {trial.start_s:.2f} s")
+    for schema in trial.schemas:
+        say(json.dumps(schema, ensure_ascii=False))
+    for role, text in trial.spoken:
+        say(f"{role:>11} | {visible(text)}")
+    if end := trial.outcome:
+        reward = "no reward of its own" if end.reward is None else f"reward {end.reward:g}"
+        say(f"ended with `{end.finish_reason}`, {reward}, in {trial.play_s:.2f} s", "bold")
+    if trial.problem:
+        say(f"failed: {visible(trial.problem)}", "red")
 
 
 def _trial_table(parts: "Sequence[Tried]") -> Table:

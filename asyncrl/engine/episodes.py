@@ -111,7 +111,8 @@ class EpisodeSampler:
         faults: list[str] = []
         while len(faults) <= self._config.replays:
             try:
-                played = await self._attempt(prompt, spec, seed=seed, episode=episode)
+                with self.clock.episode():
+                    played = await self._attempt(prompt, spec, seed=seed, episode=episode)
             except EnvironmentFault as fault:
                 faults.append(str(fault))
                 log.warning("the environment failed, attempt %d: %s", len(faults), fault)

@@ -75,6 +75,6 @@ class Conversation:
         length = len(text) if length is None else length
         if length <= self.max_characters:
             return text
-        self.counts["observations_cut"] += 1
+        self.counts["observations/cut"] += 1
         left = length - self.max_characters
         return f"{text[: self.max_characters]}\n[cut: {left:,} of {length:,} characters]"

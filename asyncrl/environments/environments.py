@@ -31,6 +31,11 @@ class Environments:
         # Faults by reason.
         self.faults: Counter[str] = Counter()
 
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools, which the model is shown."""
+        return self._toolbox.schemas
+
     async def start(self) -> None:
         """Import the user's file, and look at it. Raises EnvironmentFault."""
         self.description = await self._server.start()

@@ -121,12 +121,12 @@ def _request(call: ToolCall, conversation: Conversation) -> dict[str, Any]:
 
 def _observe(conversation: Conversation, call: ToolCall, mistake: str, reply: Any, step_s: float) -> None:
     """Append the result of a call, or the model's mistake. Raises EnvironmentFault for what is not one."""
-    conversation.counts["tool_calls"] += 1
+    conversation.counts["tools/calls"] += 1
     if mistake:
-        conversation.counts["tools_invalid"] += 1
+        conversation.counts["tools/invalid"] += 1
         text = f"error: {mistake}"
     elif isinstance(reply, EnvironmentFault) and reply.reason == "hung":
-        conversation.counts["tools_late"] += 1
+        conversation.counts["tools/late"] += 1
         text = f"error: {call.name} took longer than {step_s:g} s and was stopped"
     elif isinstance(reply, BaseException):
         raise reply
@@ -136,6 +136,6 @@ def _observe(conversation: Conversation, call: ToolCall, mistake: str, reply: An
     elif reply["fault"]:
         raise EnvironmentFault(f"tool `{call.name}` raised {reply['error']} ({reply['where']})")
     else:
-        conversation.counts["tools_raised"] += 1
+        conversation.counts["tools/raised"] += 1
         text = f"error: {reply['error']}"
     conversation.result(call, text, len(text))

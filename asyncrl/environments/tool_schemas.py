@@ -52,6 +52,26 @@ class Toolbox:
         return ""
 
 
+def example(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that fit the parameters of a schema, for a trial."""
+    required = parameters.get("required", ())
+    return {name: _example(parameters["properties"][name]) for name in required}
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _example(schema["anyOf"][0])
+    if "prefixItems" in schema:
+        return [_example(one) for one in schema["prefixItems"]]
+    kind = schema.get("type", "string")
+    first = kind if isinstance(kind, str) else kind[0]
+    if first == "array":
+        return [_example(schema["items"])] if "items" in schema else []
+    return {"integer": 1, "number": 0.5, "string": "text", "boolean": True, "object": {}}.get(first)
+
+
 def tool_schema(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool as `describe_tool` describes it. Raises EnvironmentFault."""
     schema: dict[str, Any] = json.loads(_schema(json.dumps(described)))

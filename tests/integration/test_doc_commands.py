@@ -31,6 +31,7 @@ SMALLER = {
 """Typed with numbers for a test: the measurement is not the point here."""
 NOT_TYPED = {
     "ASYNCRL_SECRET_FILE=join.key asyncrl generator": "two hosts: tests/integration/test_hardening.py has both ends on one",
+    "asyncrl environment test": "tests/integration/test_environment_command.py types it with these files",
     "asyncrl dataset": "needs reasoning-gym, from the network: tests/integration/test_adapters.py types it",
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl doctor --gpu": "needs a GPU: tests/unit/test_gpu_check.py has its verdicts and limits",
@@ -57,6 +58,7 @@ NOT_TYPED = {
     "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
+    "python -m bench.environments": "half a minute of measuring: its parts are in tests/integration/test_environments.py",
     "python -m bench.decoder": "a minute of measuring: tests/unit/test_wire.py decodes such frames",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_engine.py",
     "python -m pytest": "is what runs this",
@@ -138,8 +140,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for b in range(10, 20)
         ]
         (quickstart / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    for file, content in files(ROOT / "docs" / "own-task.md").items():
-        (project / file).write_text(content)
+    for page in ("own-task.md", "own-environment.md"):
+        for file, content in files(ROOT / "docs" / page).items():
+            (project / file).write_text(content)
     (project / "bin").mkdir()
     for name, arguments in (("asyncrl", "-m asyncrl.cli.main "), ("python", "")):
         program = project / "bin" / name

@@ -157,7 +157,7 @@ def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_ca
 
     outcome, talk, late = asyncio.run(scenario())
     assert (outcome.finish_reason, outcome.reward) == ("stop", None)
-    assert outcome.metrics == {"turns": 2.0, "tool_calls": 2.0}
+    assert outcome.metrics == {"turns": 2.0, "tools/calls": 2.0}
     assert [one["function"]["name"] for one in talk.tools[0]] == ["add", "table", "wait"]
     first, second = talk.shown
     assert first == ASK and second[:2] == [
@@ -172,18 +172,18 @@ def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_ca
 @pytest.mark.parametrize(
     ("call", "says", "counted"),
     [
-        (("add", {"a": "x", "b": 1}), 'error: a must be an integer, got "x"', "tools_invalid"),
+        (("add", {"a": "x", "b": 1}), 'error: a must be an integer, got "x"', "tools/invalid"),
         (
             ("sub", {"a": 1}),
             "error: there is no tool sub; the tools are add, wait, fail, table",
-            "tools_invalid",
+            "tools/invalid",
         ),
-        (("add", "a=1"), "error: the arguments of add are not a JSON object", "tools_invalid"),
-        (("fail", {"how": "ValueError"}), "error: ValueError: no such number", "tools_raised"),
-        (("fail", {"how": "FileNotFoundError"}), "error: FileNotFoundError: [Errno 2]", "tools_raised"),
-        (("fail", {"how": "RecursionError"}), "error: RecursionError: ", "tools_raised"),
-        (("wait", {"seconds": 60}), "error: wait took longer than 0.5 s and was stopped", "tools_late"),
-        (("table", {"n": 99}), '{"list": [0, 1, 2,\n[cut: 389 of 407 characters]', "observations_cut"),
+        (("add", "a=1"), "error: the arguments of add are not a JSON object", "tools/invalid"),
+        (("fail", {"how": "ValueError"}), "error: ValueError: no such number", "tools/raised"),
+        (("fail", {"how": "FileNotFoundError"}), "error: FileNotFoundError: [Errno 2]", "tools/raised"),
+        (("fail", {"how": "RecursionError"}), "error: RecursionError: ", "tools/raised"),
+        (("wait", {"seconds": 60}), "error: wait took longer than 0.5 s and was stopped", "tools/late"),
+        (("table", {"n": 99}), '{"list": [0, 1, 2,\n[cut: 389 of 407 characters]', "observations/cut"),
     ],
 )
 def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, says, counted):

@@ -137,7 +137,7 @@ def test_an_observation_is_text_behind_text_or_a_message(opening, observations, 
 def test_a_long_observation_is_cut_where_the_model_can_see_it(length):
     [shown], counts = asyncio.run(spoken("", "x" * length))
     mark = f"\n[cut: {length - 100} of {length} characters]" if length > 100 else ""
-    assert shown == "x" * min(length, 100) + mark and counts["observations_cut"] == (length > 100)
+    assert shown == "x" * min(length, 100) + mark and counts["observations/cut"] == (length > 100)
 
 
 def test_messages_for_a_model_without_a_chat_template_are_a_fault():

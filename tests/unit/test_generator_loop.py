@@ -19,6 +19,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.duty import MOST_PER_SLOT
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, RewardError, StoreError, TransferError, WireError
@@ -196,6 +197,32 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
             assert rollout.reward == rollout.reward_parts["length"] == len(rollout.response_ids)
             assert rollout.answer == str(len(rollout.response_ids))
     assert world.control.events == ["join", "leave"]
+
+
+def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkeypatch):
+    """Six slots: two groups of responses fill them, eight groups of episodes that never sample may be held."""
+    world = World(max_lag=9, max_running=2 * G)
+    sampler = world.generator.sampler
+    respond, may_sample = sampler.group, threading.Event()
+
+    async def play(*arguments: Any, **options: Any) -> Group:
+        with sampler.clock.episode():
+            while not may_sample.is_set():
+                await asyncio.sleep(0.01)
+        return await respond(*arguments, **options)
+
+    monkeypatch.setattr(sampler, "group", play)
+    held = world.generator._held["train"]
+
+    async def script(world: World) -> None:
+        await world.until(lambda: len(held) == 2 * MOST_PER_SLOT)
+        await asyncio.sleep(0.1)
+        assert len(held) == 2 * MOST_PER_SLOT
+        assert world.generator._duty.metrics() == {"engine/occupancy": 0.0, "episodes/duty": 0.0}
+        may_sample.set()
+        await world.until(lambda: world.learner.audit().ready == 10 * B)
+
+    world.run(script)
 
 
 def test_a_ticket_that_comes_again_while_it_is_sampled_is_sampled_once():

@@ -1,0 +1,68 @@
+"""How many episodes a generator holds: while one waits for its environment, another one samples."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncrl.engine.base import Engine
+from asyncrl.engine.clock import Clock
+
+WINDOW_S = 60.0
+# Episodes in flight are at most this many times the engine's slots, also if they hardly ever sample.
+MOST_PER_SLOT = 4
+
+
+class _Mark(NamedTuple):
+    """Sums up to a time."""
+
+    at_s: float
+    request_s: float  # seconds, added up over requests to the engine
+    episode_s: float  # seconds, added up over episodes that are played
+
+
+@dataclass(slots=True, kw_only=True)
+class Duty:
+    """The duty of episodes: the share of their time in which they sample, and do not wait.
+
+    Duty d is measured over the last minute, so `max_running / d` episodes in flight fill the slots. Single
+    responses have no duty; as many are held as there are slots.
+    """
+
+    engine: Engine
+    clock: Clock
+    max_running: int
+    now: Callable[[], float] = time.monotonic
+    _marks: deque[_Mark] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._marks = deque([_Mark(self.now(), 0.0, 0.0)])
+
+    @property
+    def share(self) -> float | None:
+        """Return the duty, at most 1; None if no episode was played in the last minute."""
+        first, last = self._marks[0], self._marks[-1]
+        played_s = last.episode_s - first.episode_s
+        return min((last.request_s - first.request_s) / played_s, 1.0) if played_s > 0 else None
+
+    def room(self, held: int) -> int:
+        """Return how many more sequences may be held, beside `held`; negative if fewer.
+
+        What requests and episodes there are now counts for the time since the last call.
+        """
+        last, now_s = self._marks[-1], self.now()
+        request_s = self.engine.stats().running_requests * (now_s - last.at_s)
+        episode_s = self.clock.episodes * (now_s - last.at_s)
+        self._marks.append(_Mark(now_s, last.request_s + request_s, last.episode_s + episode_s))
+        while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
+            self._marks.popleft()
+        share = 1.0 if self.share is None else max(self.share, 1.0 / MOST_PER_SLOT)
+        return int(self.max_running / share) - held
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return occupancy and duty while episodes are played."""
+        if (share := self.share) is None:
+            return {}
+        used = self.engine.stats().running_requests / self.max_running
+        return {"engine/occupancy": min(used, 1.0), "episodes/duty": share}

@@ -1,0 +1,67 @@
+"""Episodes in flight fill the engine: as many more as wait for their environment, by the measured duty."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.engine.clock import Clock
+from asyncrl.engine.duty import MOST_PER_SLOT, WINDOW_S, Duty
+
+
+class Measured:
+    """A duty whose gauges and time the test sets."""
+
+    def __init__(self, max_running: int = 12) -> None:
+        self.now_s, self.requests, self.clock = 0.0, 0, Clock()
+        engine = SimpleNamespace(stats=lambda: SimpleNamespace(running_requests=self.requests))
+        self.duty = Duty(engine=engine, clock=self.clock, max_running=max_running, now=lambda: self.now_s)
+
+    def after(self, seconds: float, *, requests: int, episodes: int, held: int = 0) -> int:
+        """The room after so much time with these requests and episodes."""
+        self.requests, self.clock.episodes = requests, episodes
+        self.now_s += seconds
+        return self.duty.room(held)
+
+
+def test_it_starts_with_a_slot_per_sequence_and_stays_there_without_episodes():
+    one = Measured()
+    assert one.after(0.0, requests=0, episodes=0) == 12
+    assert one.after(30.0, requests=0, episodes=0, held=5) == 7, "single responses that are scored"
+    assert one.duty.metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("requests", "room"), [(12, 12), (8, 18), (6, 24), (4, 36), (3, 48), (1, 48), (0, 48), (20, 12)]
+)
+def test_room_is_slots_over_duty_and_at_most_four_times_the_slots(requests, room):
+    one = Measured()
+    assert one.after(10.0, requests=requests, episodes=12) == room <= MOST_PER_SLOT * 12
+    found = one.duty.metrics()
+    assert found == pytest.approx(
+        {"engine/occupancy": min(requests / 12, 1), "episodes/duty": min(requests / 12, 1)}
+    )
+
+
+def test_duty_is_that_of_the_last_minute_weighted_by_time():
+    one = Measured()
+    one.after(10.0, requests=12, episodes=12)
+    assert one.after(30.0, requests=0, episodes=12) == 48
+    assert one.duty.share == pytest.approx(0.25)
+    for _ in range(7):
+        room = one.after(WINDOW_S / 6, requests=6, episodes=12)
+    assert one.duty.share == pytest.approx(0.5) and room == 24
+    for _ in range(7):
+        one.after(WINDOW_S / 6, requests=0, episodes=0)
+    assert one.duty.share is None
+
+
+def test_a_full_engine_lowers_the_number_of_episodes_again():
+    """Requests that wait in the engine's queue count: the duty is what episodes want, not what they get."""
+    one = Measured()
+    held = 12
+    for _ in range(600):
+        held += one.after(1.0, requests=held // 2, episodes=held, held=held)
+    assert held == 24
+    for _ in range(600):
+        held += min(one.after(1.0, requests=held, episodes=held, held=held), 0)
+    assert held == 12
