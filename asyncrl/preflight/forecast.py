@@ -39,6 +39,8 @@ LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * G
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
 # The name of two lines.
 SENDERS = "senders"
+# The lines of runs with an environment.
+LEAST_DUTY, LONGEST_EPISODE = "least duty of episodes", "longest episode, in steps"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
 
 
@@ -56,6 +58,10 @@ class Line:
 def _count(section: str, name: str, value: float, formed: str) -> Line:
     shown = f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
     return Line(section=section, name=name, value=value, shown=shown, formed=formed)
+
+
+def _ratio(section: str, name: str, value: float, formed: str) -> Line:
+    return Line(section=section, name=name, value=value, shown=f"{value:.2g}", formed=formed)
 
 
 def _size(section: str, name: str, value: int, formed: str) -> Line:
@@ -113,7 +119,7 @@ def forecast(
     memory = _memory(config, shape, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
     misfits = tuple(_misfits(config, plan, machine, placement))
-    warnings = (*_flow_warnings(plan), *misfits, *_memory_warnings(config, plan, machine, placement))
+    warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, machine, placement))
     return replace(plan, warnings=warnings, misfits=misfits)
 
 
@@ -151,6 +157,11 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     count = len(placement.generators) or config.generator.count or 1
     formed = f"generators ({count}) x (max_running / group_size), at most"
     yield _count(part, "groups being sampled", count * per_generator, formed)
+    if config.environment.uses:
+        formed = "groups being sampled / open groups: with less time in the model, engines wait for tickets"
+        yield _ratio(part, LEAST_DUTY, count * per_generator / opened, formed)
+        formed = "(window - 1) / groups: until then other groups overtake the one that waits for it"
+        yield _ratio(part, LONGEST_EPISODE, (config.window_groups - 1) / groups, formed)
     frame = frame_bytes(config)
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
     held = opened + checkpoint.keep * checkpoint.every * groups
@@ -313,12 +324,18 @@ def _gpu_lines(
         yield _size("this host", f"GPU {index}", used, formed)
 
 
-def _flow_warnings(plan: Forecast) -> Iterator[str]:
+def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
     if sampled > opened:
         yield (
             f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
             "some wait; raise staleness.max_lag or batch.groups, or lower generator.count or max_running"
+        )
+    if config.environment.uses and plan[LONGEST_EPISODE] < 1:
+        yield (
+            f"the learner waits for an episode that lasts longer than {plan[LONGEST_EPISODE]:.2g} steps: for "
+            "episodes of k steps set staleness.window_groups to at least batch.groups x k + 1, and "
+            "staleness.max_lag so that so many groups are open"
         )
 
 
