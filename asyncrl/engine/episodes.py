@@ -22,7 +22,7 @@ from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
 from asyncrl.rewards.base import EPISODE_COLUMNS, RewardInput, Score, Scorer
 from asyncrl.session.base import Renderer
 from asyncrl.session.tree import Session
-from asyncrl.types import Group, Prompt, Rollout
+from asyncrl.types import Group, Prompt, Rollout, Turns
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +187,23 @@ class EpisodeSampler:
         if own is not None:
             total, parts[ENVIRONMENT_PART] = total + self._config.weight * own, own
         rollouts = tuple(
-            replace(one, reward=total, reward_parts=parts, answer=score.answer) for one in episode.rollouts
+            replace(
+                one,
+                reward=total,
+                reward_parts=parts,
+                answer=score.answer,
+                turns=_weighted(one.turns, self._config.weight),
+            )
+            for one in episode.rollouts
         )
         return replace(episode, rollouts=rollouts)
+
+
+def _weighted(turns: Turns | None, weight: float) -> Turns | None:
+    """Scale the rewards of turns like the environment's reward, of which they are a part."""
+    if turns is None or turns.rewards is None:
+        return turns
+    return replace(turns, rewards=turns.rewards * np.float32(weight))
 
 
 def group_seed(run_seed: int, ticket_id: int) -> int:

@@ -54,6 +54,7 @@ def byte_sum(layout, version):
 
 
 KEYS = RunKeys(bytes(range(32)))
+SKIPPED = {"2": b"\x80"}
 
 
 class Learner:
@@ -92,7 +93,7 @@ class Learner:
         """Seconds that the training loop spends in it."""
         tensors = weights(self.layout, version)
         started_s = time.perf_counter()
-        self.publisher.publish(version, tensors, (0.0,)).result(30)
+        self.publisher.publish(version, tensors, (0.0,), SKIPPED).result(30)
         self.hub.announce(version)
         return time.perf_counter() - started_s
 
@@ -358,9 +359,11 @@ def hello_of(name):
 
 async def pass_by(endpoint, name, *, says_goodbye):
     """Join, receive one version, and go."""
-    client = ControlClient(endpoint, heartbeat_s=0.2, timeout_s=5.0)
+    arrived = []
+    client = ControlClient(endpoint, heartbeat_s=0.2, timeout_s=5.0, on_order=arrived.append)
     await client.join(hello_of(name))
     order = await asyncio.wait_for(client.next_order(), 60.0)
+    assert order in arrived and order.skipped == SKIPPED
     assert await asyncio.to_thread(receiving.receive, order) == byte_sum(SMALL, order.version)
     await client.report(UpdateReport(version=order.version, applied=True))
     client._is_member = says_goodbye  # one that has not been welcomed leaves in silence

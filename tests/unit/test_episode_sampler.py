@@ -121,7 +121,8 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
         np.testing.assert_array_equal(rollout.action_mask, ~context)
         expected = logprobs_of(logits_of(0))[rollout.response_ids] * ~context
         np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-6)
-        assert rollout.turns.rewards.tolist() == [0.5] * 3 and rollout.turns.states.tolist() == [9] * 3
+        # Rewards of turns are a part of the episode's reward, in which the environment's has the weight 10.
+        assert rollout.turns.rewards.tolist() == [5.0] * 3 and rollout.turns.states.tolist() == [9] * 3
         assert rollout.reward == 2 * 3 + 10 * 1.5
         assert rollout.reward_parts == {"turns": 3, "environment": 1.5} and rollout.finish_reason == "stop"
     assert group.episode_metrics["own"].tolist() == [0, 1, 2]
