@@ -104,7 +104,7 @@ class Sampler:
                 prompt=prompt.text,
                 response=self._decode(rollout.response_ids.tolist()),
                 row=prompt.row,
-                truncated=rollout.finish_reason == "length",
+                truncated=rollout.truncated,
             )
             for rollout in rollouts
         ]

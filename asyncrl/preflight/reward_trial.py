@@ -97,7 +97,7 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
             raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
         row = finder.row(record) if finder else record
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
-        truncated = record.get("finish_reason") == "length"
+        truncated = record.get("finish_reason", "stop") != "stop"
         given = RewardInput(prompt=prompt, response=record["response"], row=row, truncated=truncated)
         yield Case("sample", given)
 
