@@ -96,8 +96,8 @@ def generator(
         list[str] | None,
         typer.Option(
             help="Code or variable that the run's own config may use on this host: a reward's FILE.py or "
-            "module, model:PATH for the code that comes with a model, vllm:NAME=VALUE, variable:NAME. May be "
-            "repeated.",
+            "module, model:PATH for the code that comes with a model, command:LINE, vllm:NAME=VALUE, "
+            "variable:NAME. May be repeated.",
             metavar="WHAT",
         ),
     ] = None,

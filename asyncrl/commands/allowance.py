@@ -6,6 +6,7 @@ that would run here, and each variable that processes would inherit, must be all
 """
 
 import json
+import shlex
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class Wish(NamedTuple):
 
     key: str  # the key of the config
     # The argument of `--allow`: a Python file, a module, an environment of another library, `model:PATH`,
-    # `vllm:NAME=VALUE` or `variable:NAME`.
+    # `command:LINE`, `vllm:NAME=VALUE` or `variable:NAME`.
     text: str
 
 
@@ -48,6 +49,8 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Wish]:
             yield Wish("environment.uses", name)
         elif not name.startswith("asyncrl.") and name not in TOOLS:  # the games of the shipped configs
             yield Wish("environment.uses", name.rpartition(":")[0])
+    if environment.command:
+        yield Wish("environment.command", f"command:{shlex.join(environment.command)}")
     if environment.python:
         yield Wish("environment.python", str(environment.python))
 

@@ -116,7 +116,7 @@ def _system_message_has_a_template(data: DataConfig, model: ModelConfig) -> Iter
 
 
 def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Mistake]:
-    if not reward.functions and not environment.uses:
+    if not reward.functions and not environment.is_used:
         text = (
             "reward.functions is [] and there is no environment: nothing scores a response; name a function"
         )
@@ -125,10 +125,16 @@ def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> I
 
 def _an_environment_is_used(environment: EnvironmentConfig) -> Iterator[Mistake]:
     changed = environment.model_fields_set - {"uses"}
-    for key in sorted(changed) if not environment.uses else ():
+    for key in sorted(changed) if not environment.is_used else ():
         if getattr(environment, key) != getattr(EnvironmentConfig(), key):
             text = f"environment.{key} is set, but environment.uses is not; name the environment, or drop it"
             yield Mistake((f"environment.{key}", "environment.uses"), text)
+
+
+def _there_is_one_environment(environment: EnvironmentConfig) -> Iterator[Mistake]:
+    if environment.uses and environment.command:
+        text = "environment.uses and environment.command are both set, and an episode has one environment"
+        yield Mistake(("environment.uses", "environment.command"), f"{text}; drop one of them")
 
 
 def _tools_are_rendered(environment: EnvironmentConfig, model: ModelConfig) -> Iterator[Mistake]:
@@ -186,7 +192,7 @@ def _store_holds_what_is_open(
     groups = (lag + 1 + saved) * batch.groups
     prompt_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens
     rollout_bytes = ROLLOUT_BYTES + prompt_bytes + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
-    rollout_bytes += TURN_BYTES * environment.max_turns if environment.uses else 0
+    rollout_bytes += TURN_BYTES * environment.max_turns if environment.is_used else 0
     sequences = batch.group_size * environment.sequences
     group_bytes = GROUP_BYTES + sequences * rollout_bytes
     needed_gib = groups * group_bytes / 2**30
@@ -258,6 +264,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _system_message_has_a_template,
     _something_scores,
     _an_environment_is_used,
+    _there_is_one_environment,
     _tools_are_rendered,
     _a_curriculum_can_judge,
     _one_store,

@@ -183,7 +183,7 @@ def _an_environment_scores_turns(
     algorithm: AlgorithmConfig, environment: EnvironmentConfig
 ) -> Iterator[Mistake]:
     name = algorithm.advantage.name
-    if not environment.uses and registry.NEEDS.get(("advantage", name), frozenset()) & registry.OF_TURNS:
+    if not environment.is_used and registry.NEEDS.get(("advantage", name), frozenset()) & registry.OF_TURNS:
         found = f"algorithm.advantage is {name}, which needs rewards or states of turns"
         text = (
             f"{found}, but there is no environment to give them; set environment.uses, or take rloo or grpo"

@@ -12,11 +12,14 @@ ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the 
 
 
 class EnvironmentConfig(Part):
-    """Episodes of several turns in an environment; without `uses` an episode is one response."""
+    """Episodes of several turns in an environment; without `uses` or `command` an episode is one response."""
 
     uses: str | tuple[str, ...] = ()
     """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions, which are
     tools; `python` is a built-in tool. `library:NAME` is an environment of another library (adapters.md)."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of an agent, instead of `uses`: it plays one episode, calls the model through
+    the endpoint of the generator, and ends the episode by exiting."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
     that of the run."""
@@ -42,6 +45,14 @@ class EnvironmentConfig(Part):
     them again, which costs one more sequence for each rewritten turn."""
 
     @property
+    def is_used(self) -> bool:
+        """Whether there is an environment."""
+        return bool(self.uses or self.command)
+
+    @property
     def sequences(self) -> int:
-        """Most sequences of an episode: a turn whose history was rewritten begins another one."""
-        return self.max_turns if self.uses and self.history == "template" else 1
+        """Most sequences of an episode: a turn whose history was rewritten begins another one.
+
+        An agent may begin a conversation with each turn.
+        """
+        return self.max_turns if self.command or (self.uses and self.history == "template") else 1

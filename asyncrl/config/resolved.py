@@ -30,7 +30,7 @@ SHARED: dict[str, tuple[str, ...]] = {
         "curriculum",
     ),
     "reward": ("functions",),
-    "environment": ("uses", "max_turns", "weight", "max_observation_characters", "history"),
+    "environment": ("uses", "command", "max_turns", "weight", "max_observation_characters", "history"),
     "batch": ("groups", "group_size"),
     "sampling": ("temperature", "max_prompt_tokens", "max_response_tokens", "stop"),
     "staleness": ("max_lag", "window_groups"),
@@ -95,7 +95,7 @@ def eval_digest(config: Config) -> str:
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
         "eval": config.eval.model_dump(mode="json", include={"samples", "temperature"}),
     }
-    if config.environment.uses:  # otherwise the digest is that of releases without environments
+    if config.environment.is_used:  # otherwise the digest is that of releases without environments
         asked["environment"] = config.environment.model_dump(mode="json", include=set(SHARED["environment"]))
     return hashlib.sha256(_canonical(asked).encode()).hexdigest()[:8]
 

@@ -128,7 +128,7 @@ class RewardConfig(Part):
 
 def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:
     """Return the names of the parts of the reward."""
-    own = [ENVIRONMENT_PART] if environment.uses else []
+    own = [ENVIRONMENT_PART] if environment.is_used else []
     return [function.part for function in reward.functions] + own
 
 

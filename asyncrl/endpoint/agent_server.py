@@ -17,11 +17,12 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from asyncrl.endpoint.base import AgentTalk, Dialect, Event, Json, Refused, now_s
+from asyncrl.endpoint.base import Dialect, Event, Json, Refused, now_s
 from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
 from asyncrl.endpoint.messages_dialect import MessagesDialect
 from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
 from asyncrl.endpoint.responses_dialect import ResponsesDialect
+from asyncrl.environments.base import Talk
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Endpoint:
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
-    def open(self, talk: AgentTalk) -> OpenEpisode:
+    def open(self, talk: Talk) -> OpenEpisode:
         """Return a new episode, which is called with its key until it is closed."""
         return self.episodes.open(talk)
 

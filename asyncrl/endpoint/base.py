@@ -1,4 +1,4 @@
-"""A call of the model in any dialect, and the interface to the episode that answers it."""
+"""A call of the model, and the interface of the dialects in which agents write it."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,25 +10,6 @@ from asyncrl.environments.base import Answer, Message
 Json = Mapping[str, Any]
 Event = tuple[str, Json | str]
 """The name of a server-sent event, "" for none, and its data."""
-
-
-class AgentTalk(Protocol):
-    """The model's side of one episode, as agents call it. It raises what `environments.base.Talk` raises."""
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
-        max_tokens: int | None = None,
-        train: bool = True,
-    ) -> Answer:
-        """Return the answer to the whole conversation, with `max_tokens` tokens at most."""
-        ...
-
-    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
-        """Return the answer to everything before, with `text` appended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 
-from asyncrl.endpoint.base import AgentTalk, Call, Dialect, Json, Refused
-from asyncrl.environments.base import Answer, BudgetSpent
+from asyncrl.endpoint.base import Call, Dialect, Json, Refused
+from asyncrl.environments.base import Answer, BudgetSpent, Talk
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderError
 
 MOST_CALLS = 16  # of one episode at the same time
@@ -18,11 +18,13 @@ MOST_CLOSED = 65536  # keys of ended episodes that are answered with 403
 class OpenEpisode:
     """One episode: its key, its talk, and what became of its calls."""
 
-    def __init__(self, talk: AgentTalk, counts: Counter[str]) -> None:
+    def __init__(self, talk: Talk, counts: Counter[str]) -> None:
         """Count into `counts`, which all episodes share."""
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns` or `time`
+        self.overflowed = False  # whether a conversation was too long
+        self.is_cut = False  # whether the run, and not the agent, cut off the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self._talk = talk
         self._counts = counts
@@ -79,6 +81,10 @@ class OpenEpisode:
         except Refused as refused:
             raise self._noted(refused) from refused.__cause__
         self.calls += len(answers)
+        limit = call.max_tokens
+        self.is_cut = any(
+            one.finish_reason == "length" and (limit is None or one.tokens < limit) for one in answers
+        )
         return dialect.write(call, answers, secrets.token_hex(12))
 
     async def _answers(self, call: Call, train: bool) -> list[Answer]:
@@ -98,6 +104,7 @@ class OpenEpisode:
             return list(await asyncio.gather(*chats))
         except BudgetSpent as spent:
             if spent.finish_reason == "length":
+                self.overflowed = True
                 text = "the conversation is longer than the context, or the episode's tokens are used up"
                 raise Refused(400, text, "context_length_exceeded") from spent
             self.spent = spent.finish_reason
@@ -137,7 +144,7 @@ class OpenEpisodes:
         self._open: dict[str, OpenEpisode] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
 
-    def open(self, talk: AgentTalk) -> OpenEpisode:
+    def open(self, talk: Talk) -> OpenEpisode:
         """Return a new episode, which is called with its key until it is closed."""
         episode = OpenEpisode(talk, self.counts)
         self._open[episode.key] = episode

@@ -233,11 +233,13 @@ class _Listener:
 
     said: Any = None
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Answer:
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] = (), **limits: Any
+    ) -> Answer:
         self.said = (list(messages), list(tools))
         raise BudgetSpent("turns")
 
-    async def complete(self, text: str) -> Answer:
+    async def complete(self, text: str, **limits: Any) -> Answer:
         self.said = text
         raise BudgetSpent("turns")
 

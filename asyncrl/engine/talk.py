@@ -1,6 +1,7 @@
 """The talk of one episode: turns of a session, sampled by the engine within the episode's budgets."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,18 +50,26 @@ class SessionTalk:
         self.transcript: list[Message] = []  # what was said, as chat messages
         self.response = ""  # the text of the last answer
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> Answer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        max_tokens: int | None = None,
+        train: bool = True,
+    ) -> Answer:
         try:
             request = self._session.request(messages, tools=tools)
         except RenderError as error:
             text = f"the environment's messages cannot be rendered: {error}"
             raise EnvironmentFault(text, reason="returned") from error
-        answer, turn = await self._turn(request, tools)
-        self.transcript = list(turn.messages)
+        answer, turn = await self._turn(request, tools, max_tokens, train)
+        if train:
+            self.transcript = list(turn.messages)
         return answer
 
-    async def complete(self, text: str) -> Answer:
-        answer, _ = await self._turn(self._session.request_text(text), ())
+    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+        answer, _ = await self._turn(self._session.request_text(text), (), max_tokens, train)
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
@@ -75,18 +84,21 @@ class SessionTalk:
         for task in self._running:
             task.cancel()
 
-    async def _turn(self, request: Request, tools: Sequence[Message]) -> tuple[Answer, Turn]:
-        room = self._room(request)
+    async def _turn(
+        self, request: Request, tools: Sequence[Message], max_tokens: int | None, train: bool
+    ) -> tuple[Answer, Turn]:
+        room = min(self._room(request), max_tokens or sys.maxsize)
         self._started += 1
         rollout = await self._sample(request.prompt_ids, replace(self._spec, max_response_tokens=room))
         self._spent += len(rollout.response_ids) + (len(request.delta_ids) if request.parent else 0)
         answer = self._read(request.prompt_ids, rollout, tools)
-        self.response = answer.text
         try:
-            self._last = self._session.record(request, rollout, answer.message)
+            turn = self._session.record(request, rollout, answer.message, train=train)
         except ValueError as error:
             raise ResultError(str(error)) from error
-        return answer, self._last
+        if train:
+            self.response, self._last = answer.text, turn
+        return answer, turn
 
     def _room(self, request: Request) -> int:
         """The number of tokens that the next answer may have. Raises BudgetSpent."""

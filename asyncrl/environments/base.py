@@ -87,16 +87,24 @@ class BudgetSpent(Exception):
 class Talk(Protocol):
     """The model's side of one episode. Its methods run on the generator's asyncio loop."""
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        train: bool = True,
+    ) -> Answer:
         """Return the model's answer to the whole conversation.
 
         The messages begin with those of an earlier call and its answer's `message`, and the turn extends that
         one; other messages begin a new sequence or a branch. `tools` are JSON schemas as chat templates take
-        them. Raises BudgetSpent before sampling if no turn is left, and EngineError.
+        them. `max_tokens` may shorten the answer. With `train=False` it is context only. Raises BudgetSpent
+        before sampling if no turn is left, and EngineError.
         """
         ...
 
-    async def complete(self, text: str) -> Answer:
+    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
         """Return the model's answer to everything before, with `text` appended as it is.
 
         This serves models without a chat template. Raises BudgetSpent before sampling if no turn is left, and

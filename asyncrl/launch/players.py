@@ -5,6 +5,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, stop_ids
+from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
@@ -20,7 +21,7 @@ class Players:
 
     config: Config
     scorer: RewardPool | None
-    environment: Environments | None
+    environment: Environments | AgentEnvironment | None
 
     @classmethod
     def of(cls, config: Config, run_root: Path) -> "Players":
@@ -28,7 +29,7 @@ class Players:
         return cls(
             config,
             RewardPool(config.reward, run_root) if config.reward.functions else None,
-            Environments(config.environment, config.run.environment) if config.environment.uses else None,
+            _environment_of(config),
         )
 
     async def start(self, prompts: PromptSource) -> None:
@@ -37,7 +38,8 @@ class Players:
             await self.scorer.start()
         if self.environment:
             await self.environment.start()
-            await require_same_start(self.environment, prompts.prompt(1))
+            if isinstance(self.environment, Environments):  # what an agent says first may name the day
+                await require_same_start(self.environment, prompts.prompt(1))
 
     def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         """Return what samples and scores the group of a ticket."""
@@ -68,3 +70,10 @@ class Players:
             await self.environment.close()
         if self.scorer:
             await self.scorer.close()
+
+
+def _environment_of(config: Config) -> Environments | AgentEnvironment | None:
+    section, variables = config.environment, config.run.environment
+    if section.command:
+        return AgentEnvironment(section, variables)
+    return Environments(section, variables) if section.uses else None

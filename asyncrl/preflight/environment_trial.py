@@ -86,7 +86,9 @@ class _ScriptedTalk:
         self._shown = 0
         self._called = False
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), **limits: Any
+    ) -> Answer:
         self._show(messages)
         calls: tuple[ToolCall, ...] = ()
         if tools and not self._called:
@@ -98,7 +100,7 @@ class _ScriptedTalk:
             )
         return self._answer(calls)
 
-    async def complete(self, text: str) -> Answer:
+    async def complete(self, text: str, **limits: Any) -> Answer:
         self.spoken.append(("environment", text))
         return self._answer(())
 

@@ -30,7 +30,7 @@ def frame_bytes(config: Config) -> int:
 
 def _full_turns(config: Config) -> Turns | None:
     """Return as many turns as an episode may have, with rewards and states."""
-    if not config.environment.uses:
+    if not config.environment.is_used:
         return None
     count = min(config.environment.max_turns, config.sampling.max_response_tokens)
     ends = np.arange(1, count + 1, dtype=np.int32)

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import shutil
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -95,7 +96,10 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
 
 def _environment_problems(config: Config) -> Iterator[Mistake]:
     """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
-    uses, key = config.environment.uses, "environment.uses"
+    uses, key, command = config.environment.uses, "environment.uses", config.environment.command
+    if command and shutil.which(command[0]) is None:
+        text = f"found no program `{command[0]}`; give its path, or a name on PATH"
+        yield Mistake(("environment.command",), text)
     for name in (uses,) if isinstance(uses, str) else uses:
         if ":" not in name:
             yield Mistake((key,), f"found `{name}`; allowed is `path.py:Name` or `module:Name`")
@@ -225,7 +229,7 @@ def _forms(config: Config) -> dict[str, Form]:
 
 def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
     """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
-    played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.uses else {}
+    played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.is_used else {}
     wants: dict[str, Callable[[Row], list[str]]] = {
         name: partial(_wanted, form, played) for name, form in forms.items()
     }

@@ -1,8 +1,8 @@
-"""Talks for tests of the endpoint: one that says what it is told, one over a session and an engine."""
+"""Talks for tests of the endpoint: one that says what it is told, and the talk of a run."""
 
 import asyncio
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.talk import Budget, SessionTalk
 from asyncrl.environments.base import Answer, Message
-from asyncrl.session.base import Request
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.tree import Session
 
@@ -66,33 +66,15 @@ class ScriptedTalk:
         return answer
 
 
-class EngineTalk:
-    """A session, an engine, and no limit but the length of an answer."""
-
-    def __init__(self, engine: Engine, spec: SamplingSpec) -> None:
-        tokenizer = character_tokenizer()
-        self.renderer = TemplateRenderer(tokenizer)
-        self.session = Session(self.renderer)
-        self._reader = AnswerReader(tokenizer, self.renderer)
-        self._engine, self._spec = engine, spec
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
-        max_tokens: int | None = None,
-        train: bool = True,
-    ) -> Answer:
-        return await self._turn(self.session.request(messages, tools=tools), max_tokens, train)
-
-    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
-        return await self._turn(self.session.request_text(text), max_tokens, train)
-
-    async def _turn(self, request: Request, max_tokens: int | None, train: bool) -> Answer:
-        limit = min(self._spec.max_response_tokens, max_tokens or self._spec.max_response_tokens)
-        spec = replace(self._spec, max_response_tokens=limit)
-        (rollout,) = await self._engine.sample(request.prompt_ids, 1, spec)
-        answer = self._reader.read(request.prompt_ids, rollout)
-        self.session.record(request, rollout, answer.message, train=train)
-        return answer
+def engine_talk(engine: Engine, spec: SamplingSpec) -> tuple[SessionTalk, Session]:
+    """The talk of a run, with room for many turns, and its session."""
+    tokenizer = character_tokenizer()
+    renderer = TemplateRenderer(tokenizer)
+    session = Session(renderer)
+    budget = Budget(
+        max_prompt_tokens=1000,
+        max_response_tokens=spec.max_response_tokens,
+        max_turns=100,
+        ends_at_s=time.monotonic() + 600,
+    )
+    return SessionTalk(session, engine, spec, AnswerReader(tokenizer, renderer).read, budget), session

@@ -18,7 +18,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
-from tests.support.agent_talks import CHARACTERS, EngineTalk, ScriptedTalk
+from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -214,11 +214,12 @@ def test_the_ids_that_an_engine_sampled_are_trained_as_they_are(streams):
         await ask([{"role": "user", "content": "judge this"}], **{"X-AsyncRL-Train": "no"})
 
     engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
-    talk = EngineTalk(engine, SamplingSpec(temperature=1.0, max_response_tokens=12))
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
     serve(talk, play)
-    turns, rollouts = talk.session.turns, talk.session.rollouts()  # no drift
+    turns, rollouts = session.turns, session.rollouts()  # no drift
     assert len(turns) == 6
-    assert (talk.session.counts["branches"], talk.session.counts["untrained"]) == (1, 1)
+    assert (session.counts["branches"], session.counts["untrained"]) == (1, 1)
+    assert talk.response == turns[4].message["content"]  # the last answer that is trained
     assert len(rollouts) == 2
     trained = sum(int(rollout.action_mask.sum()) for rollout in rollouts)
     assert trained == sum(len(turn.sampled_ids) for turn in turns[:5])
@@ -231,9 +232,9 @@ def test_max_tokens_lowers_the_runs_limit_only():
             await client.chat.completions.create(model="any", messages=QUESTION, max_tokens=limit)
 
     engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
-    talk = EngineTalk(engine, SamplingSpec(temperature=1.0, max_response_tokens=5))
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=7))
     serve(talk, play)
-    assert [len(turn.sampled_ids) for turn in talk.session.turns] == [2, 5]
+    assert [len(turn.sampled_ids) for turn in session.turns] == [2, 5]  # two of seven are used up
 
 
 def test_several_choices_are_several_answers():

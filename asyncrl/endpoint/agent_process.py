@@ -1,0 +1,207 @@
+"""The environment of kind `command`: a program of any language that calls the model over the endpoint."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.endpoint.agent_server import Endpoint
+from asyncrl.endpoint.open_episodes import OpenEpisode
+from asyncrl.environments.base import Opening, Outcome, Talk
+from asyncrl.errors import EnvironmentFault
+from asyncrl.processes import bound_to_us, public_environment
+from asyncrl.workers import Printed, ending
+
+END_S = 5.0  # limit for killed processes to end
+MAX_RESULT_BYTES = 2**20
+
+
+class AgentEnvironment:
+    """Plays each episode with a process of its own, which ends the episode by exiting."""
+
+    def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
+        """`variables` are patterns of environment variables, `run.environment`, that agents get."""
+        self.endpoint = Endpoint()
+        self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
+        self._config = config
+        self._variables = variables
+
+    async def start(self) -> None:
+        """Begin to serve the model. Raises EnvironmentFault if there is no such program."""
+        if shutil.which(self._config.command[0]) is None:
+            found = f"environment.command: there is no program {self._config.command[0]}"
+            raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
+        await self.endpoint.start()
+
+    async def play(
+        self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
+    ) -> Outcome:
+        """Run the program for one episode, as `base.Environment` says.
+
+        The episode fails if a call failed and the program went on, if it called nothing, or if its status is
+        not 0; but not if a budget was spent.
+        """
+        open_episode = self.endpoint.open(talk)
+        directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="asyncrl-agent-"))
+        program = None
+        try:
+            # A row that names its seed is a task made from it.
+            given = {"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt}
+            program = await self._spawn(open_episode, given, directory)
+            status = await program.process.wait()
+            await program.end()
+            return _outcome(open_episode, status, program.printed, directory / "result.json")
+        finally:
+            self.endpoint.shut(open_episode)
+            if program is not None:
+                await asyncio.shield(program.end())
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def close(self) -> None:
+        """Stop serving."""
+        await self.endpoint.close()
+
+    async def _spawn(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
+        """Start the program in a process group of its own. Raises EnvironmentFault."""
+        name, *arguments = self._config.command
+        # Not asyncio's pipe: then the end of the program would wait for all that hold the pipe.
+        output, theirs = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *bound_to_us([shutil.which(name) or name, *arguments]),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=theirs,
+                env=self._environment(episode.key, given, directory),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(output)
+            text = f"environment.command {name}: the process cannot be started ({error})"
+            raise EnvironmentFault(text, reason="start") from error
+        finally:
+            os.close(theirs)
+        if self._config.memory_gib:
+            limit = int(self._config.memory_gib * 2**30)
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+        return _Program(process, output, episode.key)
+
+    def _environment(self, key: str, given: Mapping[str, Any], directory: Path) -> dict[str, str]:
+        """Our variables without secrets, and what the program needs to call the model."""
+        url, ours = self.endpoint.url, public_environment(self._variables)
+        host = url.rpartition("/")[2].partition(":")[0]
+        # A proxy for the internet does not reach this address.
+        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), host]))
+        return ours | {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            "ASYNCRL_ROW": json.dumps(given, default=str),
+            "ASYNCRL_SEED": str(given["seed"]),
+            "ASYNCRL_RESULT": str(directory / "result.json"),
+            "TMPDIR": str(directory),
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+class _Program:
+    """A running program, and the end of what it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process, output: int, key: str) -> None:
+        self.process = process
+        self.printed = Printed()
+        self._key = key
+        self._following = asyncio.create_task(self._follow(output))
+
+    async def end(self) -> None:
+        """Kill what is left of it, and read what it has printed."""
+        await asyncio.to_thread(end_family, self.process.pid, self._key)
+        await asyncio.wait({self._following}, timeout=END_S)
+        self._following.cancel()
+
+    async def _follow(self, output: int) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb")
+        )
+        with contextlib.closing(transport):
+            await self.printed.follow(reader)
+
+
+def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) -> Outcome:
+    """The end of an episode whose program ended with `status`. Raises EnvironmentFault."""
+    if episode.fault:
+        raise EnvironmentFault(f"{episode.fault}{printed.note}", reason="returned")
+    cut = episode.spent or ("length" if episode.is_cut or (episode.overflowed and status) else "")
+    if not episode.calls and not cut:
+        raise EnvironmentFault(
+            f"the command ended ({ending(status)}) without a call of the model: nothing was sampled; it must "
+            f"call OPENAI_BASE_URL or ANTHROPIC_BASE_URL with the key that it gets{printed.note}",
+            reason="silent",
+        )
+    if status and not cut:
+        text = f"the command ended ({ending(status)}) after {episode.calls} calls of the model"
+        raise EnvironmentFault(f"{text}{printed.note}", reason="died")
+    reward, parts = _read_result(result)
+    return Outcome(
+        finish_reason=cut or "stop", reward=reward, parts=parts, metrics={"model_calls": float(episode.calls)}
+    )
+
+
+def _read_result(path: Path) -> tuple[float | None, dict[str, float]]:
+    """The reward and its parts that the program wrote; None if it wrote none. Raises EnvironmentFault."""
+    try:
+        with path.open("rb") as file:
+            value = json.loads(file.read(MAX_RESULT_BYTES))
+        given = value if isinstance(value, dict) else {"reward": value}
+        parts = {str(name): _number(one) for name, one in given.items()}
+    except FileNotFoundError:
+        return None, {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise EnvironmentFault(
+            f"the file of ASYNCRL_RESULT cannot be used ({error}); allowed is JSON: a finite number, or an "
+            "object of finite numbers, whose sum is the reward",
+            reason="returned",
+        ) from error
+    return (sum(parts.values()) if parts else None), (parts if isinstance(value, dict) else {})
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"found {value!r:.40}")
+    return float(value)
+
+
+def end_family(pid: int, key: str) -> None:
+    """Kill a process group, and all processes that inherited the key, wherever they have moved."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    mark = f"OPENAI_API_KEY={key}".encode()
+    until_s = time.monotonic() + END_S
+    while (found := list(_marked(mark))) and time.monotonic() < until_s:
+        for one in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    """The processes that have a variable of the environment, without those that have ended."""
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in place.read_bytes().split(b"\0"):
+                yield int(place.parent.name)

@@ -1,0 +1,262 @@
+"""Agents that are programs: what they get, how their episode ends, and that none of their processes is left."""
+
+import asyncio
+import sys
+import textwrap
+import time
+
+import pytest
+
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.endpoint.agent_process import AgentEnvironment
+from asyncrl.engine.answers import AnswerReader
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.episodes import EpisodeSampler
+from asyncrl.engine.fake import FakeEngine
+from asyncrl.environments.base import Answer, BudgetSpent
+from asyncrl.errors import EngineError, EnvironmentFault
+from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.types import Prompt
+from tests.support.agent_talks import ScriptedTalk, character_tokenizer
+
+TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
+ASK = """
+    import json, os, sys, time, urllib.request
+    row = json.loads(os.environ["ASYNCRL_ROW"])
+    def ask(text, **more):
+        body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
+        headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    def result(value):
+        json.dump(value, open(os.environ["ASYNCRL_RESULT"], "w"))
+"""
+
+
+def play(tmp_path, talk, program: str, *, cancel_when=lambda: False, **config):
+    """Play one episode of an agent that is this Python text."""
+    file = tmp_path / "agent.py"
+    file.write_text(textwrap.dedent(ASK) + textwrap.dedent(program))
+
+    async def run():
+        environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, str(file)), **config))
+        await environment.start()
+        try:
+            row = {"question": "1+2?", "answer": 3}
+            playing = asyncio.ensure_future(environment.play(talk, row, prompt="1+2?", seed=7, episode=2))
+            async with asyncio.timeout(100):
+                while not playing.done() and not cancel_when():
+                    await asyncio.wait({playing}, timeout=0.05)
+            playing.cancel()
+            return await playing
+        finally:
+            await environment.close()
+
+    return asyncio.run(run())
+
+
+def test_an_agent_gets_its_row_and_writes_its_reward(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "of the user")
+    monkeypatch.setenv("MY_SECRET", "of the user")
+    talk = ScriptedTalk(TEXT)
+    outcome = play(
+        tmp_path,
+        talk,
+        """
+        assert (row["question"], row["prompt"], row["episode"]) == ("1+2?", "1+2?", 2)
+        assert os.environ["ASYNCRL_SEED"] == "7" == str(row["seed"])
+        assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+        assert "MY_SECRET" not in os.environ
+        assert ask(row["question"]) == "two words"
+        result({"right": 0.5, "short": 0.25})
+        """,
+    )
+    assert (outcome.finish_reason, outcome.reward) == ("stop", 0.75)
+    assert outcome.parts == {"right": 0.5, "short": 0.25}
+    assert outcome.metrics == {"model_calls": 1.0}
+    assert talk.asked[0]["messages"] == [{"role": "user", "content": "1+2?"}]
+
+
+def test_an_agent_without_a_result_is_scored_by_the_reward_functions(tmp_path):
+    outcome = play(tmp_path, ScriptedTalk(TEXT), "ask('x')")
+    assert (outcome.reward, outcome.parts) == (None, {})
+
+
+FAULTS = {
+    "without a call of the model": "print('hello')",
+    r"exit status 3\) after 1 calls of the model; it last printed: so long": "ask('x'); print('so long'); sys.exit(3)",
+    "SIGKILL": "ask('x'); os.kill(os.getpid(), 9)",
+    "constrains what the model may sample": """
+        try:
+            ask('x', tool_choice='required')
+        except Exception:
+            ask('x')
+    """,
+    "the file of ASYNCRL_RESULT cannot be used": "ask('x'); result('great')",
+    "found nan": "ask('x'); result(float('nan'))",
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_failure_is_a_fault_and_never_a_score(tmp_path, message):
+    with pytest.raises(EnvironmentFault, match=message):
+        play(tmp_path, ScriptedTalk(TEXT), FAULTS[message])
+
+
+def test_a_failed_engine_is_a_fault_even_if_the_agent_goes_on(tmp_path):
+    program = """
+        try:
+            ask('x')
+        except Exception:
+            ask('x')
+    """
+    with pytest.raises(EnvironmentFault, match="the model cannot answer: gone"):
+        play(tmp_path, ScriptedTalk(EngineError("gone"), TEXT), program)
+
+
+@pytest.mark.parametrize("reason", ["turns", "length"])
+def test_a_spent_budget_ends_the_episode_whatever_the_agent_does_then(tmp_path, reason):
+    outcome = play(tmp_path, ScriptedTalk(TEXT, BudgetSpent(reason)), "ask('x'); ask('y')")  # a traceback
+    assert outcome.finish_reason == reason
+
+
+def test_an_agent_that_shortens_its_conversation_is_not_cut_off(tmp_path):
+    program = """
+        try:
+            ask('x')
+        except Exception:
+            ask('y')
+    """
+    assert play(tmp_path, ScriptedTalk(BudgetSpent("length"), TEXT), program).finish_reason == "stop"
+
+
+def test_a_last_answer_that_the_run_cut_off_is_truncated_but_not_one_that_the_agent_wanted_short(tmp_path):
+    cut = Answer(text="two wo", finish_reason="length", tokens=2)
+    assert play(tmp_path, ScriptedTalk(cut), "ask('x')").finish_reason == "length"
+    assert play(tmp_path, ScriptedTalk(cut), "ask('x', max_tokens=9)").finish_reason == "length"
+    assert play(tmp_path, ScriptedTalk(cut), "ask('x', max_tokens=2)").finish_reason == "stop"
+
+
+def test_a_program_that_does_not_exist_is_refused_at_the_start():
+    environment = AgentEnvironment(EnvironmentConfig(command=("no-such-agent",)))
+    with pytest.raises(EnvironmentFault, match="there is no program no-such-agent"):
+        asyncio.run(environment.start())
+
+
+@pytest.mark.parametrize("ends", ["", "time.sleep(60)"], ids=["exits", "is cancelled"])
+def test_no_process_of_an_agent_is_left(tmp_path, ends):
+    """A child in its group, and one that has moved to another session and lost its parent."""
+    pids = tmp_path / "pids"
+    pids.touch()
+    program = f"""
+        import subprocess
+        for moves in (False, True):
+            if (pid := os.fork()) == 0:
+                if moves:
+                    os.setsid()
+                    if os.fork():
+                        os._exit(0)
+                with open({str(pids)!r}, "a") as file:
+                    file.write(f"{{os.getpid()}}\\n")
+                time.sleep(60)
+                os._exit(0)
+        ask('x')
+        while len(open({str(pids)!r}).readlines()) < 2:
+            time.sleep(0.01)
+        {ends}
+    """
+    if ends:
+        with pytest.raises(asyncio.CancelledError):
+            play(tmp_path, ScriptedTalk(TEXT), program, cancel_when=lambda: pids.read_text().count("\n") == 2)
+    else:
+        play(tmp_path, ScriptedTalk(TEXT), program)
+    left = [int(line) for line in pids.read_text().split()]
+    assert len(left) == 2
+    until_s = time.monotonic() + 10
+    while any(is_running(pid) for pid in left) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not [pid for pid in left if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_memory_is_bounded(tmp_path):
+    with pytest.raises(EnvironmentFault, match="MemoryError"):
+        play(tmp_path, ScriptedTalk(TEXT), "ask('x'); time.sleep(0.5); bytes(2**30)", memory_gib=0.5)
+
+
+def test_a_row_that_the_environment_of_a_process_cannot_hold_is_a_fault(tmp_path):
+    environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable,)))
+
+    async def run():
+        await environment.start()
+        try:
+            row = {"page": "x" * 300_000}
+            await environment.play(ScriptedTalk(), row, prompt="", seed=0, episode=0)
+        finally:
+            await environment.close()
+
+    with pytest.raises(EnvironmentFault, match="the process cannot be started"):
+        asyncio.run(run())
+
+
+def test_a_group_of_episodes_that_agents_played(tmp_path):
+    """Engine, session, endpoint and two processes: three turns and a summary that is a sequence of its own."""
+    tokenizer = character_tokenizer()
+    renderer = TemplateRenderer(tokenizer)
+    file = tmp_path / "agent.py"
+    file.write_text(
+        textwrap.dedent(ASK)
+        + textwrap.dedent("""
+        import urllib.request
+        def chat(messages):
+            body = json.dumps({"messages": messages, "max_tokens": 5}).encode()
+            headers = {"x-api-key": os.environ["OPENAI_API_KEY"]}
+            request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+            return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(3):
+            messages += [chat(messages), {"role": "user", "content": "go on"}]
+        chat([{"role": "user", "content": "sum up"}])
+        result(row["episode"] + 0.5)
+        """)
+    )
+    config = EnvironmentConfig(command=(sys.executable, str(file)))
+
+    async def run():
+        environment = AgentEnvironment(config)
+        await environment.start()
+        try:
+            sampler = EpisodeSampler(
+                FakeEngine(vocabulary=len(tokenizer), seed=1),
+                None,
+                environment,
+                config,
+                renderer=renderer,
+                read=AnswerReader(tokenizer, renderer).read,
+                max_prompt_tokens=100,
+                generator_id="g",
+                seed=0,
+            )
+            prompt = Prompt(token_ids=(), text="count", row={})
+            limits = GroupLimits(vocabulary=len(tokenizer), rollouts=2, max_tokens=400)
+            spec = SamplingSpec(temperature=1.0, max_response_tokens=200)
+            return await sampler.group(prompt, 1, limits, spec)
+        finally:
+            await environment.close()
+
+    group = asyncio.run(run())
+    assert group.episode_of.tolist() == [0, 0, 1, 1]
+    assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5, 1.5, 1.5]
+    assert [len(rollout.turns.ends) if rollout.turns else 1 for rollout in group.rollouts] == [3, 1, 3, 1]
+    assert renderer.decode(group.rollouts[1].prompt_ids) == "[user]sum up[/user]"
+    texts = [renderer.decode(rollout.response_ids[~rollout.action_mask]) for rollout in group.rollouts[::2]]
+    assert all(text.replace("<eos>", "") == "[user]go on[/user]" * 2 for text in texts)
+    assert group.episode_metrics["model_calls"].tolist() == [4, 4]
