@@ -157,9 +157,8 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
         text = f"the command ended ({ending(status)}) after {episode.calls} calls of the model"
         raise EnvironmentFault(f"{text}{printed.note}", reason="died")
     reward, parts = _read_result(result)
-    return Outcome(
-        finish_reason=cut or "stop", reward=reward, parts=parts, metrics={"model_calls": float(episode.calls)}
-    )
+    metrics = {"model_calls": float(episode.calls), "overridden_calls": float(episode.overridden)}
+    return Outcome(finish_reason=cut or "stop", reward=reward, parts=parts, metrics=metrics)
 
 
 def _read_result(path: Path) -> tuple[float | None, dict[str, float]]:

@@ -23,6 +23,7 @@ class OpenEpisode:
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns` or `time`
+        self.overridden = 0  # calls with parameters that have no effect
         self.overflowed = False  # whether a conversation was too long
         self.is_cut = False  # whether the run, and not the agent, cut off the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
@@ -40,6 +41,7 @@ class OpenEpisode:
         except Refused as refused:
             raise self._noted(refused) from None
         self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in call.overridden)])
+        self.overridden += bool(call.overridden)
         return call
 
     async def answer(

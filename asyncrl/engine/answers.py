@@ -29,7 +29,6 @@ class AnswerReader:
         self._renderer = renderer
         self._parse = _parse_of(tokenizer, tool_parser)
         self._opener = _opener(renderer) if self._parse else ""
-        self.unparsed = 0  # answers with the beginning of a call and no call that could be parsed
 
     def require_calls(self) -> None:
         """Raise ConfigError if no tool call can be parsed."""
@@ -60,6 +59,7 @@ class AnswerReader:
             tokens=len(rollout.response_ids),
             prompt_tokens=len(prompt_ids),
             reasoning=self._without_specials(parsed.reasoning),
+            is_unparsed=bool(tools and not calls and self._opener and self._opener in parsed.text),
         )
 
     def _parsed(self, ids: list[int], prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
@@ -69,8 +69,6 @@ class AnswerReader:
             # What is not a call, although it begins like one, is read as it is.
             with suppress(ValueError, KeyError, TypeError, RuntimeError):
                 parsed = self._parse(text, ids, prompt_ids, tools)
-        if tools and not parsed.calls and self._opener and self._opener in text:
-            self.unparsed += 1
         return parsed
 
     def _without_specials(self, text: str) -> str:

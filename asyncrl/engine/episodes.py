@@ -149,6 +149,7 @@ class EpisodeSampler:
             metrics={
                 **counts,
                 **outcome.metrics,
+                "unparsed_calls": float(talk.unparsed),
                 "model_s": talk.model_s,
                 "turns": float(len(session.turns)),
             },

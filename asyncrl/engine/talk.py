@@ -49,6 +49,7 @@ class SessionTalk:
         self.model_s = 0.0  # seconds in which at least one turn was sampled, if turns do not overlap
         self.transcript: list[Message] = []  # what was said, as chat messages
         self.response = ""  # the text of the last answer
+        self.unparsed = 0  # answers with the beginning of a call that could not be parsed
 
     async def chat(
         self,
@@ -92,6 +93,7 @@ class SessionTalk:
         rollout = await self._sample(request.prompt_ids, replace(self._spec, max_response_tokens=room))
         self._spent += len(rollout.response_ids) + (len(request.delta_ids) if request.parent else 0)
         answer = self._read(request.prompt_ids, rollout, tools)
+        self.unparsed += answer.is_unparsed
         try:
             turn = self._session.record(request, rollout, answer.message, train=train)
         except ValueError as error:

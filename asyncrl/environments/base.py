@@ -45,6 +45,8 @@ class Answer:
     finish_reason: str = "stop"
     # Number of sampled tokens.
     tokens: int = 0
+    # Whether the text has the beginning of a call, and no call could be parsed.
+    is_unparsed: bool = False
     # Number of tokens before the answer.
     prompt_tokens: int = 0
     # What a reasoning parser took out of the text.

@@ -68,13 +68,13 @@ def test_an_agent_gets_its_row_and_writes_its_reward(tmp_path, monkeypatch):
         assert os.environ["ASYNCRL_SEED"] == "7" == str(row["seed"])
         assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
         assert "MY_SECRET" not in os.environ
-        assert ask(row["question"]) == "two words"
+        assert ask(row["question"], temperature=0) == "two words"
         result({"right": 0.5, "short": 0.25})
         """,
     )
     assert (outcome.finish_reason, outcome.reward) == ("stop", 0.75)
     assert outcome.parts == {"right": 0.5, "short": 0.25}
-    assert outcome.metrics == {"model_calls": 1.0}
+    assert outcome.metrics == {"model_calls": 1.0, "overridden_calls": 1.0}
     assert talk.asked[0]["messages"] == [{"role": "user", "content": "1+2?"}]
 
 
