@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 app = typer.Typer()
 Fresh = Annotated[bool, typer.Option(help="Delete the files of an earlier run of this name.")]
@@ -109,10 +113,25 @@ def generator(
     from asyncrl.cli.foreground import stop_on_signals
     from asyncrl.commands.join import joined
 
-    found = joined(count, config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo)
+    check = partial(_check_host, count)
+    found = joined(
+        count, config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo, check=check
+    )
     with found as run, stop_on_signals(run.supervisor) as stopped:
         run.wait(lambda: None)
     raise typer.Exit(stopped.status)
+
+
+def _check_host(generators: int, config: "Config") -> None:
+    """Check this machine for generators that join, print doubts about it. Raises ConfigError, DataError."""
+    from asyncrl.preflight.checks.gpu import gpu_doubts
+    from asyncrl.preflight.doubts import require_device
+    from asyncrl.preflight.forecast import require_room
+
+    require_device(config)
+    require_room(config, generators)
+    for doubt in gpu_doubts(config):
+        typer.echo(f"! {doubt}", err=True)
 
 
 @app.command()

@@ -51,10 +51,12 @@ def joined(
     allowed: Collection[str],
     wait_s: float,
     report: Callable[[str], object],
+    check: Callable[[Config], object],
 ) -> Iterator[StartedRun]:
     """Start `count` generators that leave when the run is over. Raises RunError.
 
-    `report` gets the reason for waiting, at most `wait_s`. For `allowed` see `commands.allowance`.
+    `report` gets the reason for waiting, at most `wait_s`. `check` gets the config before anything is
+    started, and raises if this machine cannot run it. For `allowed` see `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
     own_keys = is_given(os.environ)
@@ -66,12 +68,13 @@ def joined(
     else:
         config = Config.model_validate_json(found.record.config_json)
         check_allowed(config, allowed)
+    _check_membership(found.record, config)
+    check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
         directory.create(fresh=False)
         # Generators of another command here may be reading it.
         replace_text(directory.config, dump_config(config))
-    _check_membership(found.record, config)
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{socket.gethostname()}.{os.getpid()}."

@@ -144,24 +144,34 @@ def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator
             text = "found nccl, which needs GPUs, for a run on CPUs; leave it auto"
             yield Mistake(("weights.transport", "learner.device"), text)
         return
-    shown = f"this machine shows {gpus} GPU{'s' * (gpus > 1)} (see CUDA_VISIBLE_DEVICES)"
+    shown = _shown(gpus)
     if (ranks := config.learner.ranks) > gpus:
         yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {shown}; allowed is one rank per GPU")
     if not generators:
         return
-    if (width := config.generator.tensor_parallel) > gpus:
-        text = f"found {width} GPUs per generator, but {shown}; set {gpus} or less, with a smaller model"
-        yield Mistake(("generator.tensor_parallel",), text)
-        return
     placement = placement_of(config, gpus)
-    yield from _shares_too_large(config, placement)
+    yield from misplaced_generators(config, gpus, placement)
     beside = placement.beside_learner()
-    if config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
+    fits = config.generator.tensor_parallel <= gpus
+    if fits and config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
         text = (
             "found nccl, which refuses two processes on one GPU, but generators share a GPU with the learner "
             f"({shown}); leave it auto, which is {placement.transport} here"
         )
         yield Mistake(("weights.transport",), text)
+
+
+def misplaced_generators(config: Config, gpus: int, placement: Placement) -> Iterator[Mistake]:
+    """Find what this host's GPUs rule out of its generators, which are in `placement`."""
+    if (width := config.generator.tensor_parallel) > gpus:
+        found = f"found {width} GPUs per generator, but {_shown(gpus)}"
+        yield Mistake(("generator.tensor_parallel",), f"{found}; set {gpus} or less, with a smaller model")
+    else:
+        yield from _shares_too_large(config, placement)
+
+
+def _shown(gpus: int) -> str:
+    return f"this machine shows {gpus} GPU{'s' * (gpus > 1)} (see CUDA_VISIBLE_DEVICES)"
 
 
 def _shares_too_large(config: Config, placement: Placement) -> Iterator[Mistake]:

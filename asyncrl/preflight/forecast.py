@@ -1,8 +1,9 @@
 """`asyncrl plan`: predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from asyncrl.config import registry
@@ -11,9 +12,16 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import Machine, read_shape, this_machine
 from asyncrl.launch.nvidia import is_installed
-from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
+from asyncrl.launch.placement import (
+    GENERATORS_SHARE,
+    MARGIN,
+    Placement,
+    misplaced_generators,
+    placement_of,
+)
 from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.validate import validated_config
@@ -99,22 +107,40 @@ def require_fit(config: Config, *, generators: bool) -> None:
     Without `generators`, these are on other hosts. Without GPUs no model is read. Without nvidia-smi it
     cannot be computed, of which `gpu_doubts` warns.
     """
+    _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
+
+
+def require_room(config: Config, count: int) -> None:
+    """Raise the errors of `require_fit` for `count` generators that join a run from this machine."""
+    placed = partial(placement_of, config, generators=count, has_learner=False)
+    gpus = count_gpus() if config.learner.device != "cpu" else 0
+    for mistake in misplaced_generators(config, gpus, placed(gpus)) if gpus else ():
+        raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
+    _require_fit(config, placed)
+
+
+def _require_fit(config: Config, placed: Callable[[int], Placement]) -> None:
     machine = this_machine(config.learner.device) if is_installed() else None
     if machine and _on_gpu(config, machine):
-        shape = read_shape(config.model)
-        if misfits := forecast(config, shape, machine, rows=None, generators=generators).misfits:
-            said = "; ".join(misfits)
-            raise ConfigError(f"{said}. `asyncrl plan` shows how this is computed")
+        placement = placed(len(machine.gpu_bytes))
+        plan = forecast(config, read_shape(config.model), machine, rows=None, placement=placement)
+        if plan.misfits:
+            raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
 
 
 def forecast(
-    config: Config, shape: ModelShape, machine: Machine, *, rows: int | None, generators: bool = True
+    config: Config,
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    rows: int | None,
+    placement: Placement | None = None,
 ) -> Forecast:
     """Predict the numbers of a run; `rows` of the training data are None if unknown.
 
-    Without `generators`, these are on other hosts.
+    `placement` is that of the processes on this machine; by default all are here.
     """
-    placement = placement_of(config, len(machine.gpu_bytes), generators=None if generators else 0)
+    placement = placement or placement_of(config, len(machine.gpu_bytes))
     lines = (*_step(config), *_store(config, placement), *_run(config, rows))
     memory = _memory(config, shape, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
@@ -344,7 +370,8 @@ def _misfits(config: Config, plan: Forecast, machine: Machine, placement: Placem
         return
     shares = [plan[f"GPU {index}"] / size for index, size in enumerate(machine.gpu_bytes)]
     if (share := max(shares)) > 1:
-        yield _full_gpu(config, plan, machine, shares.index(share))
+        has_learner = bool(placement.ranks)
+        yield _full_gpu(config, plan, machine, shares.index(share), has_learner=has_learner)
     if placement.generators and plan["full sequences in KV"] < 1:
         yield _no_sequence(plan)
 
@@ -357,15 +384,18 @@ def _no_sequence(plan: Forecast) -> str:
     )
 
 
-def _full_gpu(config: Config, plan: Forecast, machine: Machine, index: int) -> str:
+def _full_gpu(
+    config: Config, plan: Forecast, machine: Machine, index: int, *, has_learner: bool = True
+) -> str:
     """Say how full a GPU would be, and which settings help, the most helpful one first."""
     used, size_bytes = plan[f"GPU {index}"], machine.gpu_bytes[index]
     learner, cures, others = config.learner, [], machine.used_by_others(index)
-    if plan["activations"] > plan["one rank"] / 4:
+    if has_learner and plan["activations"] > plan["one rank"] / 4:
         cure = "set learner.gradient_checkpointing: true"
         cures.append("raise learner.sequence_parallel" if learner.gradient_checkpointing else cure)
-    cures.append("lower learner.tokens_per_microbatch or generator.gpu_memory_utilization")
-    if learner.ranks > 1 and learner.zero_stage < 3:
+    also = "learner.tokens_per_microbatch or " if has_learner else ""
+    cures.append(f"lower {also}generator.gpu_memory_utilization")
+    if has_learner and learner.ranks > 1 and learner.zero_stage < 3:
         cures.append("raise learner.zero_stage")
     found = f"GPU {index}: {data_size(used)} of {data_size(size_bytes)} ({used / size_bytes:.0%})"
     if others and used - others <= size_bytes:

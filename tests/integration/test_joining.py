@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import zmq
 
 from asyncrl import __version__
@@ -23,9 +24,12 @@ from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
-from asyncrl.errors import ForeignRunError, RunError, StoreError
+from asyncrl.errors import ConfigError, ForeignRunError, RunError, StoreError
+from asyncrl.preflight import doubts
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
+from asyncrl.trainer.deepspeed.memory_use import ModelShape
 from tests.support.command import ASYNCRL
+from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
 
 pytestmark = pytest.mark.integration
 
@@ -175,6 +179,41 @@ def test_a_config_of_the_hosts_own_needs_no_consent(server, record, host, join_h
         join_here()
     with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # asked afterwards
         generator(config=host / "own.yaml", store=server.url)
+
+
+def test_the_gpus_of_this_host_are_checked_before_anything_starts(
+    record, host, join_here, monkeypatch, capsys, tmp_path
+):
+    shape = ModelShape(
+        parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
+    )
+    monkeypatch.setattr("asyncrl.preflight.forecast.read_shape", lambda model: shape)
+    wanted = config()
+    record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+    with monkeypatch.context() as patches:
+        without_tools(patches, tmp_path, "1")
+        with pytest.raises(ConfigError, match="torch is built for CPUs only"):
+            join_here()
+        patches.setattr(doubts, "build_of", lambda package: "cu130")
+        patches.setattr(torch.version, "cuda", "13.0")
+        patches.delenv("LD_LIBRARY_PATH", raising=False)
+        tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+        tool(tmp_path, "dmesg", f"/bin/cat <<'END'\n{LOG}END")
+        with pytest.raises(ConfigError, match="for other processes; end those"):
+            join_here()
+        assert not (host / "runs").exists(), "nothing was started"
+        tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS.replace('61234', '4')}END")
+
+        def start(*arguments, **options):
+            raise InterruptedError("as far as this test goes")
+
+        patches.setattr(joining, "generator_maker", start)
+        with pytest.raises(InterruptedError):
+            join_here()
+    warned = capsys.readouterr().err
+    assert [part for part in ("ECC", "reset", "Xid 79", "580.65.06") if part in warned] == [
+        *("ECC", "reset", "Xid 79", "580.65.06"),
+    ]
 
 
 def test_the_wait_has_a_bound(record, host, join_here):

@@ -15,6 +15,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Machine, read_shape
+from asyncrl.launch.placement import placement_of
 from asyncrl.preflight import forecast as plans
 from asyncrl.preflight.forecast import Forecast, forecast
 from asyncrl.preflight.frame_size import frame_bytes
@@ -366,7 +367,8 @@ def test_a_cache_that_the_user_has_set_is_added_to_what_the_engine_needs():
 def test_a_learner_alone_is_judged_without_generators():
     config = config_of(model={"dtype": "bfloat16"}, generator={"count": 6})
     machine = replace(GPU, gpu_bytes=(10 * GIB,))
-    alone = forecast(config, STORIES, machine, rows=None, generators=False)
+    learner_only = placement_of(config, len(machine.gpu_bytes), generators=0)
+    alone = forecast(config, STORIES, machine, rows=None, placement=learner_only)
     assert not alone.misfits and alone["GPU 0"] == alone["one rank"]
     assert alone["groups being sampled"] == 6 * (256 // 8)
 

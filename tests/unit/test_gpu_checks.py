@@ -1,7 +1,6 @@
 """What nvidia-smi, the kernel and libraries say about GPUs is read as it is printed, and each fault is named."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +13,11 @@ from asyncrl.launch.nvidia import GIB, MIB, choose, read_gpus, read_instances
 from asyncrl.preflight import doubts
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
-from asyncrl.preflight.forecast import require_fit
+from asyncrl.preflight.forecast import require_fit, require_room
 from asyncrl.trainer.deepspeed import attention
+from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
 from tests.support.task_config import config_of
 
-ROWS = """\
-0, GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:18:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, Disabled, 0, No
-1, GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 61234, Disabled, 3, Yes
-2, GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566, 00000000:86:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, Enabled, 0, No
-"""
 DESKTOP = (
     "0, GPU-1f, 00000000:01:00.0, NVIDIA GeForce RTX 4090, 535.104.05, 24564, 612, [N/A], [N/A], [N/A]\n"
 )
@@ -32,24 +27,7 @@ GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566)
   MIG 3g.40gb     Device  0: (UUID: MIG-7c9b8a52-1d2e-5f60-8a31-b94f5e0c1d22)
   MIG 1g.10gb+me  Device  1: (UUID: MIG-0f1e2d3c-4b5a-5697-8897-a6b5c4d3e2f1)
 """
-LOG = """\
-[    4.102938] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  550.54.15
-[86401.223344] NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS
-[90210.100000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
-[90211.100000] NVRM: Xid (PCI:0000:86:00): 94, pid=99, name=vllm, Contained: SM (0x1).
-"""
 GPUS = read_gpus(ROWS)
-
-
-def without_tools(monkeypatch: pytest.MonkeyPatch, directory: Path, visible: str = "0") -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("PATH", str(directory))
-
-
-def tool(directory: Path, name: str, script: str) -> None:
-    path = directory / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +134,38 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(ConfigError, match=r"GPU 0: .* 59\.8 GiB of them for other processes; end those"):
         require_fit(config, generators=True)
+
+
+def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_path):
+    shape = machine.ModelShape(
+        parameters=10**9, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
+    )
+    monkeypatch.setattr("asyncrl.preflight.forecast.read_shape", lambda model: shape)
+    without_tools(monkeypatch, tmp_path)
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    # Three ranks need three GPUs, but these are on another host.
+    config = config_of(learner={"ranks": 3}, generator={"vllm": {}})
+    require_room(config, 1)
+    wide = config_of(generator={"tensor_parallel": 2})
+    with pytest.raises(
+        ConfigError, match=r"generator\.tensor_parallel: found 2 GPUs per generator, but .* 1"
+    ):
+        require_room(wide, 1)
+    half = config_of(generator={"gpu_memory_utilization": 0.6})
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: found 0\.6 for each of 2 generators"):
+        require_room(half, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(
+        ConfigError, match=r"59\.8 GiB of them for other processes.*lower generator\.gpu"
+    ) as told:
+        require_room(config, 1)
+    assert "learner." not in str(told.value)
+    small = ROWS.replace("81559, 4", "4096, 4")
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{small}END")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="holds no sequence of full length"):
+        require_room(config, 1)
+    require_room(config_of(learner={"device": "cpu"}, generator={"tensor_parallel": 2}), 1)
 
 
 def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
