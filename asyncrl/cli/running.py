@@ -31,7 +31,7 @@ def _run(
     """Check the config for this machine, print doubts about it, and run it in the foreground."""
     from asyncrl.preflight.checks.gpu import gpu_doubts
     from asyncrl.preflight.doubts import doubts, require_device
-    from asyncrl.preflight.forecast import require_fit
+    from asyncrl.preflight.fit import require_fit
     from asyncrl.preflight.validate import validated_config
 
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
@@ -126,7 +126,7 @@ def _check_host(generators: int, config: "Config") -> None:
     """Check this machine for generators that join, print doubts about it. Raises ConfigError, DataError."""
     from asyncrl.preflight.checks.gpu import gpu_doubts
     from asyncrl.preflight.doubts import require_device
-    from asyncrl.preflight.forecast import require_room
+    from asyncrl.preflight.fit import require_room
 
     require_device(config)
     require_room(config, generators)

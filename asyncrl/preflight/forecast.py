@@ -1,9 +1,8 @@
 """`asyncrl plan`: predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from asyncrl.config import registry
@@ -11,15 +10,12 @@ from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.errors import DataError
 from asyncrl.launch.machine import Machine, read_shape, this_machine
-from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.placement import (
     GENERATORS_SHARE,
     MARGIN,
     Placement,
-    misplaced_generators,
     placement_of,
 )
 from asyncrl.preflight.doubts import doubts
@@ -99,33 +95,6 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
         rows = None
     plan = forecast(config, read_shape(config.model), this_machine(config.learner.device), rows=rows)
     return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
-
-
-def require_fit(config: Config, *, generators: bool) -> None:
-    """Raise ConfigError if the GPUs of this machine are too small, DataError if that cannot be computed.
-
-    Without `generators`, these are on other hosts. Without GPUs no model is read. Without nvidia-smi it
-    cannot be computed, of which `gpu_doubts` warns.
-    """
-    _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
-
-
-def require_room(config: Config, count: int) -> None:
-    """Raise the errors of `require_fit` for `count` generators that join a run from this machine."""
-    placed = partial(placement_of, config, generators=count, has_learner=False)
-    gpus = count_gpus() if config.learner.device != "cpu" else 0
-    for mistake in misplaced_generators(config, gpus, placed(gpus)) if gpus else ():
-        raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
-    _require_fit(config, placed)
-
-
-def _require_fit(config: Config, placed: Callable[[int], Placement]) -> None:
-    machine = this_machine(config.learner.device) if is_installed() else None
-    if machine and _on_gpu(config, machine):
-        placement = placed(len(machine.gpu_bytes))
-        plan = forecast(config, read_shape(config.model), machine, rows=None, placement=placement)
-        if plan.misfits:
-            raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
 
 
 def forecast(
@@ -266,7 +235,8 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
 def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
     learner, half = config.learner, config.model.dtype == "bfloat16"
     sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
-    backward = ", x 2 of one backward pass" if half else ""
+    backward = ", x 2 of one backward pass" if half else ", as much of one backward pass"
+    backward = backward if half or learner.zero_stage >= 2 else ""
     tokens = "tokens_per_microbatch"
     tokens += f" / {learner.sequence_parallel} (sequence_parallel)" if learner.sequence_parallel > 1 else ""
     master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
@@ -275,9 +245,9 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
         "optimizer": f"AdamW: parameters x 8{master}{sharded}",
         "activations": f"{tokens} x what layers keep for backward, and the logits of one chunk",
-        "buffers": "DeepSpeed's buckets of gradients, in ZeRO 3 also gathered weights, beyond activations",
+        "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
         "reference": "weights, because of algorithm.kl",
-        "critic": "weights, gradients and optimizer of a model like the policy",
+        "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
         SENDERS: "nccl: a process for each generator (1 GiB and two buckets); on the first rank only",

@@ -32,7 +32,8 @@ from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.trained_model import whole_parameters
+from asyncrl.trainer.deepspeed.memory_use import ModelShape, rank_bytes
+from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group, Rollout, VersionSpan
 
@@ -515,6 +516,29 @@ def loading(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     report = {"bytes": [json.loads(one) for one in ranks.gather(json.dumps([kept, held.peak]).encode())]}
     deepspeed.comm.destroy_process_group()
     return tensors, report
+
+
+def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Bytes that a rank holds between the steps of policy and critic and at their peak, and those of `plan`."""
+    items = sequences(2)
+    batches = [microbatch(items, CPU)] * 3
+    with Held() as held:
+        trainer = build(job, scenario, lr=1e-3)
+        for _ in range(2):
+            held.peak = held.now
+            trainer.step(batches, loss_over(10))
+            trainer.critic_step(batches, critic_loss_over(10))
+        resting = held.now
+    policy = trainer._policy.engine.module.model
+    model = ModelConfig(path=job["model"], dtype=scenario["dtype"])
+    learner = LearnerConfig(
+        ranks=job["ranks"], zero_stage=scenario["stage"], tokens_per_microbatch=len(batches[0].input_ids_N)
+    )
+    learner = learner.model_copy(update={"logprob_chunk_tokens": 8})
+    shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
+    parts = rank_bytes(shape, model, learner, reference=False, critic=True, on_gpu=False)
+    trainer.close()
+    return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}
 
 
 def work(job: dict[str, Any], log: Path) -> None:

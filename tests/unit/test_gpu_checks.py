@@ -13,7 +13,7 @@ from asyncrl.launch.nvidia import GIB, MIB, choose, read_gpus, read_instances
 from asyncrl.preflight import doubts
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
-from asyncrl.preflight.forecast import require_fit, require_room
+from asyncrl.preflight.fit import require_fit, require_room
 from asyncrl.trainer.deepspeed import attention
 from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
 from tests.support.task_config import config_of
@@ -126,7 +126,7 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     shape = machine.ModelShape(
         parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.forecast.read_shape", lambda model: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     config = config_of(generator={"vllm": {}})
@@ -140,7 +140,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
     shape = machine.ModelShape(
         parameters=10**9, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.forecast.read_shape", lambda model: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     # Three ranks need three GPUs, but these are on another host.

@@ -14,6 +14,7 @@ from asyncrl.trainer.deepspeed.attention import SEGMENTS
 from asyncrl.trainer.deepspeed.memory_use import (
     BUCKET_NUMBERS,
     GATHERED_WEIGHTS,
+    STEPPED_NUMBERS,
     ModelShape,
     activations_bytes,
     kept_bytes_per_token,
@@ -146,3 +147,4 @@ def test_deepspeed_gets_the_sizes_of_buffers_that_plan_counts():
         zero = DeepSpeedZeroConfig(**settings)
         assert zero.reduce_bucket_size == min(numbers, BUCKET_NUMBERS)
         assert zero.max_live_parameters == zero.max_reuse_distance == GATHERED_WEIGHTS
+        assert zero.sub_group_size == STEPPED_NUMBERS

@@ -15,6 +15,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
 # DeepSpeed reduces gradients in buckets of this many numbers, and in ZeRO 3 has this many gathered weights.
 BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
+# In ZeRO 3 the optimizer takes this many of a rank's numbers at a time: DeepSpeed's `sub_group_size`.
+STEPPED_NUMBERS = 1_000_000_000
 # Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
 # Names of two parts of `rank_bytes`.
@@ -66,18 +68,35 @@ def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer of one trained model, on one rank."""
+    """Bytes of weights, gradients and optimizer of one model on one rank, at the peak of its step.
+
+    Gradients of one backward pass and the accumulated ones are the same tensors only in float32 below ZeRO 2.
+    """
     parameters, stage = shape.parameters, zero_stage(learner.zero_stage, model.dtype)
+    half = model.dtype == "bfloat16"
 
     def share(size_bytes: int, from_stage: int) -> int:
         return -(-size_bytes // learner.ranks) if stage >= from_stage else size_bytes
 
     gradients = 0 if learner.offload_optimizer else share(parameters * FP32, 2)
-    if model.dtype == "bfloat16":
-        gradients += share(parameters * DTYPE_BYTES["bfloat16"], 3)  # one backward pass, before accumulation
+    if half or stage >= 2:
+        gradients += share(weights_bytes(shape, model), 3)
     master = parameters * FP32 if stage > 0 else 0
     optimizer = 0 if learner.offload_optimizer else share(parameters * MOMENTS_BYTES + master, 1)
     return {"weights": share(weights_bytes(shape, model), 3), "gradients": gradients, "optimizer": optimizer}
+
+
+def resting_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
+    """Bytes that one model keeps on one rank while another takes its step.
+
+    DeepSpeed keeps the accumulated gradients in bfloat16, except in ZeRO 2, and in ZeRO 3 always; in ZeRO 3
+    also the bucket of each engine.
+    """
+    parts, stage = trained_bytes(shape, model, learner), zero_stage(learner.zero_stage, model.dtype)
+    resting = parts["weights"] + parts["optimizer"]
+    if not learner.offload_optimizer and (stage == 3 or (stage < 2 and model.dtype == "bfloat16")):
+        resting += -(-shape.parameters * FP32 // (learner.ranks if stage == 3 else 1))
+    return resting + (_bucket_bytes(shape, model) if stage == 3 else 0)
 
 
 def rank_bytes(
@@ -98,23 +117,29 @@ def rank_bytes(
     if reference:
         found["reference"] = parts["weights"]
     if critic:
-        found["critic"] = sum(parts.values())
+        found["critic"] = resting_bytes(shape, model, learner)
     return found | ({SLOTS: slots_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
 
 
 def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
     """What DeepSpeed adds: a bucket of gradients, and in ZeRO 3 the weights that are gathered at a time.
 
-    Without ZeRO, and in ZeRO 1 with bfloat16, a bucket is a copy in float32 with one in bfloat16. It is made
-    after the last backward pass, when the activations are gone.
+    Without ZeRO, and in ZeRO 1 with bfloat16, a bucket is made after the last backward pass, when the
+    activations are gone. So is the copy of gradients that ZeRO 3 makes for the optimizer in bfloat16.
     """
-    size, stage = DTYPE_BYTES[model.dtype], zero_stage(learner.zero_stage, model.dtype)
-    bucket = min(shape.parameters, BUCKET_NUMBERS)
+    bucket, stage = _bucket_bytes(shape, model), zero_stage(learner.zero_stage, model.dtype)
     if stage == 0 or (stage == 1 and model.dtype == "bfloat16"):
-        copies = FP32 + (size if size < FP32 else 0)
-        return max(0, bucket * copies - activations_bytes(shape, model, learner))
+        return max(0, bucket - activations_bytes(shape, model, learner))
     gathered = min(shape.parameters, GATHERED_WEIGHTS) if stage == 3 and learner.ranks > 1 else 0
-    return (bucket + gathered) * size
+    gathered *= DTYPE_BYTES[model.dtype]
+    if stage == 3 and model.dtype == "bfloat16" and not learner.offload_optimizer:
+        copied = min(-(-shape.parameters // learner.ranks), STEPPED_NUMBERS) * FP32
+        gathered = max(gathered, copied - activations_bytes(shape, model, learner))
+    return bucket + gathered
+
+
+def _bucket_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    return min(shape.parameters, BUCKET_NUMBERS) * DTYPE_BYTES[model.dtype]
 
 
 def torch_bytes(parts: dict[str, int], *, rank: int) -> int:

@@ -1,0 +1,39 @@
+"""Whether the processes of a run fit the GPUs of this machine, before any of them is started."""
+
+from collections.abc import Callable
+from functools import partial
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.machine import read_shape, this_machine
+from asyncrl.launch.nvidia import is_installed
+from asyncrl.launch.placement import Placement, misplaced_generators, placement_of
+from asyncrl.preflight.forecast import forecast
+
+
+def require_fit(config: Config, *, generators: bool) -> None:
+    """Raise ConfigError if the GPUs of this machine are too small, DataError if that cannot be computed.
+
+    Without `generators`, these are on other hosts. Without GPUs no model is read. Without nvidia-smi it
+    cannot be computed, of which `gpu_doubts` warns.
+    """
+    _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
+
+
+def require_room(config: Config, count: int) -> None:
+    """Raise the errors of `require_fit` for `count` generators that join a run from this machine."""
+    placed = partial(placement_of, config, generators=count, has_learner=False)
+    gpus = count_gpus() if config.learner.device != "cpu" else 0
+    for mistake in misplaced_generators(config, gpus, placed(gpus)) if gpus else ():
+        raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
+    _require_fit(config, placed)
+
+
+def _require_fit(config: Config, placed: Callable[[int], Placement]) -> None:
+    machine = this_machine(config.learner.device) if is_installed() else None
+    if machine and machine.gpu_bytes:
+        placement = placed(len(machine.gpu_bytes))
+        plan = forecast(config, read_shape(config.model), machine, rows=None, placement=placement)
+        if plan.misfits:
+            raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")

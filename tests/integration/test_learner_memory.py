@@ -1,0 +1,32 @@
+"""`asyncrl plan` counts what policy and critic take under DeepSpeed, to 10 %."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import tiny_qwen2
+from tests.support.ranks import forked_ranks
+from tests.support.tiers import slow
+
+pytestmark = pytest.mark.integration
+
+KINDS = [(1, "bfloat16"), (3, "bfloat16"), (2, "float32"), (3, "float32"), (1, "float32"), (2, "bfloat16")]
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), slow(2, KINDS[2:]), slow(1, KINDS[:4])])
+def test_a_rank_takes_what_is_planned_and_the_critic_keeps_its_own(
+    tmp_path: Path, ranks: int, kinds: list[tuple[int, str]]
+) -> None:
+    # Large against the activations, and against what DeepSpeed keeps gathered because it is small.
+    model = tiny_qwen2(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    scenarios = [
+        {"run": "memory", "name": f"ZeRO {stage} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
+        for stage, dtype in kinds
+    ]
+    with forked_ranks() as learner:
+        results = learner.run(ranks, model, scenarios, tmp_path)
+    for name, (_, report) in results.items():
+        plan = report["plan"]
+        # The policy is of the same size.
+        assert report["resting"] == pytest.approx(2 * plan["critic"], rel=0.1), name
+        assert report["peak"] == pytest.approx(sum(plan.values()), rel=0.1), name
