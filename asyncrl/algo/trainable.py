@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.types import Group, Rollout
+from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
 UNTRAINABLE = "untrainable"
@@ -112,12 +112,10 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
         yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
     yield from _reward_faults(rollout)
-    yield from _turn_faults(rollout)
+    yield from _turn_faults(rollout, rollout.turns) if rollout.turns else ()
 
 
-def _turn_faults(rollout: Rollout) -> Iterator[str]:
-    if (turns := rollout.turns) is None:
-        return
+def _turn_faults(rollout: Rollout, turns: Turns) -> Iterator[str]:
     last = int(turns.ends[-1]) if len(turns.ends) else 0
     if not rollout.action_mask[turns.ends - 1].all() or rollout.action_mask[last:].any():
         yield f"{len(turns.ends)} turns; each ends with an action, and the last one with the last action"

@@ -54,7 +54,7 @@ def make_judge(
         episodes = group.by_episode
         outcome = GroupOutcome(
             rewards=tuple(episode[0].reward for episode in episodes),
-            lengths=tuple(sum(rollout.actions for rollout in episode) for episode in episodes),
+            lengths=tuple(sum([rollout.actions for rollout in episode]) for episode in episodes),
             finish_reasons=tuple(episode[0].finish_reason for episode in episodes),
         )
         return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
