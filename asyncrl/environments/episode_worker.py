@@ -144,10 +144,7 @@ def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str)
 
 
 def _hide_pipes() -> None:
-    """Give user code an empty standard input; its output joins standard error."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    """Let the output of user code join standard error; its input is empty already."""
     os.dup2(2, 1)
     # The output before an error belongs to the message of the error.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

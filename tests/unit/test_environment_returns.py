@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.environments.base import Answer, ToolCall
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.json_frames import LENGTH, MAX_MESSAGE_BYTES, packed, take_frames
+from asyncrl.environments.loops import play_text
 from asyncrl.environments.returned import Step, read_reset, read_step
 from asyncrl.errors import EnvironmentFault
 from tests.support.talks import ScriptedTalk
@@ -156,6 +157,26 @@ def test_the_message_of_an_answer_has_what_a_chat_template_takes():
         "role": "assistant", "content": "so", "reasoning_content": "hm",
         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "answered", "finish_reason"),
+    [
+        (["", 1.0, True], "stop", "stop"),
+        (["", 1.0, True, False, {}], "stop", "stop"),
+        (["", 1.0, False, True, {}], "stop", "turns"),
+        (["", 1.0, True], "length", "length"),
+    ],
+)
+def test_an_episode_that_environment_or_answer_cut_off_is_truncated(value, answered, finish_reason):
+    replies = {"reset": {"value": ":"}, "step": {"value": value}}
+    talk = ScriptedTalk([Answer(text="go", finish_reason=answered)])
+
+    async def ask(request):
+        return replies[request["do"]]
+
+    outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
+    assert (outcome.finish_reason, outcome.reward) == (finish_reason, 1.0)
 
 
 def test_the_prompt_of_a_row_is_not_changed():
