@@ -175,6 +175,19 @@ def dataset(
 
 
 @app.command()
+def play(
+    words: Words = None,
+    config: ConfigOption = None,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows, one episode each.")] = 3,
+) -> None:
+    """Play episodes of the first rows, and show every turn with its ids, what is trained, and the reward."""
+    from asyncrl.results.play import play_rows
+
+    for line in play_rows(*required_config(words, config), rows):
+        typer.echo(line)
+
+
+@app.command()
 def warmup(
     directory: Path,
     seed: int = 0,

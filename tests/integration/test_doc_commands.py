@@ -43,6 +43,7 @@ NOT_TYPED = {
     "asyncrl scale": "needs a run that is up: tests/integration/test_scale.py",
     "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",
     "asyncrl up --config gpu-task.yaml": "GPU, and a model of the hub",
+    "asyncrl play": "an engine's start: tests/unit/test_play.py has what it shows of an episode",
     "asyncrl warmup": "a minute each: tests/unit/test_games.py has what these models are shown",
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
     "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without "

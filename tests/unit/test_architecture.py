@@ -44,7 +44,7 @@ READS_THE_ENVIRONMENT = {
     "cli/main.py", "commands/up.py", "commands/join.py", "commands/inspect.py", "preflight/checks/this_run.py",
     "launch/learner_process.py", "launch/generator_process.py", "launch/ranks.py", "launch/roles.py",
     # what child processes inherit
-    "api.py", "processes.py", "launch/environment.py", "launch/gpus.py", "results/evaluate.py",
+    "api.py", "processes.py", "launch/environment.py", "launch/gpus.py", "results/engine_process.py",
     "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py", "preflight/gpu/engine_rows.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/wandb.py", "preflight/checks/stack.py",

@@ -1,0 +1,93 @@
+"""Work with an engine, in a process with a session of its own, for commands of the terminal.
+
+A terminal's Ctrl-C would otherwise reach all processes of vLLM, which then print tracebacks or wait for one
+another.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl import errors
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import PromptSource
+from asyncrl.engine.sampler import GroupSampler
+from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
+from asyncrl.launch.generator_process import resolve_device
+from asyncrl.launch.players import Players
+from asyncrl.processes import die_with_parent
+from asyncrl.supervisor import USER_ERROR
+from asyncrl.workers import ending
+
+
+def ask(module: str, config: Path, overrides: Sequence[str], *words: str) -> Any:
+    """Run a module that calls `serve`, and return its answer. Raises its AsyncRLError, and RunError."""
+    with tempfile.NamedTemporaryFile("r", prefix="asyncrl-", suffix=".json", encoding="utf-8") as answer:
+        argv = [sys.executable, "-m", module, answer.name, str(len(words)), *words, str(config), *overrides]
+        status = _status_of(argv)
+        said = json.loads(answer.read() or "{}")
+    if "error" in said:
+        raise getattr(errors, said["error"])(said["message"])
+    if status != 0:
+        raise subprocess.CalledProcessError(status, argv)
+    return said["answer"]
+
+
+def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    """Write what `work(config, *words)` returns to the file that `ask` has named."""
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    answer, count, *rest = sys.argv[1:]
+    words, (config, *overrides) = rest[: int(count)], rest[int(count) :]
+    said: dict[str, object]
+    try:
+        said = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
+    except AsyncRLError as error:
+        said = {"error": type(error).__name__, "message": str(error)}
+    Path(answer).write_text(json.dumps(said), encoding="utf-8")
+    sys.exit(USER_ERROR if "error" in said else 0)
+
+
+@asynccontextmanager
+async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncIterator[GroupSampler]:
+    """Start rewards, environment and engine for the body."""
+    from asyncrl.engine.vllm.engine import VLLMEngine
+
+    players = Players.of(config, config.run.root)
+    try:
+        await players.start(prompts)
+        engine = await VLLMEngine.start(
+            config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
+        )
+        try:
+            yield players.sampler(engine, prompts, name)
+        finally:
+            await engine.close()
+    finally:
+        await players.close()
+
+
+def _status_of(argv: Sequence[str]) -> int:
+    """Run a process that, with all its children, ends with this one. Raises RunError if it was killed."""
+    environment = os.environ | WITHOUT_CUDA | {PARENT_VARIABLE: str(os.getpid())}
+    # Libraries print to stdout, which is for the command's own output.
+    process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
+    try:
+        status = process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status < 0:
+        raise RunError(f"the process with the engine was {ending(status)}; look for lack of memory (dmesg)")
+    return status

@@ -1,0 +1,49 @@
+"""`asyncrl play`: the pieces of an episode are its tokens, in order, by who said them and which weights."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from asyncrl.results.play import _lines, pieces, plain
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
+
+ROLLOUT = Rollout(
+    prompt_ids=np.array([1, 2], np.int32),
+    response_ids=np.arange(10, 18, dtype=np.int32),
+    action_mask=np.array([1, 1, 0, 0, 1, 1, 1, 1], np.bool_),
+    behaviour_logprobs=np.zeros(8, np.float32),
+    version_spans=(VersionSpan(3, 5), VersionSpan(4, 3)),
+    finish_reason="turns",
+    reward=0.5,
+    reward_parts={"environment": 1.0},
+    turns=Turns(ends=np.array([2, 8], np.int32)),
+)
+
+
+def test_pieces_are_runs_of_one_speaker_and_one_version():
+    assert list(pieces(ROLLOUT)) == [
+        ("action", 3, [10, 11]),
+        ("context", 3, [12, 13]),
+        ("action", 3, [14]),
+        ("action", 4, [15, 16, 17]),
+    ]
+
+
+def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
+    group = Group(
+        ticket_id=1,
+        rollouts=(ROLLOUT, ROLLOUT),
+        generator_id="play",
+        finished_version=4,
+        episode_of=np.zeros(2, np.int32),
+        episode_metrics={"turns": np.array([2.0], np.float32)},
+    )
+    prompts = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda ids: "".join(chr(87 + one) for one in ids)),
+        prompt=lambda ticket: SimpleNamespace(row={"secret": 17}),
+    )
+    lines = list(_lines(**plain(group, prompts)))
+    assert lines[0] == 'row {"secret": "17"}'
+    assert "  sequence 2 of 2" in lines and lines.count('  context v3  "cd"  [12 13]') == 2
+    assert '  action v4   "fgh"  [15 16 17]' in lines
+    assert lines[-1] == "  turns: reward 0.5 (environment 1); turns 2"
