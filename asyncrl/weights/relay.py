@@ -108,13 +108,17 @@ class Relay:
         found = self._directory.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{self._directory} is open to others; remove it")
-        if self._path != (path := self._directory / name):
+        path = self._directory / name
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if self._path != path:
             self._path = path
+            os.utime(file)
+            newest_s = os.fstat(file).st_mtime
             for other in self._directory.iterdir():  # of runs that were killed
                 with contextlib.suppress(FileNotFoundError):
-                    if other.stat().st_mtime < time.time() - _DAY_S:
+                    if other.stat().st_mtime < newest_s - _DAY_S:
                         other.unlink()
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return file
 
     def _lock(self, file: int, until_s: float) -> bool:
         """Whether the lock was to be had while its holder still made progress."""

@@ -65,7 +65,7 @@ class LengthDrift:
     def after_step(self, step: Any) -> dict[str, float]:
         """Update the mean; warn of a large drift, and once each time the mean leaves the band."""
         rollouts = [rollout for group in step.collected.groups for rollout in group.rollouts]
-        newest = mean([len(rollout.response_ids) for rollout in rollouts])
+        newest = mean([rollout.actions for rollout in rollouts])
         before = newest if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = self._decay * before + (1.0 - self._decay) * newest
         drift_tokens = self._mean_tokens - before

@@ -88,7 +88,7 @@ def plan(*responses: tuple[int, float]) -> SimpleNamespace:
 
 
 def step(version: int, *lengths: int) -> SimpleNamespace:
-    group = SimpleNamespace(rollouts=[SimpleNamespace(response_ids=np.zeros(n)) for n in lengths])
+    group = SimpleNamespace(rollouts=[SimpleNamespace(actions=n) for n in lengths])
     return SimpleNamespace(version=version, collected=SimpleNamespace(groups=[group]))
 
 
@@ -146,7 +146,7 @@ def test_it_runs_in_the_learner_and_shapes_what_the_advantages_see(config: Confi
         }
         assert trained.hook_metrics["hook/length/outside_share"] == 1.0  # of 1 to 8 tokens
         rollouts = [one for taken in trained.collected.groups for one in taken.rollouts]
-        expected = [one.reward - 0.1 * (30 - len(one.response_ids)) / 30 for one in rollouts]
+        expected = [one.reward - 0.1 * (30 - one.actions) / 30 for one in rollouts]
         assert trained.plan.rewards.rewards_S.tolist() == pytest.approx(expected)
         published = step_metrics(trained)
         assert published["hook/length/mean"] == pytest.approx(published["completions/length_mean"])

@@ -32,6 +32,9 @@ FORBIDDEN_CALLS = {
     *("recv_object_list", "rpc_sync", "rpc_async"),
 }
 
+# What a process in a sandbox of its own is there for.
+RUNS_PROGRAMS = {"sandbox/inside.py": ["exec"]}
+
 
 def findings(source: str) -> list[str]:
     """What could unpickle, or run what came from outside."""
@@ -56,7 +59,8 @@ def findings(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_unpickles(path):
-    assert findings(path.read_text()) == []
+    allowed = RUNS_PROGRAMS.get(str(path.relative_to(PACKAGE)), [])
+    assert findings(path.read_text()) == allowed
 
 
 @pytest.mark.parametrize(
