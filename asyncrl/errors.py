@@ -91,6 +91,9 @@ class RewardError(AsyncRLError):
 class EnvironmentFault(AsyncRLError):
     """An environment failed: it raised, hung, died, or answered nonsense. The episode is never scored."""
 
+    # An environment's process tells faults from mistakes of the model by this attribute.
+    fault = True
+
     def __init__(self, message: str, *, reason: str = "raised") -> None:
         """Give the reason that counts it: `raised`, `returned`, `died`, `hung`, `start` or `silent`."""
         super().__init__(message)

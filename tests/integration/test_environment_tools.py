@@ -19,6 +19,7 @@ ASK = [{"role": "user", "content": "2+3?"}]
 
 TOOLS = '''
 import errno, os, time
+from asyncrl.errors import EnvironmentFault
 
 class Broken(Exception):
     fault = True
@@ -67,6 +68,7 @@ def fail(how: str) -> str:
     if how == "EMFILE": raise OSError(errno.EMFILE, "too many files")
     if how == "EIO": raise OSError(errno.EIO, "disk broken")
     if how == "fault": raise Broken("the sandbox is gone")
+    if how == "sandbox": raise EnvironmentFault("no sandbox for programs")
     if how == "die": os._exit(9)
     return "fine"
 '''
@@ -202,7 +204,7 @@ def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, sa
     ("how", "reason"),
     [
         *((how, "raised") for how in ("ConnectionError", "TimeoutError", "MemoryError", "ImportError", "SystemExit")),
-        *((how, "raised") for how in ("ENOSPC", "EMFILE", "EIO", "fault")),
+        *((how, "raised") for how in ("ENOSPC", "EMFILE", "EIO", "fault", "sandbox")),
         ("die", "died"),
     ],
 )  # fmt: skip
