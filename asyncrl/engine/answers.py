@@ -103,7 +103,7 @@ def _arguments(value: Any) -> Mapping[str, Any] | str:
     if isinstance(value, str):
         try:
             read = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         return read if isinstance(read, dict) else value
     return value if isinstance(value, dict) else json.dumps(value)

@@ -40,7 +40,9 @@ def _call(call: Message) -> tuple[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):  # text that is not JSON is compared, and rendered, as it is
+        with suppress(
+            ValueError, RecursionError
+        ):  # text that is not JSON is compared, and rendered, as it is
             arguments = json.loads(arguments) if arguments.strip() else {}
     return str(function.get("name", "")), {} if arguments is None else arguments
 
@@ -82,7 +84,11 @@ class Breaker:
         self.broken = 0
 
     def text(self, text: str) -> str:
-        """Return `text` with a space after the first character of each special token's text."""
+        """Return `text` with a space after the first character of each special token's text.
+
+        Half of a surrogate pair, which JSON can have and no tokenizer accepts, becomes a question mark.
+        """
+        text = text.encode("utf-8", "replace").decode()
         broken, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", text)
         self.broken += count
         return broken

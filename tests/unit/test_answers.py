@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from asyncrl.engine.answers import AnswerReader, _opener
+from asyncrl.engine.answers import AnswerReader, _arguments, _opener
 from asyncrl.environments.base import ToolCall
 from asyncrl.errors import ConfigError
+from asyncrl.session.chat_messages import calls_of
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Rollout, VersionSpan
 from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of, tokenizer_of
@@ -125,3 +126,12 @@ def test_a_call_is_a_message_that_the_session_finds_again():
     answer = read("template", f"{CALL}<|im_end|>")
     call = ToolCall(id=answer.tool_calls[0].id, name="add", arguments={"a": 1, "b": 2})
     assert answer.message["tool_calls"] == [call.content]
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": ' + "[" * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"]
+)
+def test_arguments_without_end_stay_text(arguments):
+    assert _arguments(arguments) == arguments
+    call = {"function": {"name": "add", "arguments": arguments}}
+    assert calls_of({"role": "assistant", "tool_calls": [call]}) == [("add", arguments)]

@@ -266,6 +266,21 @@ def test_texts_of_special_tokens_are_broken_and_counted_once():
     assert session.counts["broken_specials"] == 2
 
 
+def test_half_of_a_surrogate_pair_becomes_a_question_mark():
+    """A model's JSON and a tool's file names can have it, and a tokenizer refuses it."""
+    renderer = renderer_of("qwen2_5")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    session, messages = Session(renderer, history="template"), [user("see \ud83d")]
+    request = session.request(messages)
+    assert "see ?<|im_end|>" in renderer.decode(request.prompt_ids)
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    session.record(request, rollout_of(request.prompt_ids, [1]), answer)
+    messages += [answer, {"role": "tool", "content": "\udc80", "tool_call_id": "c"}]
+    request = session.request(messages)
+    assert request.messages[: len(messages) - 1] == session.turns[0].messages
+    assert renderer.decode(request.prompt_ids).count("?") >= 2
+
+
 def test_plain_text_goes_on_behind_everything():
     renderer = renderer_of("qwen2_5")
     session = Session(renderer)
