@@ -3,12 +3,13 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.environments.base import Answer, BudgetSpent, Message
-from asyncrl.errors import EngineError, EnvironmentFault, RenderError, ResultError
+from asyncrl.errors import EngineError, EnvironmentFault, ResultError
 from asyncrl.session.base import Request, Turn
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout
@@ -59,25 +60,28 @@ class SessionTalk:
         max_tokens: int | None = None,
         train: bool = True,
     ) -> Answer:
-        try:
+        with _usable("messages"):
             request = self._session.request(messages, tools=tools)
-        except RenderError as error:
-            text = f"the environment's messages cannot be rendered: {error}"
-            raise EnvironmentFault(text, reason="returned") from error
         answer, turn = await self._turn(request, tools, max_tokens, train)
         if train:
             self.transcript = list(turn.messages)
         return answer
 
     async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
-        answer, _ = await self._turn(self._session.request_text(text), (), max_tokens, train)
+        with _usable("text"):
+            request = self._session.request_text(text)
+        answer, _ = await self._turn(request, (), max_tokens, train)
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
     def score_turn(self, reward: float, state: int | None = None) -> None:
         if self._last is None:
             raise EnvironmentFault("the environment scored a turn before the first answer of the model")
-        self._last.reward, self._last.state = reward, state
+        if state is not None and not isinstance(state, int):
+            text = f"the state of a turn is {state!r:.40}; allowed is a whole number, such as a hash"
+            raise EnvironmentFault(text, reason="returned")
+        # Python's own hashes are negative for half of all states.
+        self._last.reward, self._last.state = reward, state if state is None else state % 2**64
 
     def close(self) -> None:
         """Abort the requests; no further turn begins."""
@@ -96,7 +100,7 @@ class SessionTalk:
         self.unparsed += answer.is_unparsed
         try:
             turn = self._session.record(request, rollout, answer.message, train=train)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ResultError(str(error)) from error
         if train:
             self.response, self._last = answer.text, turn
@@ -143,3 +147,13 @@ class SessionTalk:
             self.error = error
             raise
         return rollout
+
+
+@contextmanager
+def _usable(what: str) -> Iterator[None]:
+    """Raise EnvironmentFault for what user code said in another form than text and chat messages."""
+    try:
+        yield
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        text = f"the environment's {what} cannot be used ({type(error).__name__}: {error})"
+        raise EnvironmentFault(text, reason="returned") from error

@@ -115,7 +115,7 @@ class Talk(Protocol):
         ...
 
     def score_turn(self, reward: float, state: int | None = None) -> None:
-        """Give the last turn a reward, and the hash (64 bits, unsigned) of the state that it started from."""
+        """Give the last turn a reward, and a hash of the state that it started from; 64 bits of it count."""
         ...
 
 

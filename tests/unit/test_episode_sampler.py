@@ -280,6 +280,44 @@ def test_an_episode_without_an_answer_is_a_fault_and_not_a_score():
         group_of(made)
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda talk: talk.chat(["hello"]),
+        lambda talk: talk.chat([{"role": "user", "content": "a", "tool_calls": [1]}]),
+        lambda talk: talk.chat("hello"),
+        lambda talk: talk.complete(7),
+    ],
+)
+def test_what_is_neither_text_nor_a_message_is_a_fault_and_does_not_end_the_generator(says):
+    async def play(talk, episode):
+        await talk.complete("ab")
+        await says(talk)
+
+    made, _ = sampler(play, replays=0)
+    with pytest.raises(RewardError, match=r"cannot be used \(AttributeError"):
+        group_of(made)
+
+
+def test_pythons_negative_hashes_are_states_and_other_values_are_faults():
+    async def play(talk, episode):
+        await talk.complete("ab")
+        talk.score_turn(1.0, (-5, 5, 2**64 + 7)[episode])
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play)
+    states = [one.turns.states.tolist() for one in group_of(made).rollouts]
+    assert states == [[2**64 - 5], [5], [7]]
+
+    async def named(talk, episode):
+        await talk.complete("ab")
+        talk.score_turn(1.0, "start")
+
+    made, _ = sampler(named, replays=0)
+    with pytest.raises(RewardError, match="the state of a turn is 'start'; allowed is a whole number"):
+        group_of(made)
+
+
 def test_an_environment_that_swallows_the_engines_error_has_a_hole_and_no_group():
     engine = FakeEngine(token_s=0.002)
 
