@@ -132,7 +132,12 @@ class EpisodeSampler:
             ends_at_s=began_s + config.episode_s,
         )
         talk = SessionTalk(session, self._engine, spec, self._read, budget)
-        outcome = await self._outcome(talk, prompt, seed=seed, episode=episode)
+        try:
+            outcome = await self._outcome(talk, prompt, seed=seed, episode=episode)
+        except EnvironmentFault:
+            if talk.error is not None:  # the fault follows from it
+                raise talk.error from None
+            raise
         if talk.error is not None:  # the environment went on although a turn had failed
             raise talk.error
         rollouts = session.rollouts()

@@ -318,6 +318,24 @@ def test_pythons_negative_hashes_are_states_and_other_values_are_faults():
         group_of(made)
 
 
+def test_a_fault_that_follows_from_the_engines_error_is_the_engines_and_is_not_played_again():
+    engine = FakeEngine(token_s=0.002)
+
+    async def play(talk, episode):
+        aborting = asyncio.create_task(engine.abort_requests())
+        try:
+            while True:
+                await talk.complete("ab")
+        except EngineError as error:
+            await aborting
+            raise EnvironmentFault(f"a call was refused: {error}") from error
+
+    made, environment = sampler(play, engine)
+    with pytest.raises(EngineError, match="aborted"):
+        group_of(made)
+    assert not made.faults and len(environment.calls) == LIMITS.rollouts
+
+
 def test_an_environment_that_swallows_the_engines_error_has_a_hole_and_no_group():
     engine = FakeEngine(token_s=0.002)
 
