@@ -157,7 +157,12 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
         text = f"the command ended ({ending(status)}) after {episode.calls} calls of the model"
         raise EnvironmentFault(f"{text}{printed.note}", reason="died")
     reward, parts = _read_result(result)
-    metrics = {"model_calls": float(episode.calls), "overridden_calls": float(episode.overridden)}
+    metrics = {
+        "model_calls": float(episode.calls),
+        "overridden_calls": float(episode.overridden),
+        "retried_calls": float(episode.retries),
+        "refused_calls": float(episode.refused),
+    }
     return Outcome(finish_reason=cut or "stop", reward=reward, parts=parts, metrics=metrics)
 
 

@@ -115,7 +115,10 @@ class Endpoint:
             model = {"id": "policy", "object": "model", "created": now_s(), "owned_by": "asyncrl"}
             await exchange.json(200, {"object": "list", "data": [model]})
             return
-        body = await exchange.body(headers)
+        try:
+            body = await exchange.body(headers)
+        except Refused as refused:
+            raise episode.noted(refused) from None
         train = headers.get("x-asyncrl-train", "yes").lower() != "no"
         call = episode.read(dialect, body, path)
         answering = asyncio.ensure_future(

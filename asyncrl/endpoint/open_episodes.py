@@ -13,6 +13,8 @@ from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderErr
 MOST_CALLS = 16  # of one episode at the same time
 REMEMBERED = 32  # answers of one episode that a retry gets again
 MOST_CLOSED = 65536  # keys of ended episodes that are answered with 403
+# Refusals that leave no hole in a conversation: the episode ends, or the call is repeated, maybe shorter.
+HARMLESS = ("context_length_exceeded", "episode_over", "too_many_calls", "body_too_slow", "body_too_long")
 
 
 class OpenEpisode:
@@ -24,6 +26,8 @@ class OpenEpisode:
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns` or `time`
         self.overridden = 0  # calls with parameters that have no effect
+        self.retries = 0  # calls that got the answer of an earlier attempt
+        self.refused = 0  # calls, of any reason
         self.overflowed = False  # whether a conversation was too long
         self.is_cut = False  # whether the run, and not the agent, cut off the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
@@ -39,7 +43,7 @@ class OpenEpisode:
         try:
             call = dialect.read(_parsed(body))
         except Refused as refused:
-            raise self._noted(refused) from None
+            raise self.noted(refused) from None
         self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in call.overridden)])
         self.overridden += bool(call.overridden)
         return call
@@ -56,7 +60,7 @@ class OpenEpisode:
         if task is None:
             if len(self._running) >= MOST_CALLS:
                 text = f"{MOST_CALLS} calls of this episode are in progress; wait until one has ended"
-                raise Refused(429, text, "too_many_calls")
+                raise self.noted(Refused(429, text, "too_many_calls"))
             task = asyncio.ensure_future(self._answer(dialect, call, train))
             self._running.add(task)
             task.add_done_callback(self._ended)
@@ -65,10 +69,19 @@ class OpenEpisode:
                 self._recent.popitem(last=False)
         else:
             self._counts["retries"] += 1
+            self.retries += 1
         await asyncio.wait({task})
         if task.cancelled():
             raise over()
         return task.result()
+
+    def noted(self, refused: Refused) -> Refused:
+        """Count a refusal; after most the agent's conversation has a hole, which is a fault."""
+        self._counts[f"refused/{refused.code}"] += 1
+        self.refused += 1
+        if refused.code not in HARMLESS:
+            self.fault = self.fault or f"a call of the model was refused with {refused.status}: {refused}"
+        return refused
 
     def close(self) -> None:
         """End the calls in progress."""
@@ -81,7 +94,7 @@ class OpenEpisode:
         try:
             answers = await self._answers(call, train)
         except Refused as refused:
-            raise self._noted(refused) from refused.__cause__
+            raise self.noted(refused) from refused.__cause__
         self.calls += len(answers)
         limit = call.max_tokens
         self.is_cut = any(
@@ -115,13 +128,6 @@ class OpenEpisode:
             raise Refused(400, f"the messages cannot be used: {error}", "invalid_request") from error
         except EngineError as error:
             raise Refused(503, f"the model cannot answer: {error}", "engine") from error
-
-    def _noted(self, refused: Refused) -> Refused:
-        """Count a refusal; after most the agent's conversation has a hole, which is a fault."""
-        self._counts[f"refused/{refused.code}"] += 1
-        if refused.code not in ("context_length_exceeded", "episode_over"):
-            self.fault = self.fault or f"a call of the model was refused with {refused.status}: {refused}"
-        return refused
 
     def _ended(self, task: asyncio.Task[Json]) -> None:
         self._running.discard(task)

@@ -74,8 +74,21 @@ def test_an_agent_gets_its_row_and_writes_its_reward(tmp_path, monkeypatch):
     )
     assert (outcome.finish_reason, outcome.reward) == ("stop", 0.75)
     assert outcome.parts == {"right": 0.5, "short": 0.25}
-    assert outcome.metrics == {"model_calls": 1.0, "overridden_calls": 1.0}
+    counts = {"model_calls": 1.0, "overridden_calls": 1.0, "retried_calls": 0.0, "refused_calls": 0.0}
+    assert outcome.metrics == counts
     assert talk.asked[0]["messages"] == [{"role": "user", "content": "1+2?"}]
+
+
+def test_a_call_that_a_client_library_repeats_is_counted(tmp_path):
+    program = """
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+        for attempt in range(2):
+            headers = {"x-api-key": os.environ["OPENAI_API_KEY"], "x-stainless-retry-count": str(attempt)}
+            url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+            urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+    """
+    outcome = play(tmp_path, ScriptedTalk(TEXT), program)
+    assert (outcome.metrics["model_calls"], outcome.metrics["retried_calls"]) == (1.0, 1.0)
 
 
 def test_an_agent_without_a_result_is_scored_by_the_reward_functions(tmp_path):
@@ -128,7 +141,8 @@ def test_an_agent_that_shortens_its_conversation_is_not_cut_off(tmp_path):
         except Exception:
             ask('y')
     """
-    assert play(tmp_path, ScriptedTalk(BudgetSpent("length"), TEXT), program).finish_reason == "stop"
+    outcome = play(tmp_path, ScriptedTalk(BudgetSpent("length"), TEXT), program)
+    assert (outcome.finish_reason, outcome.metrics["refused_calls"]) == ("stop", 1.0)
 
 
 def test_a_last_answer_that_the_run_cut_off_is_truncated_but_not_one_that_the_agent_wanted_short(tmp_path):

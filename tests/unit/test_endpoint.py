@@ -374,7 +374,7 @@ def test_a_retry_joins_the_call_or_gets_its_answer_and_a_repetition_is_a_new_sam
         assert await text(x_stainless_retry_count="2") == "two words"
         assert len(talk.asked) == 1
         assert await text() == "two wo"
-        assert episode.calls == 2
+        assert (episode.calls, episode.retries, episode.refused) == (2, 2, 0)
 
     assert serve(talk, play).episodes.counts["retries"] == 2
 
@@ -479,6 +479,7 @@ def test_a_flood_of_one_episode_waits_and_others_are_served(monkeypatch):
         talk.release.set()
         assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
         assert not episode.fault  # client libraries wait and repeat the call
+        assert episode.refused == 5
 
     serve(talk, play)
 
@@ -499,6 +500,7 @@ def test_an_oversized_body_is_refused_with_and_without_its_length(monkeypatch):
             with contextlib.suppress(httpx.ReadError):  # the connection may be closed while the client writes
                 assert (await client.post(url, content=pieces(), headers=headers)).status_code == 413
             assert not episode.fault
+            assert episode.refused == 2
 
     serve(ScriptedTalk(), play)
 
