@@ -1,13 +1,20 @@
 """The small games of the shipped configs, and the careless pupils that warm up their models."""
 
+import asyncio
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.endpoint.agent_process import AgentEnvironment
+from asyncrl.environments.base import Answer
 from asyncrl.quickstart.games import GUESSES, LARGEST, Calculator, Guess
 from asyncrl.quickstart.pupils import PUPILS, batches
 from asyncrl.quickstart.tiny import EOS, IGNORED, Size, make_tokenizer
 from asyncrl.quickstart.warmup import careless_sum
+from tests.support.agent_talks import ScriptedTalk
 
 GAMES = {"guess": (Guess, ("secret",)), "calculator": (Calculator, ("answer",))}
 
@@ -46,6 +53,30 @@ def test_the_calculator_answers_once_and_the_answer_is_compared_as_text():
     game.reset("933")
     game.step("?1+1")
     assert game.step("?347+586") == ("", 0.0, True), "the second question is an answer"
+
+
+@pytest.mark.parametrize(
+    "answers", [["933"], ["0933"], ["?347+586", "933"], ["?1+1", "?347+586"]], ids="-".join
+)
+def test_the_agent_of_the_calculator_plays_the_same_game(answers):
+    """The shipped program, with its client, over the endpoint: the same observations and reward."""
+    game, row = Calculator(), {"answer": "933"}
+    game.reset(**row)
+    steps = [game.step(answer) for answer in answers]
+    talk = ScriptedTalk(*[Answer(text=text, tokens=4) for text in answers])
+    outcome = asyncio.run(played(talk, row, "347+586="))
+    assert [one["text"] for one in talk.asked] == ["347+586=", *(said for said, _, done in steps if not done)]
+    assert (outcome.reward, outcome.finish_reason) == (sum(reward for _, reward, _ in steps), "stop")
+
+
+async def played(talk, row, prompt):
+    program = str(Path(__file__).parents[2] / "examples" / "calculator_agent.py")
+    environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, program)))
+    await environment.start()
+    try:
+        return await environment.play(talk, row, prompt=prompt, seed=0, episode=0)
+    finally:
+        await environment.close()
 
 
 @pytest.mark.parametrize("name", GAMES)
