@@ -8,86 +8,27 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.adapters.options import split_options
-from asyncrl.environments.base import Answer, Outcome, ToolCall
-from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox.box import Box
+from tests.support.libraries import ROOT, called, last, play, played, python_with
 from tests.support.talks import ScriptedTalk
 
-ROOT = Path(__file__).parents[2]
-INSTALL_S = 240.0
 PROBLEM = Box()._view.problem()
 pytestmark = pytest.mark.integration
-
-
-def packages_of(python: Path) -> str:
-    """Where pip of a virtual environment installs."""
-    place = str(python.parents[1])
-    return sysconfig.get_path("purelib", vars={"base": place, "platbase": place})
-
-
-def python_with(directory: Path, *packages: str, base: Path | None = None) -> Path:
-    """A virtual environment on top of ours and of `base`, so that pip brings only what is missing."""
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-    python = directory / "bin" / "python"
-    ours = [str(ROOT), *(path for path in sys.path if Path(path).name == "site-packages")]
-    Path(packages_of(python), "ours.pth").write_text(
-        "\n".join([*([packages_of(base)] if base else []), *ours])
-    )
-    try:
-        done = subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages],
-            capture_output=True, text=True, timeout=INSTALL_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip did not install {packages} within {INSTALL_S:g} s")
-    if done.returncode:
-        pytest.skip(f"pip cannot install {packages}: {done.stderr[-500:]}")
-    return python
 
 
 @pytest.fixture(scope="session")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python with the libraries that live beside vLLM."""
     directory = tmp_path_factory.mktemp("beside") / "venv"
-    return python_with(directory, "reasoning-gym==0.1.25", "gymnasium==1.4.0", "textarena==0.7.4")
-
-
-async def played(uses: str, *games: tuple[ScriptedTalk, dict, int], **settings) -> list[Outcome]:
-    """Play one episode after the other, each with a talk, a row and a seed."""
-    environment = Environments(EnvironmentConfig(uses=uses, step_s=30, **settings))
-    found = []
-    try:
-        await environment.start()
-        for talk, row, seed in games:
-            prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
-            playing = environment.play(talk, row, prompt=prompt, seed=seed, episode=0)
-            found.append(await asyncio.wait_for(playing, 60))
-    finally:
-        await environment.close()
-    return found
-
-
-def play(
-    uses: str, script: Callable | list, row: dict | None = None, *, seed: int = 3, **settings
-) -> tuple[Outcome, ScriptedTalk]:
-    talk = ScriptedTalk(script)
-    [outcome] = asyncio.run(played(uses, (talk, row or {}, seed), **settings))
-    assert not [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
-    return outcome, talk
-
-
-def last(shown: list[dict]) -> str:
-    return shown[-1]["content"]
+    packages = ["reasoning-gym==0.1.25", "gymnasium==1.4.0", "textarena==0.7.4"]
+    return python_with(directory, packages, ["reasoning_gym", "gymnasium", "textarena"])
 
 
 def chain_sum(shown: list[dict]) -> str:
@@ -156,7 +97,7 @@ def test_textarena(beside: Path) -> None:
 @pytest.mark.slow
 def test_gem(tmp_path: Path, beside: Path) -> None:
     """GEM pins other versions of what vLLM and the other libraries need."""
-    python = python_with(tmp_path / "venv", "gem-llm==0.1.0", base=beside)
+    python = python_with(tmp_path / "venv", ["gem-llm==0.1.0"], ["gem"], base=beside)
     low, high = 1, 10
 
     def bisect(shown: list[dict]) -> str:
@@ -198,10 +139,6 @@ def end() -> str:
 
 server.run()
 '''
-
-
-def called(name: str, **arguments: object) -> Answer:
-    return Answer(text="", tool_calls=(ToolCall(id="1", name=name, arguments=arguments),))
 
 
 @pytest.mark.slow

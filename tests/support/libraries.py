@@ -1,0 +1,93 @@
+"""Pythons with libraries that pip brings, and episodes of their environments with a scripted model.
+
+Nothing that the index of packages does fails a test: it is slow, away, or has a new version that does not fit.
+"""
+
+import asyncio
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.environments.base import Answer, Outcome, ToolCall
+from asyncrl.environments.environments import Environments
+from tests.support.talks import ScriptedTalk
+
+ROOT = Path(__file__).parents[2]
+# Limits in seconds for pip, and for the imports afterwards. A test is skipped after them.
+INSTALL_S, IMPORT_S = 50.0, 30.0
+
+
+def packages_of(python: Path) -> str:
+    """Where pip of a virtual environment installs."""
+    place = str(python.parents[1])
+    return sysconfig.get_path("purelib", vars={"base": place, "platbase": place})
+
+
+def python_with(
+    directory: Path, packages: Sequence[str], imports: Sequence[str], *, base: Path | None = None
+) -> Path:
+    """A virtual environment on top of ours and of `base`, so that pip brings only what is missing."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
+    python = directory / "bin" / "python"
+    ours = [str(ROOT), *(path for path in sys.path if Path(path).name == "site-packages")]
+    Path(packages_of(python), "ours.pth").write_text(
+        "\n".join([*([packages_of(base)] if base else []), *ours])
+    )
+    # One connection that hangs does not take all of the time.
+    pip = ["pip", "install", "-q", "--disable-pip-version-check", "--timeout", "10", "--retries", "1"]
+    attempt([str(python), "-m", *pip, *packages], INSTALL_S)
+    attempt([str(python), "-c", f"import {', '.join(imports)}"], IMPORT_S)
+    return python
+
+
+def attempt(command: list[str], limit_s: float) -> None:
+    """Run a command; skip the test if it fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"not done within {limit_s:g} s: {' '.join(command)}")
+    if done.returncode:
+        pytest.skip(f"failed: {' '.join(command)}: {done.stderr[-500:]}")
+
+
+async def played(uses: str, *games: tuple[ScriptedTalk, dict, int], **settings) -> list[Outcome]:
+    """Play one episode after the other, each with a talk, a row and a seed."""
+    environment = Environments(EnvironmentConfig(uses=uses, step_s=30, **settings))
+    found = []
+    try:
+        await environment.start()
+        for talk, row, seed in games:
+            prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
+            playing = environment.play(talk, row, prompt=prompt, seed=seed, episode=0)
+            found.append(await asyncio.wait_for(playing, 60))
+    finally:
+        await environment.close()
+    return found
+
+
+def play(
+    uses: str, script: Callable | list, row: dict | None = None, *, seed: int = 3, **settings
+) -> tuple[Outcome, ScriptedTalk]:
+    """Play one episode, and see that no process is left."""
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    talk = ScriptedTalk(script)
+    [outcome] = asyncio.run(played(uses, (talk, row or {}, seed), **settings))
+    left = [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
+    assert {one.pid for one in left} <= before
+    return outcome, talk
+
+
+def last(shown: list[dict]) -> str:
+    """The text of the last message."""
+    return shown[-1]["content"]
+
+
+def called(name: str, **arguments: object) -> Answer:
+    """An answer that calls a tool."""
+    return Answer(text="", tool_calls=(ToolCall(id="1", name=name, arguments=arguments),))
