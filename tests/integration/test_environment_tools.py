@@ -100,6 +100,32 @@ class Shelf:
     def get_reward(self):
         return len(self.books) / 3
 '''
+# A class as TRL's `environment_factory` takes it: it is made without arguments, and `reset` gets the row.
+FACTORY = '''
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, **kwargs) -> str | None:
+        self.goal = kwargs["goal"]
+        return f"Reach {self.goal} from {self.count}: {kwargs['prompt'][0]['content']}"
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the counter.
+
+        Args:
+            step: The amount to add to it.
+
+        Returns:
+            The counter's new value.
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        return 1.0 if self.count == self.goal else 0.0
+'''
 ROLLOUTS = '''
 import asyncio, os, time
 
@@ -290,6 +316,26 @@ def test_an_object_with_tools_keeps_its_state_until_it_says_that_it_is_done(tmp_
         "error: ValueError: no such book",
     ]
     assert talks[1].shown[1][-2]["content"] == "lower: ['a']", "each episode has its own object"
+
+
+def test_a_class_of_trls_environment_factory_is_played_as_it_stands(tmp_path):
+    async def run():
+        steps = [calls(("increment", {"step": 2})), calls(("increment", {"step": 3})), "done"]
+        talks = [ScriptedTalk(list(steps)), ScriptedTalk(list(steps))]
+        async with environment(tmp_path, FACTORY, "Counter") as played:
+            rewards = [
+                (await play(played, talk, {"goal": goal}, prompt=ASK)).reward
+                for talk, goal in zip(talks, (5, 6), strict=True)
+            ]
+        return rewards, talks[0]
+
+    rewards, talk = asyncio.run(run())
+    assert rewards == [1.0, 0.0], "the second episode begins at 0 again"
+    assert talk.shown[0][-1]["content"] == "Reach 5 from 0: 2+3?"
+    assert [shown[-1]["content"] for shown in talk.shown[1:]] == ["2", "5"]
+    [tool] = talk.tools[0]
+    assert tool["function"]["name"] == "increment"
+    assert tool["function"]["parameters"]["properties"]["step"]["type"] == "integer"
 
 
 @pytest.mark.parametrize(("name", "reason"), [("late", "hung"), ("die", "died")])
