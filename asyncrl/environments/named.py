@@ -11,8 +11,8 @@ from asyncrl.plugins import load
 # Libraries with an adapter, a module of this name in `adapters` with `environment(name)`, and the package
 # that has the library.
 ADAPTERS = {
-    "gem": "gem-llm", "gymnasium": "gymnasium", "mcp": "mcp", "reasoning_gym": "reasoning-gym",
-    "textarena": "textarena",
+    "gem": "gem-llm", "gymnasium": "gymnasium", "mcp": "mcp", "openenv": "websockets",
+    "reasoning_gym": "reasoning-gym", "textarena": "textarena",
 }  # fmt: skip
 # Those whose adapter also has `rows(name, size, seed)`.
 DATASETS = ("reasoning_gym",)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from asyncrl.environments.named import ADAPTERS
 from asyncrl.errors import MissingLibrary
 from asyncrl.extras import from_extra
 from asyncrl.results.charts import lines
@@ -61,7 +62,7 @@ def foreign(path: Path) -> Iterator[tuple[str, bool]]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_import_is_declared_and_what_is_optional_is_imported_late(path):
     for name, early in foreign(path):
-        if path.parent.name == "adapters" and name == path.stem:
+        if path.parent.name == "adapters" and name in (path.stem, ADAPTERS.get(path.stem)):
             continue  # it runs in the environment's Python, which has the library
         assert name in BASE | OPTIONAL, f"{name} is in no list of pyproject.toml"
         # vLLM comes with the extra `cpu` or `gpu`; its adapters are modules that only the process of an

@@ -6,14 +6,14 @@ call that the server refuses is an observation. A server that ends is a fault.
 
 import asyncio
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature
 from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters, types
+
+from asyncrl.environments.adapters.tool_methods import ToolError, as_method
 
 # An MCP client starts servers in sessions of their own, so the kernel is asked to kill them with us.
 BOUND = (
@@ -22,14 +22,6 @@ BOUND = (
 )
 # Errors of the connection, not of a call: it is closed, or there is no answer.
 LOST = (types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT)
-TYPES = {
-    "string": "str", "integer": "int", "number": "float", "boolean": "bool", "array": "list",
-    "object": "dict",
-}  # fmt: skip
-
-
-class ToolError(Exception):
-    """A tool of the server failed."""
 
 
 class _Connection:
@@ -97,37 +89,4 @@ def _method(tool: types.Tool) -> Callable[..., Any]:
             raise ToolError(text)
         return text
 
-    properties = tool.input_schema.get("properties", {})
-    required = tool.input_schema.get("required", [])
-    method.__name__ = method.__qualname__ = tool.name
-    said = {name: " ".join(str(one.get("description") or name).split()) for name, one in properties.items()}
-    own_text = re.split(r"\n\s*Args:", tool.description or tool.name)[0].rstrip()
-    method.__doc__ = "\n".join(
-        [own_text, "", *(["Args:"] if said else []), *(f"    {name}: {text}" for name, text in said.items())]
-    )
-    parameters = [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            annotation=_annotation(one),
-            default=Parameter.empty if name in required else one.get("default"),
-        )
-        for name, one in properties.items()
-    ]
-    own = Parameter("self", Parameter.POSITIONAL_ONLY)
-    method.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
-    return method
-
-
-def _annotation(schema: Mapping[str, Any]) -> str:
-    """The type of a JSON schema as an annotation."""
-    if "enum" in schema:
-        return f"Literal[{', '.join(map(repr, schema['enum']))}]"
-    if "anyOf" in schema:
-        kinds = [one for one in schema["anyOf"] if one.get("type") != "null"]
-        inner = " | ".join(_annotation(one) for one in kinds)
-        return inner if len(kinds) == len(schema["anyOf"]) else f"{inner} | None"
-    kind = TYPES.get(schema.get("type", ""), "Any")
-    if kind == "list" and "items" in schema:
-        return f"list[{_annotation(schema['items'])}]"
-    return kind
+    return as_method(method, tool.name, tool.description, tool.input_schema)
