@@ -25,7 +25,8 @@ from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.args import Device
-from asyncrl.errors import ControlError, StoreError
+from asyncrl.engine.vllm.nccl_library import CURE, nccl_version
+from asyncrl.errors import ControlError, EngineError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
@@ -134,7 +135,7 @@ async def _generate(
         ).run(
             replace(
                 hello,
-                transports=usable(receivable(config.weights.transport), control.endpoint),
+                transports=usable(supported(config.weights.transport), control.endpoint),
                 rows=prompts.fingerprint,
             )
         )
@@ -159,6 +160,22 @@ async def _call_learner(
         keys=keys.control,
         on_order=on_order,
     )
+
+
+def supported(wanted: str) -> tuple[str, ...]:
+    """Return the transports of an engine that was started for `wanted`, without nccl if it cannot work."""
+    transports = receivable(wanted)
+    if "nccl" in transports:
+        try:
+            log.info("NCCL %s", nccl_version())
+        except EngineError as error:
+            log.warning(
+                "weights.transport is nccl, but %s: weights come another way, which is slower; %s",
+                error,
+                CURE,
+            )
+            return tuple(name for name in transports if name != "nccl")
+    return transports
 
 
 def usable(transports: tuple[str, ...], endpoint: str) -> tuple[str, ...]:

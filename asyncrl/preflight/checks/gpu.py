@@ -1,6 +1,5 @@
 """Checks of GPUs: their driver, faults, other processes on them, and the libraries that only GPUs need."""
 
-import importlib
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import DataError
+from asyncrl.engine.vllm.nccl_library import CURE, nccl_version
+from asyncrl.errors import DataError, EngineError
 from asyncrl.launch.gpus import count_gpus, driver_is_replaced
 from asyncrl.launch.nvidia import Gpu, ask, is_installed, short_bus, visible_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
@@ -21,7 +21,6 @@ FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 PROGRAMS_XIDS = (13, 31, 43, 45)
 # Other processes may have this much of a GPU: a desktop or a monitor has less.
 OTHERS_BYTES = 1 << 30
-NCCL_LEAST = "2.29.7"
 LOG_S = 20.0
 ABSENT = (
     "nvidia-smi is not installed, so whether a run fits the GPUs is not checked",
@@ -138,16 +137,11 @@ def attention() -> Finding:
 
 
 def nccl() -> Finding:
-    """Check that vLLM can load NCCL: with one that lacks a function its broadcasts would do nothing."""
-    importlib.import_module("torch")  # brings its own NCCL
-    wrapper = importlib.import_module("vllm.distributed.device_communicators.pynccl_wrapper")
+    """Check that vLLM can load NCCL."""
     try:
-        return fine(f"{wrapper.NCCLLibrary().ncclGetVersion()}, which vLLM can load")
-    except (AttributeError, OSError, RuntimeError, ValueError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        found = f"vLLM cannot use this NCCL ({lines[-1]}); it needs {NCCL_LEAST} or newer"
-        cure = f"pip install 'nvidia-nccl-cu13>={NCCL_LEAST}' (or -cu12, as torch's CUDA)"
-        return doubtful(found, f"{cure}, or set VLLM_NCCL_SO_PATH to a newer libnccl.so.2")
+        return fine(f"{nccl_version()}, which vLLM can load")
+    except EngineError as error:
+        return doubtful(str(error), CURE)
 
 
 def gpu_doubts(config: Config) -> Iterator[str]:
