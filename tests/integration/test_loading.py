@@ -1,5 +1,6 @@
 """A model that ranks load in parts is the model that one process loads, and no rank ever holds all of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,17 @@ def test_a_model_loaded_in_parts_is_the_whole_one_and_no_rank_holds_it(tmp_path:
         for kept, peak in report["bytes"]:
             assert 0.49 * whole < kept < 0.52 * whole, dtype
             assert peak < 0.6 * whole, dtype
+
+
+def test_every_rank_names_the_tensors_that_do_not_fit_the_config(tmp_path: Path) -> None:
+    """With shards only rank 0 reads them; the others would wait for it."""
+    path = tiny_qwen2(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    wide = config | {"intermediate_size": 2 * config["intermediate_size"]}
+    (path / "config.json").write_text(json.dumps(wide))
+    with forked_ranks() as learner:
+        _, ranks = learner.run(2, path, [{"run": "misfit", "name": "misfit"}], tmp_path)["misfit"]
+    assert [len(errors) for errors in ranks] == [2, 2]
+    for error in (error for errors in ranks for error in errors):
+        assert "do not fit its config.json" in error and "mlp.down_proj.weight" in error, error
+        assert str(config["intermediate_size"]) in error and str(wide["intermediate_size"]) in error

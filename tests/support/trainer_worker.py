@@ -25,7 +25,7 @@ from asyncrl.batch.plan import PlanSettings
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DataError
 from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
@@ -509,13 +509,28 @@ def loading(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     join_deepspeed(job["rank"])
     with Held() as held:
         config = ModelConfig(path=job["model"], dtype=scenario["dtype"])
-        model = load_model(config, CPU, shards=True)
+        model = load_model(config, CPU, sharers=ranks)
         kept = held.now
     tensors = {name: parameter.detach().clone() for name, parameter in whole_parameters(model)}
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     report = {"bytes": [json.loads(one) for one in ranks.gather(json.dumps([kept, held.peak]).encode())]}
     deepspeed.comm.destroy_process_group()
     return tensors, report
+
+
+def misfit(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """What each rank raises, in rank order, of a model whose tensors have other shapes than its config."""
+    ranks = Ranks(Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60), CPU)
+    join_deepspeed(job["rank"])
+    errors = []
+    for sharers in (ranks, None):
+        try:
+            load_model(ModelConfig(path=job["model"], dtype="float32"), CPU, sharers=sharers)
+        except DataError as error:
+            errors.append(str(error))
+    report = [json.loads(one) for one in ranks.gather(json.dumps(errors).encode())]
+    deepspeed.comm.destroy_process_group()
+    return {"done": torch.zeros(1)}, report
 
 
 def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:

@@ -15,9 +15,13 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.deepspeed.attention import choose_attention
+from asyncrl.trainer.deepspeed.collectives import Ranks
 from asyncrl.trainer.deepspeed.engine_settings import shard_settings
 from asyncrl.trainer.deepspeed.recompute import recompute
 from asyncrl.trainer.deepspeed.sequence_parallel import require_divisible
+
+# Tensors that a message lists.
+MOST_NAMED = 3
 
 
 def load_model(
@@ -26,27 +30,46 @@ def load_model(
     *,
     gradient_checkpointing: bool | Literal["selective"] = False,
     sequence_parallel: int = 1,
-    shards: bool = False,
+    sharers: Ranks | None = None,
 ) -> Any:
     """Load a causal language model without dropout. Raises DataError and ConfigError.
 
-    With `shards`, each rank keeps its part of every parameter, and all ranks must call this together.
+    With `sharers`, each rank keeps its part of every parameter, and all ranks must call this together.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype, misfit = getattr(torch, config.dtype), ""
     try:
-        with built_in_shards(config.dtype) if shards else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(
+        with built_in_shards(config.dtype) if sharers else nullcontext():
+            model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 revision=config.revision,
                 dtype=dtype,
                 attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
                 trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
             )
+        misfit = "; ".join(
+            f"{name} has shape {list(stored)}, by config.json {list(expected)}"
+            for name, stored, expected in sorted(found["mismatched_keys"])[:MOST_NAMED]
+        )
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        # With shards only rank 0 reads the checkpoint, and only its transformers raises.
+        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+        misfit = "; ".join(lines[:MOST_NAMED])
     except (OSError, ValueError) as error:
         raise DataError(
             f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
             "give a Hugging Face directory with config.json and safetensors, or a hub name"
         ) from error
+    if sharers:  # the other ranks would wait for rank 0 in the next collective
+        misfit = next(filter(None, map(bytes.decode, sharers.gather(misfit.encode()))), "")
+    if misfit:
+        raise DataError(
+            f"model.path: the tensors of {config.path} do not fit its config.json ({misfit}); copy both from "
+            "the same model"
+        )
     # With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
     for module in model.modules():
         if isinstance(module, nn.Dropout):

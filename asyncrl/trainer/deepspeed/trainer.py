@@ -62,7 +62,9 @@ class DeepSpeedTrainer:
         sequence = SequenceRanks(together) if together > 1 else None
         join_deepspeed(rendezvous.local_rank)
         stage = zero_stage(learner.zero_stage, model.dtype)
-        load = partial(load_model, model, device, sequence_parallel=together, shards=stage == 3)
+        load = partial(
+            load_model, model, device, sequence_parallel=together, sharers=self._ranks if stage == 3 else None
+        )
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
