@@ -22,7 +22,7 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.base import EVERY_ROW, Sender
+from asyncrl.weights.base import EVERY_ROW, Sender, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.sender import NcclProcess, SlotSender
 from asyncrl.weights.slots import Published, Slot, Slots
@@ -61,10 +61,19 @@ class SlotPublisher:
     ) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
-        self._layout, self._deadline_s = layout, deadline_s
+        self._layout = layout
         self._index = {spec.name: index for index, spec in enumerate(layout.specs)}
-        self._probe_ids, self._initial_logprobs = tuple(probe_ids), tuple(initial_logprobs)
-        self._history = str(history)
+        self._template = UpdateOrder(
+            version=-1,
+            transport="",
+            deadline_s=deadline_s,
+            details={},
+            probe_ids=tuple(probe_ids),
+            probe_logprobs=(),
+            initial_logprobs=tuple(initial_logprobs),
+            history=str(history),
+            size_bytes=layout.total_bytes,
+        )
         self._directory = directory
         self._lock = threading.Lock()
         self._slots = Slots(layout.total_bytes, device)
@@ -90,6 +99,12 @@ class SlotPublisher:
     def one_host(self) -> bool:
         return self._server is None
 
+    @property
+    def pinned(self) -> int:
+        """How many times senders have pinned a version."""
+        with self._lock:
+            return sum(place.readers for place in set(self._places.values()))
+
     def publish(
         self,
         version: int,
@@ -106,9 +121,10 @@ class SlotPublisher:
         if slot.buffer.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._published = self._thread.submit(
-            self._finish, slot, version, tuple(probe_logprobs), skipped, copied
+        order = replace(
+            self._template, version=version, probe_logprobs=tuple(probe_logprobs), skipped=skipped
         )
+        self._published = self._thread.submit(self._finish, slot, order, copied)
         return self._published
 
     def check(self) -> None:
@@ -156,33 +172,14 @@ class SlotPublisher:
                 f"publish: {len(missing)} of {len(self._index)} tensors are missing, first {missing[0]!r}"
             )
 
-    def _finish(
-        self,
-        slot: Slot,
-        version: int,
-        probe_logprobs: tuple[float, ...],
-        skipped: Mapping[str, bytes],
-        copied: torch.cuda.Event | None,
-    ) -> int:
+    def _finish(self, slot: Slot, order: UpdateOrder, copied: torch.cuda.Event | None) -> int:
         """Make the copied version the newest one; runs in the publisher's thread."""
         if copied:
             copied.synchronize()
-        published = Published(
-            version=version,
-            slot=slot,
-            stamp=next(self._stamps),
-            layout=self._layout,
-            checksums=checksums(slot.buffer, self._layout),
-            probe_ids=self._probe_ids,
-            probe_logprobs=probe_logprobs,
-            initial_logprobs=self._initial_logprobs,
-            history=self._history,
-            deadline_s=self._deadline_s,
-            skipped=skipped,
-        )
+        sums = checksums(slot.buffer, self._layout)
         with self._lock:
-            self._slots.complete(published)
-        return version
+            self._slots.complete(Published(slot, next(self._stamps), self._layout, sums, order))
+        return order.version
 
     def _take(self, transport: str, wanted: int) -> Published | int:
         """Pin version `wanted` or a newer one for a transport; if it is being copied, return what to ask for.
@@ -195,8 +192,8 @@ class SlotPublisher:
         with self._lock:
             if (newest := self._slots.newest) is None:
                 return wanted
-            wanted = newest.version if wanted < 0 else wanted
-            if place.newest and place.newest.version >= wanted:
+            wanted = newest.template.version if wanted < 0 else wanted
+            if place.newest and place.newest.template.version >= wanted:
                 return place.newest.pin()
             if self._not_copied:
                 error, self._not_copied = self._not_copied, None
@@ -232,10 +229,10 @@ class SlotPublisher:
     def _describe(self, published: Published, transport: str) -> dict[str, Any]:
         """The details of an order over `transport`, which needs no process. Raises OSError."""
         if transport != "tcp":
-            return published.slot_details()
+            return published.details(slot=published.slot.describe())
         if self._server is None:
             raise OSError("the learner listens on no address; set control.bind")
-        return {**published.plan(), "source": self._server.source(published.stamp)}
+        return published.details(source=self._server.source(published.stamp))
 
     def _file_of(self, stamp: int) -> int:
         """The open file of the slot in host memory with this publication; -1 if there is none."""

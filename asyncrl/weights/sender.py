@@ -167,7 +167,7 @@ class NcclProcess:
     def _ask(self, message: dict[str, Any], published: Published, on_answer: Answer) -> None:
         def ask() -> None:
             try:
-                data = self._worker.ask(msgpack.packb(message), published.deadline_s + _START_S)
+                data = self._worker.ask(msgpack.packb(message), published.template.deadline_s + _START_S)
                 answer = msgpack.unpackb(data)
             except (OSError, EOFError) as error:
                 reason = f"the NCCL sender process died or hangs ({error!r}); see the learner's log"

@@ -15,9 +15,9 @@ import os
 import secrets
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -106,8 +106,9 @@ class Slots:
         self._size_bytes, self._device, self._directory = size_bytes, device, directory
         self._slots: list[Slot] = []
 
-    def __len__(self) -> int:
-        return len(self._slots)
+    @property
+    def readers(self) -> int:
+        return sum(slot.readers for slot in self._slots)
 
     def begin(self) -> Slot:
         """A slot to write, without readers, the newest version's only if there is no other; else a new one,
@@ -139,22 +140,17 @@ class Slots:
         self._slots.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Published:
-    """A version in its slot, with what an order says about it."""
+    """A version in its slot."""
 
-    version: int
     slot: Slot
+    # The slot's while it holds this version.
     stamp: int
-    """The slot's while it holds this version."""
     layout: Layout
     checksums: tuple[int, ...]
-    probe_ids: tuple[int, ...]
-    probe_logprobs: tuple[float, ...]
-    initial_logprobs: tuple[float, ...]
-    history: str
-    deadline_s: float
-    skipped: Mapping[str, bytes] = field(default_factory=dict)
+    # An order without transport and details.
+    template: UpdateOrder
 
     def pin(self) -> Self:
         """Count one more reader of the slot."""
@@ -169,26 +165,11 @@ class Published:
 
     def order(self, transport: str, details: dict[str, Any]) -> UpdateOrder:
         """The order to receive this version over `transport`."""
-        return UpdateOrder(
-            version=self.version,
-            transport=transport,
-            deadline_s=self.deadline_s,
-            details=details,
-            probe_ids=self.probe_ids,
-            probe_logprobs=self.probe_logprobs,
-            initial_logprobs=self.initial_logprobs,
-            history=self.history,
-            size_bytes=self.layout.total_bytes,
-            skipped=self.skipped,
-        )
+        return replace(self.template, transport=transport, details=details)
 
-    def slot_details(self) -> dict[str, Any]:
-        """The details of an order to read the slot itself."""
-        return {**self.plan(), "slot": self.slot.describe()}
-
-    def plan(self) -> dict[str, Any]:
-        """The details of every order: what the slot holds, where, and with which checksums."""
-        return {"layout": self.layout.to_plain(), "checksums": list(self.checksums)}
+    def details(self, **place: Any) -> dict[str, Any]:
+        """The details of an order: where the slot is, what it holds, and with which checksums."""
+        return {"layout": self.layout.to_plain(), "checksums": list(self.checksums), **place}
 
 
 @dataclass(slots=True, eq=False)
@@ -249,25 +230,19 @@ def _export(buffer: Tensor) -> list[Any]:
     ]
 
 
-class _Mappings:
-    """GPU memory of one learner, mapped once for each of its slots.
-
-    A mapping keeps the memory of a learner that has ended, so a new learner's process id drops all of them.
-    """
-
-    learner: str = ""
-    buffers: ClassVar[dict[bytes, Tensor]] = {}
+# GPU memory of one learner, by handle: each of its slots is mapped once. A mapping keeps the memory of a
+# learner that has ended, so a new learner's process id drops all of them.
+_mappings: dict[str, dict[bytes, Tensor]] = {}
 
 
 def _mapped(exported: list[Any], device: int | None, learner: str) -> Tensor:
     """The tensor that `_export` describes, in this process's `device`."""
-    if learner != _Mappings.learner:
-        _Mappings.learner = learner
-        _Mappings.buffers.clear()
-    handle = bytes(exported[_HANDLE])
-    if handle not in _Mappings.buffers:
-        _Mappings.buffers[handle] = _import(exported, device)
-    return _Mappings.buffers[handle]
+    if learner not in _mappings:
+        _mappings.clear()
+    buffers, handle = _mappings.setdefault(learner, {}), bytes(exported[_HANDLE])
+    if handle not in buffers:
+        buffers[handle] = _import(exported, device)
+    return buffers[handle]
 
 
 def _import(exported: list[Any], device: int | None) -> Tensor:
