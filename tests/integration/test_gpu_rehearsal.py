@@ -20,6 +20,8 @@ EXPECTED = {
         "slot: of its limit": "rehearsed",
         "disk: of its limit": "rehearsed",
         "tcp: of its limit": "rehearsed",
+        "slot: pinned after kill -9 of the generator that loaded it": "ok",
+        "slot: kill -9 of a generator that loads, another one has the next version after": "rehearsed",
     },
     "generator": {f"{running} running, of vLLM alone": "rehearsed" for running in (64, 256, 1024)},
     "learner": {"gradient norm": "ok", "speed": "noted", "MFU, peak memory against the plan": "absent"},

@@ -1,4 +1,4 @@
-"""The row about weights: a version by each possible transport, and an NCCL sender that is killed."""
+"""The row about weights: a version by each possible transport; a sender and a generator that are killed."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import select
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.launch.gpus import count_gpus
-from asyncrl.preflight.gpu.engine_rows import running
+from asyncrl.preflight.gpu.engine_rows import START_S, running
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted, value_in
 from asyncrl.preflight.gpu.hardware_rows import copy_s
 from asyncrl.weights.base import Failed, Sender, Sent, TensorSpec, UpdateOrder
@@ -33,6 +33,7 @@ TIMES = 4  # updates by each transport; the first one, which opens connections, 
 LEAST_RATIO = 0.85  # of the rate of a bare copy or broadcast
 DEADLINE_S = 30.0
 MOST_BACK_S = 2 * DEADLINE_S  # after a death: a deadline, and an update
+TRIES = 20  # a small model may be loaded before the kill
 
 
 @dataclass(slots=True)
@@ -98,11 +99,9 @@ class _Learner:
 
 
 def weights(place: Place) -> Iterator[Figure]:
-    """Publish and load versions over each transport, then kill a sender during a transfer."""
+    """Publish and load versions over each transport, then kill a sender and a generator during a transfer."""
     config = load_config(place.directory / "task.yaml")
-    with asyncio.Runner() as runner:
-        opened = running(config)
-        started = runner.run(opened.__aenter__())
+    with asyncio.Runner() as runner, _engine(runner, config) as started:
         learner, staging = _Learner.open(place, config), HostStaging(place.directory)
         try:
             yield noted("version", learner.total_bytes / 1e6, "MB")
@@ -114,10 +113,20 @@ def weights(place: Place) -> Iterator[Figure]:
                 yield _killed(runner, started, learner, staging)
             elif place.on_gpu:
                 yield absent("nccl", "one GPU: NCCL refuses two processes on it")
+            yield from _killed_loading(place, config, runner, started, learner, staging)
         finally:
             learner.publisher.close()
             staging.close()
-            runner.run(opened.__aexit__(None, None, None))
+
+
+@contextlib.contextmanager
+def _engine(runner: asyncio.Runner, config: Config) -> Iterator[VLLMEngine]:
+    opened = running(config)
+    started = runner.run(opened.__aenter__())
+    try:
+        yield started
+    finally:
+        runner.run(opened.__aexit__(None, None, None))
 
 
 def transports(place: Place) -> list[str]:
@@ -211,3 +220,67 @@ def _killed(runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, stagi
         at_most=MOST_BACK_S,
         note=note,
     )
+
+
+def _killed_loading(
+    place: Place,
+    config: Config,
+    runner: asyncio.Runner,
+    engine: VLLMEngine,
+    learner: _Learner,
+    staging: HostStaging,
+) -> Iterator[Figure]:
+    """Kill a generator while it loads from a slot; another one then adopts a new version."""
+
+    async def cut_off(order: UpdateOrder) -> bool:
+        receiving = asyncio.create_task(_update(engine, staging, order))
+        path = order.details["slot"]["path"]
+        was_loading = await asyncio.to_thread(_kill_reader, os.stat(path), receiving.done)
+        with contextlib.suppress(EngineError, TransferError):
+            await receiving
+        return was_loading
+
+    for _ in range(TRIES):
+        learner.publish()
+        order = learner.prepare("slot")
+        learner.sender.transfer()
+        learner.sender.replies()
+        started_s = time.perf_counter()
+        if runner.run(cut_off(order)):
+            break
+    else:
+        raise TransferError(f"slot: none of {TRIES} loads took long enough to be cut off")
+    for _ in range(TIMES):
+        learner.publish()
+    learner.sender.close()  # as the control plane does
+    pinned = learner.publisher.pinned
+    yield judged("slot: pinned after kill -9 of the generator that loaded it", pinned, at_most=0)
+    learner.sender = learner.publisher.open_sender(1)
+    with _engine(runner, config) as other:
+        runner.run(_update(other, staging, learner.prepare("slot")))
+        seconds = time.perf_counter() - started_s
+    name = "slot: kill -9 of a generator that loads, another one has the next version after"
+    yield place.speed(name, seconds, "s", at_most=START_S + MOST_BACK_S)
+
+
+def _kill_reader(file: os.stat_result, is_over: Callable[[], bool]) -> bool:
+    """Kill the process of the engine that has the file open; False if none had before the update was over."""
+    engines = psutil.Process().children(recursive=True)
+    while not is_over():
+        for process in engines:
+            if _has_open(process.pid, file):
+                process.suspend()
+                if _has_open(process.pid, file):  # still: it cannot finish the load now
+                    process.kill()
+                    return True
+                process.resume()
+    return False
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), file):
+                    return True
+    return False
