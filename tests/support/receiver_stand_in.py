@@ -1,7 +1,9 @@
 """A generator's receiving end without a generator."""
 
 import contextlib
+import functools
 import os
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -9,13 +11,19 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
-from asyncrl.weights import layout, stream
+from asyncrl.weights import layout, relay, stream
 from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
 
-staging = HostStaging(Path("/"))
+
+@functools.cache
+def staging(pid):
+    """The staging of this process, which is a host of its own: it fetches every version itself."""
+    directory = Path(tempfile.mkdtemp(prefix=f"asyncrl-host-{pid}-"))
+    with mock.patch.object(relay, "_shared_memory", lambda: directory):
+        return HostStaging(Path("/"))
 
 
 def receive(order, on_bucket=lambda: None):
@@ -26,7 +34,7 @@ def receive(order, on_bucket=lambda: None):
         layout.verify(*args)
 
     with mock.patch.object(stream, "verify", verify), mock.patch.object(arrival, "verify", verify):
-        order = staging.stage(order)
+        order = staging(os.getpid()).stage(order)
     plan = layout.Layout.from_plain(order.details["layout"])
     slot = open_slot(order.details["slot"], plan.total_bytes)
     tensors = [plan.view(slot.buffer, index).clone() for index in range(len(plan.specs))]
@@ -49,4 +57,4 @@ def work(channel):
             except TransferError as error:
                 answer = {"error": str(error)}
             channel.send(answer)
-    staging.close()
+    staging(os.getpid()).close()
