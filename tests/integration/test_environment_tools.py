@@ -5,12 +5,11 @@ import json
 import os
 import signal
 
-import psutil
 import pytest
 
 from asyncrl.environments.base import Answer
 from asyncrl.errors import EngineError, EnvironmentFault
-from tests.support.environments import calls, environment, play
+from tests.support.environments import calls, environment, fork_server, play
 from tests.support.talks import ScriptedTalk
 
 pytestmark = pytest.mark.integration
@@ -272,7 +271,7 @@ def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
     async def scenario():
         async with environment(tmp_path, TOOLS, "add wait", step_s=0.5) as played:
             for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.3), (signal.SIGKILL, 0.0)):
-                [server] = psutil.Process().children()
+                server = fork_server()
                 [worker] = [one for one in server.children() if one.status() != "zombie"]
                 talk = ScriptedTalk([calls(("wait", {"seconds": 0.4})), ""])
                 playing = asyncio.create_task(play(played, talk, prompt=ASK))

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.environments import fork_server
+from asyncrl.environments import fork_server as fork_servers
 from asyncrl.errors import EnvironmentFault
-from tests.support.environments import environment, play
+from tests.support.environments import environment, fork_server, play
 from tests.support.talks import ScriptedTalk
 
 pytestmark = pytest.mark.integration
@@ -274,7 +274,7 @@ def test_what_an_episode_started_is_killed_with_it(tmp_path):
 
 def workers_of(played):
     """(fork server, its workers) of an environment that runs."""
-    [server] = psutil.Process().children()
+    server = fork_server()
     return server, server.children()
 
 
@@ -318,7 +318,7 @@ def test_a_process_that_is_killed_or_stopped_fails_the_episode_by_name(
 
 
 def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
+    monkeypatch.setattr(fork_servers, "FORK_S", 0.5)
 
     async def scenario():
         async with environment(tmp_path, GUESS, "Guess") as played:

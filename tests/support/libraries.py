@@ -10,12 +10,12 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Answer, Outcome, ToolCall
 from asyncrl.environments.environments import Environments
+from tests.support.environments import children
 from tests.support.talks import ScriptedTalk
 
 ROOT = Path(__file__).parents[2]
@@ -75,11 +75,9 @@ def play(
     uses: str, script: Callable | list, row: dict | None = None, *, seed: int = 3, **settings
 ) -> tuple[Outcome, ScriptedTalk]:
     """Play one episode, and see that no process is left."""
-    before = {one.pid for one in psutil.Process().children(recursive=True)}
-    talk = ScriptedTalk(script)
+    before, talk = children(), ScriptedTalk(script)
     [outcome] = asyncio.run(played(uses, (talk, row or {}, seed), **settings))
-    left = [one for one in psutil.Process().children(recursive=True) if one.status() != "zombie"]
-    assert {one.pid for one in left} <= before
+    assert children() <= before
     return outcome, talk
 
 
