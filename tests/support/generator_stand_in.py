@@ -82,9 +82,7 @@ def receive(order, options):
     if order.transport == "slot" and options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1
         raise TransferError("told to fail")
-    total = receiving.receive(order, on_bucket)
-    on_bucket()  # if another generator of this host has verified the slot
-    return total
+    return receiving.receive(order, on_bucket)
 
 
 def work(endpoint, generator_id, options, output):
