@@ -330,7 +330,7 @@ def test_a_class_of_trls_environment_factory_is_played_as_it_stands(tmp_path):
 
     rewards, talk = asyncio.run(run())
     assert rewards == [1.0, 0.0], "the second episode begins at 0 again"
-    assert talk.shown[0][-1]["content"] == "Reach 5 from 0: 2+3?"
+    assert talk.shown[0][-1]["content"] == "2+3?\n\nReach 5 from 0: 2+3?"  # as TRL joins them
     assert [shown[-1]["content"] for shown in talk.shown[1:]] == ["2", "5"]
     [tool] = talk.tools[0]
     assert tool["function"]["name"] == "increment"
