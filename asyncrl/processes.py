@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,14 @@ try:
     os.execv(sys.argv[2], sys.argv[2:])
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
+"""
+
+# Standard input ends with the process that has its other end, however that process ends.
+_END_AFTER_PARENT = """
+import sys
+from asyncrl.processes import end_marked
+sys.stdin.buffer.read()
+end_marked(sys.argv[1])
 """
 
 
@@ -52,6 +60,32 @@ def bound_to_us(command: Sequence[str]) -> list[str]:
     must live as long.
     """
     return [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
+
+
+def ender_of(mark: str) -> list[str]:
+    """Return the command of a process that calls `end_marked` when its standard input, a pipe, ends."""
+    return [sys.executable, "-c", _END_AFTER_PARENT, mark]
+
+
+def end_marked(mark: str) -> None:
+    """Kill all processes that inherited the variable `mark`, a text NAME=VALUE, wherever they have moved.
+
+    It takes `_REAP_S` at most; then the kernel holds what is left.
+    """
+    until_s = time.monotonic() + _REAP_S
+    while (found := list(_marked(mark.encode()))) and time.monotonic() < until_s:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: bytes) -> Iterator[int]:
+    """The processes that have a variable of the environment, without those that have ended."""
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in place.read_bytes().split(b"\0"):
+                yield int(place.parent.name)
 
 
 def die_with_spawner() -> None:

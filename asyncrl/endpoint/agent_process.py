@@ -6,11 +6,11 @@ import json
 import math
 import os
 import resource
+import secrets
 import shutil
 import signal
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault
-from asyncrl.processes import bound_to_us, public_environment
+from asyncrl.processes import bound_to_us, end_marked, ender_of, public_environment
 from asyncrl.workers import Printed, ending
 
 END_S = 5.0  # limit for killed processes to end
 MAX_RESULT_BYTES = 2**20
+GENERATOR = "ASYNCRL_GENERATOR"  # a variable of agents
 
 
 class AgentEnvironment:
@@ -35,12 +36,21 @@ class AgentEnvironment:
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
         self._variables = variables
+        # Inherited by all processes of all agents, which a killed generator cannot end itself.
+        self._generator = secrets.token_hex(16)
+        self._ender: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Begin to serve the model. Raises EnvironmentFault if there is no such program."""
         if shutil.which(self._config.command[0]) is None:
             found = f"environment.command: there is no program {self._config.command[0]}"
             raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
+        self._ender = await asyncio.create_subprocess_exec(
+            *ender_of(f"{GENERATOR}={self._generator}"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a signal to our group is not for it
+        )
         await self.endpoint.start()
 
     async def play(
@@ -68,8 +78,11 @@ class AgentEnvironment:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, and kill what is left of the agents."""
         await self.endpoint.close()
+        if self._ender is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ender.communicate(), END_S)
 
     async def _spawn(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
         """Start the program in a process group of its own. Raises EnvironmentFault."""
@@ -108,6 +121,7 @@ class AgentEnvironment:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
+            GENERATOR: self._generator,
             "ASYNCRL_ROW": json.dumps(given, default=str),
             "ASYNCRL_SEED": str(given["seed"]),
             "ASYNCRL_RESULT": str(directory / "result.json"),
@@ -194,18 +208,4 @@ def end_family(pid: int, key: str) -> None:
     """Kill a process group, and all processes that inherited the key, wherever they have moved."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    mark = f"OPENAI_API_KEY={key}".encode()
-    until_s = time.monotonic() + END_S
-    while (found := list(_marked(mark))) and time.monotonic() < until_s:
-        for one in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _marked(mark: bytes) -> Iterator[int]:
-    """The processes that have a variable of the environment, without those that have ended."""
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in place.read_bytes().split(b"\0"):
-                yield int(place.parent.name)
+    end_marked(f"OPENAI_API_KEY={key}")

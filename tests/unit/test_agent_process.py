@@ -1,6 +1,7 @@
 """Agents that are programs: what they get, how their episode ends, and that none of their processes is left."""
 
 import asyncio
+import multiprocessing
 import sys
 import textwrap
 import time
@@ -190,6 +191,33 @@ def test_no_process_of_an_agent_is_left(tmp_path, ends):
     until_s = time.monotonic() + 10
     while any(is_running(pid) for pid in left) and time.monotonic() < until_s:
         time.sleep(0.01)
+    assert not [pid for pid in left if is_running(pid)]
+
+
+def test_no_process_of_an_agent_is_left_when_its_generator_is_killed(tmp_path):
+    """Neither the agent nor a child that has moved to another session."""
+    pids = tmp_path / "pids"
+    pids.touch()
+    program = f"""
+        if os.fork() == 0:
+            os.setsid()
+        with open({str(pids)!r}, "a") as file:
+            file.write(f"{{os.getpid()}}\\n")
+        time.sleep(120)
+    """
+    generator = multiprocessing.get_context("spawn").Process(
+        target=play, args=(tmp_path, None, program), daemon=True
+    )
+    generator.start()
+    until_s = time.monotonic() + 100
+    while pids.read_text().count("\n") < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    left = [int(line) for line in pids.read_text().split()]
+    assert len(left) == 2 and all(map(is_running, left))
+    generator.kill()
+    until_s = time.monotonic() + 30
+    while any(map(is_running, left)) and time.monotonic() < until_s:
+        time.sleep(0.02)
     assert not [pid for pid in left if is_running(pid)]
 
 
