@@ -167,7 +167,9 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
             f"call OPENAI_BASE_URL or ANTHROPIC_BASE_URL with the key that it gets{printed.note}",
             reason="silent",
         )
-    if status and not cut:
+    # Nothing that an agent does after a spent budget ends like this, and its result may be missing.
+    was_killed = status == -signal.SIGKILL
+    if was_killed or (status and not cut):
         text = f"the command ended ({ending(status)}) after {episode.calls} calls of the model"
         raise EnvironmentFault(f"{text}{printed.note}", reason="died")
     reward, parts = _read_result(result)

@@ -135,6 +135,18 @@ def test_a_spent_budget_ends_the_episode_whatever_the_agent_does_then(tmp_path, 
     assert outcome.finish_reason == reason
 
 
+def test_an_agent_that_was_killed_after_its_budget_was_spent_has_failed(tmp_path):
+    """Its reward may be missing, and would count as 0."""
+    program = """
+        try:
+            ask('x')
+        except Exception:
+            os.kill(os.getpid(), 9)
+    """
+    with pytest.raises(EnvironmentFault, match="SIGKILL"):
+        play(tmp_path, ScriptedTalk(BudgetSpent("turns")), program)
+
+
 def test_an_agent_that_shortens_its_conversation_is_not_cut_off(tmp_path):
     program = """
         try:
