@@ -2,9 +2,10 @@
 NAMES] [--out FILE]`.
 
 NAMES, separated by commas: scenarios of reliability/chaos/faults.py, by default all; `hardening`: all kinds
-of faults in one run; `designs`: other designs under the same faults; `real`: a whole run with a model;
-`pace`: another, with few faults; `real_hangs`: another, whose processes are stopped. What was not run keeps
-its figures in FILE. The exit status is the number of runs that broke a promise.
+of faults in one run; `episodes`: a run with environments and agents; `designs`: other designs under the same
+faults; `real`: a whole run with a model; `pace`: another, with few faults; `real_hangs`: another, whose
+processes are stopped. What was not run keeps its figures in FILE. The exit status is the number of runs that
+broke a promise.
 """
 
 import argparse
@@ -23,18 +24,18 @@ from typing import Any
 from bench.environment import describe
 
 from . import designs
+from .episodes import EPISODES
 from .faults import SCENARIOS, Scenario, strike
 from .hardening import HARDENING
 from .hosts import obstacle
 from .lineage import Verdict
 from .members import Stuck
 from .outcome import outcome, table
-from .world import World
 
 
 def run(scenario: Scenario, seed: int, seconds: float, directory: Path) -> dict[str, Any]:
     """One scenario from start to verdict; a run that does not go on has broken a promise too."""
-    with World(
+    with scenario.world(
         directory, seed, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s
     ) as world:
         started_s = time.monotonic()
@@ -107,7 +108,7 @@ def main() -> int:
 
 
 def _possible(chosen: set[str]) -> Iterator[Scenario]:
-    for scenario in (*SCENARIOS, HARDENING):
+    for scenario in (*SCENARIOS, HARDENING, EPISODES):
         if scenario.name in chosen:
             if scenario.is_spread and (reason := obstacle()):
                 say(f"{scenario.name} is left out: {reason}")

@@ -35,6 +35,9 @@ INJECTED = (
         "a generator or the learner stopped and woken; a second learner",
         ("pause_", "usurp", "second_learner"),
     ),
+    Attack(
+        "a worker or fork server of an environment, or an agent, killed or stopped", ("kill of ", "stop of ")
+    ),
     Attack("a process stopped and never woken, of each kind, of pairs, all at once", (HANG,)),
     Attack(f"an authentic frame that lies or cannot be decoded, {len(GROUPS) + 1} kinds", (POISON,)),
     Attack("a prompt that kills each generator that samples it", ("deadly ticket",)),
@@ -74,7 +77,9 @@ def _struck(run: Run) -> Counter[str]:
 
 def attacks(found: Mapping[str, Any]) -> Iterator[str]:
     """Every family of attacks in one row, over all campaigns with and without a model."""
-    runs = [run for part in ("volume", "hangs", "hardening") for run in _runs(found.get(part, {}))]
+    runs = [
+        run for part in ("volume", "hangs", "episodes", "hardening") for run in _runs(found.get(part, {}))
+    ]
     hardening = _runs(found.get("hardening", {}))
     yield (
         "| attack | injected | lost | trained twice | runs that needed a person | longest time without a "
@@ -203,6 +208,36 @@ def hardening(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _poison(runs)
     yield ""
     yield from _files(struck)
+
+
+EPISODES = {
+    "generator": ("kill_generator", "pause_generator"),
+    "worker, which runs the user's code": ("kill of worker", "stop of worker"),
+    "fork server of the workers": ("kill of fork server", "stop of fork server"),
+    "agent, `environment.command`": ("kill of agent", "stop of agent"),
+}
+"""Process: kinds of fault that killed and that stopped it."""
+
+
+def episodes(found: Mapping[str, Any]) -> Iterator[str]:
+    """Runs with environments: what struck how often, and what became of the episodes."""
+    runs = _runs(found)
+    struck: Counter[str] = sum((_struck(run) for run in runs), Counter())
+    yield "| process | killed | stopped |"
+    yield "|---|---|---|"
+    for process, (killed, stopped) in EPISODES.items():
+        yield f"| {process} | {struck[killed]} | {struck[stopped]} |"
+    yield ""
+    figures: Counter[str] = Counter()
+    for run in runs:
+        figures.update({name: int(value) for name, value in run["found"].items() if name != "pause_s"})
+    yield (
+        f"{_sum(runs, 'groups'):,} groups with {figures['episodes']:,} episodes in {_sum(runs, 'steps'):,} "
+        f"steps: {_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} trained twice, "
+        f"{sum(len(run['wrong']) for run in runs)} broken promises. {figures['replays']:,} episodes were "
+        f"played again, {figures['late']} tool calls were observed to be late, {figures['dead']} tickets "
+        f"failed in all attempts. Longest time without a step: {max(run['found']['pause_s'] for run in runs)} s."
+    )
 
 
 def _row_of(kind: str) -> str:

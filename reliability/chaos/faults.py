@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from .roles import RUN
 from .world import START_S, World
 
-Fault = Callable[[World, random.Random], None]
+Fault = Callable[[Any, random.Random], None]
 
 
 def note(world: World, kind: str, **expected: Any) -> None:
@@ -202,6 +202,8 @@ class Scenario:
     """Silence after which a process is replaced. Finite: each fault strikes once before any strikes again."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
+    world: type[World] = World
+    """The run that is struck."""
 
 
 _PROCESSES = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}

@@ -64,6 +64,7 @@ def outcome(world: World, scenario: Scenario, seconds: float, verdict: Verdict) 
         "hangs": hangs(world),
         "poisoned": poisoned,
         "pauses_s": pauses(world) if max(scenario.at_once) > 1 else {},
+        "found": world.found(),
         "recoveries_s": recoveries(world) if scenario.calm else {},
     }
 

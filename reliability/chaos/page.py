@@ -16,6 +16,7 @@ REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "attacks": attacks.attacks,
     "hardening": attacks.hardening,
+    "episodes": attacks.episodes,
     "volume": lambda found: outcome.table(found["runs"]),
     "designs": lambda found: designs.table(found["runs"]),
     "real": tables.real,

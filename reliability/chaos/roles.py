@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine
-from asyncrl.engine.sampler import Sampler
+from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.errors import CheckpointError, RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART, run_role
@@ -160,14 +161,31 @@ async def _engine(place: Place, seed: int) -> FakeEngine:
 
 
 async def _generate(place: Place, name: str, seed: int) -> None:
-    engine, incarnation = await _engine(place, seed), uuid.uuid4().hex[:12]
+    engine = await _engine(place, seed)
+    sampler = Sampler(engine, Rewards(), lambda ids: "x" * len(ids), name)
+    spec = SamplingSpec(temperature=1.0, max_response_tokens=8)
+    await generate(place, name, engine, sampler, partial(_prompt, place), spec)
+
+
+async def generate(
+    place: Place,
+    name: str,
+    engine: FakeEngine,
+    sampler: GroupSampler,
+    prompt: Callable[[int], Prompt],
+    spec: SamplingSpec,
+    *,
+    max_running: int = 12,
+) -> None:
+    """Run the shipped generator until the run is over."""
+    incarnation = uuid.uuid4().hex[:12]
     buffer = WatchedBuffer(place.connect(), RUN, RULES)
     buffer.lines = Lines(place.directory / f"put-{name}-{incarnation}.txt")
     lane = Lane(
         name="train",
         buffer=buffer,
-        prompt=lambda ticket_id: _prompt(place, ticket_id),
-        spec=SamplingSpec(temperature=1.0, max_response_tokens=8),
+        prompt=prompt,
+        spec=spec,
         limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
         minimum_version=lambda ticket: ticket.minimum_version,
     )
@@ -182,12 +200,12 @@ async def _generate(place: Place, name: str, seed: int) -> None:
     await Generator(
         engine=engine,
         lanes=[lane],
-        sampler=Sampler(engine, Rewards(), lambda ids: "x" * len(ids), name),
+        sampler=sampler,
         staging=Nowhere(),
         control=control,
         tracker=Nowhere(),
         settings=GeneratorSettings(
-            max_running=12,
+            max_running=max_running,
             lease_s=RULES.lease_s,
             heartbeat_s=CONTROL.heartbeat_s,
             probe_limit=1e-3,

@@ -55,6 +55,8 @@ class World:
     """Every role has a host of its own: TCP, CURVE and store users instead of socket files and proxies."""
     learner_role: Callable[..., None] = roles.learner
     generator_role: Callable[..., None] = roles.generator
+    preload: str = "reliability.chaos.roles"
+    """Module that has the roles; the processes are forks of one that has imported it."""
     struck: Counter[str] = field(default_factory=Counter)
     """Faults by kind."""
     recoveries: dict[str, list[tuple[float, dict[str, Any]]]] = field(
@@ -94,7 +96,7 @@ class World:
     def __enter__(self) -> "World":
         self.directory.mkdir(parents=True)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["reliability.chaos.roles"])
+        self._context.set_forkserver_preload([self.preload])
         self.disk = Disk(self.directory / "store", self.directory)
         if self.is_spread:
             self.hosts = Hosts()
@@ -409,6 +411,10 @@ class World:
             yield RedisBuffer(connection, RUN, RULES)
         finally:
             connection.close()
+
+    def found(self) -> dict[str, float]:
+        """Figures of a kind of run."""
+        return {}
 
     def audit(self) -> Audit | StoreError:
         """The store's, or why there is none."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reliability.chaos.episodes import EPISODES
 from reliability.chaos.faults import SCENARIOS, Scenario, strike, wipe
 from reliability.chaos.hardening import DEADLY, FILES, HARDENING, POISON
 from reliability.chaos.helpers import marked
@@ -55,6 +56,17 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
     assert {"untrainable", "discarded_lineage"} <= {
         reason for reasons in found.values() for reason in reasons
     }
+
+
+@pytest.mark.slow
+def test_no_fault_of_an_environment_scores_an_episode_or_leaves_a_process(tmp_path: Path) -> None:
+    """`python -m reliability.chaos --only episodes` does it hundreds of times."""
+    with EPISODES.world(tmp_path / "run", SEED) as world:
+        world.start()
+        strike(world, EPISODES, SEED, 15.0, most=25)
+        verdict = world.finish()
+    assert verdict.is_good, verdict
+    assert sum(world.struck.values()) > 10 and world.found()["replays"] > 0
 
 
 def test_of_two_learners_without_a_common_lock_one_goes_on_also_where_the_store_was_wiped(

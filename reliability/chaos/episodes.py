@@ -1,0 +1,154 @@
+"""The scenario `episodes`: generators, environment workers, fork servers and agents are killed and stopped.
+
+Three more promises are checked beside those of every scenario: an episode that a fault cut is never scored, no
+process of a generator outlives it, and the steps never stand still for long.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import episode_roles, faults, game
+from .episode_roles import MARK
+from .faults import Scenario, note
+from .lineage import Verdict
+from .world import START_S, World
+
+END_S = 10.0
+"""Longest time from the death of a generator to the end of everything that it started."""
+SLEEPS_S = {"agent": (0.2, 3.0), "fork server": (2.5, 6.0)}
+"""Shortest and longest stop. An agent may take what time it likes; a fork server is killed after 2 s, by the
+first episode that needs it, and ends by itself if its generator has died."""
+PAUSE_S = 120.0
+"""Longest time without a step, also where other work takes the processors."""
+
+
+@dataclass(slots=True)
+class EpisodeWorld(World):
+    """A run whose generators have environments."""
+
+    learner_role: Callable[..., None] = episode_roles.learner
+    generator_role: Callable[..., None] = episode_roles.generator
+    preload: str = "reliability.chaos.episode_roles"
+    asleep: list[tuple[float, psutil.Process]] = field(default_factory=list)
+    """Stopped processes, and when each goes on."""
+
+    def __exit__(self, *error: object) -> None:
+        World.__exit__(self, *error)
+        for pid in marked(f"{MARK}={self.directory}:"):  # stopped, after a run that did not go on
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def tend(self) -> None:
+        World.tend(self)
+        for one in [one for one in self.asleep if one[0] <= time.monotonic()]:
+            self.asleep.remove(one)
+            with suppress(psutil.NoSuchProcess):
+                one[1].resume()
+
+    def settle(self) -> None:
+        World.settle(self)
+        self.bury("")
+
+    def bury(self, generator: object) -> None:
+        """Wait until nothing is left of a generator, or with "" of all. Raises Stuck."""
+        mark = f"{MARK}={self.directory}:{generator}"
+        self.wait(lambda: not marked(mark), END_S, f"end of all processes of generator {generator}")
+
+    def _judge(self) -> Verdict:
+        verdict = World._judge(self)
+        wrong = [text for event in self._episodes() for text in event["wrong"]]
+        pause_s = self.found()["pause_s"]
+        wrong += [f"{pause_s} s without a step"] * (pause_s > PAUSE_S)
+        return replace(verdict, wrong=(*verdict.wrong, *wrong))
+
+    def found(self) -> dict[str, float]:
+        """Episodes, replays after a fault, late tools, dead groups, and the longest time without a step."""
+        names = ("episodes", "replays", "late", "dead")
+        steps = [event["at_s"] for event in self.events() if event["event"] == "step"]
+        pauses = [after - before for before, after in pairwise(steps)]
+        counts = {name: sum(event[name] for event in self._episodes()) for name in names}
+        return {**counts, "pause_s": round(max(pauses, default=0.0), 2)}
+
+    def _episodes(self) -> list[dict[str, Any]]:
+        """What the learner found in the episodes of each step."""
+        return [event for event in self.events() if event["event"] == "episodes"]
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that inherited a variable, or with an open end one that begins like it."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            variables = place.read_text(errors="replace").split("\0")
+            if any(one.startswith(mark) if mark.endswith(":") else one == mark for one in variables):
+                found.append(int(place.parent.name))
+    return found
+
+
+def processes(world: World, kind: str) -> list[psutil.Process]:
+    """Of all generators that are awake: `agent`, `fork server`, or `worker`, which plays or runs tools."""
+    children = [child for pid in world.pids("generator") for child in _children(psutil.Process(pid))]
+    if kind == "agent":
+        return [one for one in children if game.__file__ in _words(one)]
+    servers = [one for one in children if "episode_worker" in " ".join(_words(one))]
+    return servers if kind == "fork server" else [child for one in servers for child in _children(one)]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children()
+    return []
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def hurt(kind: str, number: signal.Signals, world: EpisodeWorld, draw: random.Random) -> None:
+    """Kill or stop one process of a kind. A stopped worker never goes on."""
+    found: list[psutil.Process] = []
+    while not found:
+        world.wait(lambda: bool(processes(world, kind)), START_S, kind)
+        found = processes(world, kind)
+    struck = draw.choice(sorted(found, key=lambda one: one.pid))
+    with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+        struck.send_signal(number)
+        note(world, f"{'stop' if number == signal.SIGSTOP else 'kill'} of {kind}")
+    if number == signal.SIGSTOP and kind in SLEEPS_S:
+        world.asleep.append((time.monotonic() + draw.uniform(*SLEEPS_S[kind]), struck))
+
+
+def kill_generator(world: EpisodeWorld, draw: random.Random) -> None:
+    """And wait for the end of all that it had started."""
+    name = f"g{draw.randrange(world.generators)}"
+    pid = world.members[name].pid
+    world.kill(name)
+    note(world, "kill_generator", held=[])
+    world.bury(pid)
+
+
+EPISODES = Scenario(
+    name="episodes",
+    faults={kill_generator: 1.0, faults.pause_generator: 1.0}
+    | {
+        partial(hurt, kind, number): 1.0
+        for kind in ("worker", "fork server", "agent")
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+    },
+    gap_s=0.4,
+    share=1.0,
+    world=EpisodeWorld,
+)
