@@ -61,8 +61,9 @@ class AgentEnvironment:
         The episode fails if a call failed and the program went on, if it called nothing, or if its status is
         not 0; but not if a budget was spent.
         """
+        # Not in a thread: a cancelled wait for it would leave the directory.
+        directory = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         open_episode = self.endpoint.open(talk)
-        directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="asyncrl-agent-"))
         program = None
         try:
             # A row that names its seed is a task made from it.
@@ -98,8 +99,10 @@ class AgentEnvironment:
                 env=self._environment(episode.key, given, directory),
                 start_new_session=True,
             )
-        except OSError as error:
+        except BaseException as error:
             os.close(output)
+            if not isinstance(error, OSError):
+                raise
             text = f"environment.command {name}: the process cannot be started ({error})"
             raise EnvironmentFault(text, reason="start") from error
         finally:
@@ -185,13 +188,14 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
 def _read_result(path: Path) -> tuple[float | None, dict[str, float]]:
     """The reward and its parts that the program wrote; None if it wrote none. Raises EnvironmentFault."""
     try:
-        with path.open("rb") as file:
+        # An open of a named pipe would wait for a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             value = json.loads(file.read(MAX_RESULT_BYTES))
         given = value if isinstance(value, dict) else {"reward": value}
         parts = {str(name): _number(one) for name, one in given.items()}
     except FileNotFoundError:
         return None, {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise EnvironmentFault(
             f"the file of ASYNCRL_RESULT cannot be used ({error}); allowed is JSON: a finite number, or an "
             "object of finite numbers, whose sum is the reward",

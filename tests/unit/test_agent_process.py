@@ -3,9 +3,11 @@
 import asyncio
 import multiprocessing
 import sys
+import tempfile
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from asyncrl.algo.trainable import GroupLimits
@@ -108,6 +110,8 @@ FAULTS = {
             ask('x')
     """,
     "the file of ASYNCRL_RESULT cannot be used": "ask('x'); result('great')",
+    "int too large to convert to float": "ask('x'); result(10**400)",
+    "ASYNCRL_RESULT cannot be used .Expecting value": "ask('x'); os.mkfifo(os.environ['ASYNCRL_RESULT'])",
     "found nan": "ask('x'); result(float('nan'))",
 }
 
@@ -116,6 +120,28 @@ FAULTS = {
 def test_a_failure_is_a_fault_and_never_a_score(tmp_path, message):
     with pytest.raises(EnvironmentFault, match=message):
         play(tmp_path, ScriptedTalk(TEXT), FAULTS[message])
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_an_episode_that_is_cancelled_at_its_start_leaves_nothing(tmp_path, monkeypatch, step):
+    """Neither a key, a directory nor a descriptor."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def run():
+        environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, "-c", "input()")))
+        await environment.start()
+        files = psutil.Process().num_fds()
+        playing = asyncio.ensure_future(environment.play(ScriptedTalk(), {}, prompt="", seed=0, episode=0))
+        for _ in range(step):
+            await asyncio.sleep(0)
+        playing.cancel()
+        await asyncio.wait({playing})
+        keys = dict(environment.endpoint.episodes._open)
+        assert not keys and psutil.Process().num_fds() <= files
+        await environment.close()
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_engine_is_a_fault_even_if_the_agent_goes_on(tmp_path):
