@@ -44,7 +44,9 @@ class Environments:
             self._shared = ToolPool(self._server, self._config.workers, self._config.step_s)
             await self._shared.start()
         elif self.description["kind"] == "rollout":
-            limits = {"step_s": self._config.step_s, "episode_s": self._config.episode_s}
+            # The last turn ends after `episode_s`, and then the rollout may still score.
+            step_s = self._config.step_s
+            limits = {"step_s": step_s, "episode_s": self._config.episode_s + step_s}
             self._shared = Rollouts(self._server, self._config.workers, **limits)
 
     async def play(

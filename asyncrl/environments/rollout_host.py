@@ -19,6 +19,7 @@ from asyncrl.environments.player import described
 from asyncrl.environments.user_code import describe_tool
 
 READ_BYTES = 1 << 18
+_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
 
 
 class Session:
@@ -38,7 +39,11 @@ class Session:
         """Return the model's answer to a conversation. `tools` are functions or JSON schemas.
 
         Raises BudgetSpent if no turn is left. A rollout may let it pass; then the episode has no reward.
+        Raises TypeError for a tool that is neither.
         """
+        for tool in tools:
+            if isinstance(tool, Mapping) and "function" not in tool:
+                raise TypeError(f"found the tool {tool!r:.80}; as a schema it is {_SCHEMA}")
         offered = [tool if isinstance(tool, Mapping) else describe_tool(tool) for tool in tools]
         return await self._host.ask({"messages": list(messages), "tools": offered, "episode": self._number})
 

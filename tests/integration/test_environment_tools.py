@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from asyncrl.environments.base import Answer
+from asyncrl.environments.base import Answer, BudgetSpent
 from asyncrl.errors import EngineError, EnvironmentFault
 from tests.support.environments import calls, environment, fork_server, play
 from tests.support.talks import ScriptedTalk
@@ -140,6 +140,7 @@ def add(a: int, b: int) -> int:
 async def rollout(session, prompt, how="sum", **columns):
     if how == "silent": return 1.0
     messages = list(prompt)
+    if how == "schema": await session.chat(messages, tools=[{"name": "add"}])
     while True:
         answer = await session.chat(messages, tools=[add])
         messages.append(answer.message)
@@ -165,6 +166,14 @@ async def counting(session):
     """Goes on until the budget is spent."""
     while True:
         await session.complete("on")
+
+async def scoring(session):
+    """Scores what it has when its time is up."""
+    try:
+        while True: await session.complete("on")
+    except Exception:
+        await asyncio.sleep(0.1)
+        return 0.5
 
 async def places(session, seed):
     await session.complete(f"{seed} {session.seed} {session.episode}")
@@ -398,6 +407,7 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
     ("how", "reason", "says"),
     [
         ("raise", "raised", r"the rollout raised KeyError: 'lost' \(.*mine.py:\d+\)"),
+        ("schema", "raised", "TypeError: found the tool {'name': 'add'}; as a schema it is "),
         ("silent", "silent", "nothing was sampled"),
         ("nan", "returned", "must be finite"),
         ("object", "raised", "returned a value of type object"),
@@ -413,8 +423,24 @@ def test_a_rollout_that_fails_is_a_fault(tmp_path, how, reason, says):
 
 
 def test_a_rollout_that_takes_too_long_is_cut_off_and_not_a_fault(tmp_path):
-    end = run_rollout(tmp_path, "sleep", episode_s=1.0)
+    end = run_rollout(tmp_path, "sleep", episode_s=1.0, step_s=1.0)
     assert (end.finish_reason, end.reward) == ("time", None)
+
+
+def test_a_rollout_may_score_when_the_time_of_its_turns_is_up(tmp_path):
+    class Late(ScriptedTalk):
+        async def complete(self, text):
+            if self.shown:
+                await asyncio.sleep(0.5)
+                raise BudgetSpent("time")
+            return await super().complete(text)
+
+    async def scenario():
+        async with environment(tmp_path, ROLLOUTS, "scoring", episode_s=0.5) as played:
+            return await play(played, Late(["on"]))
+
+    end = asyncio.run(scenario())
+    assert (end.finish_reason, end.reward) == ("time", 0.5)
 
 
 def test_a_loop_that_hangs_costs_the_other_episodes_a_fault_and_not_their_lives(tmp_path):
