@@ -8,6 +8,9 @@ from asyncrl.environments.base import Answer, Message, Opening, Talk, ToolCall
 from asyncrl.environments.returned import Observation
 from asyncrl.errors import EnvironmentFault
 
+# What `loops` counts where there are tools.
+TOOL_COUNTS = ("tools/calls", "tools/invalid", "tools/late", "tools/raised")
+
 
 class Conversation:
     """Messages for a model with a chat template, text for one without; the prompt says which."""
@@ -18,8 +21,8 @@ class Conversation:
         self._text = opening if isinstance(opening, str) else None
         self._messages: list[Message] = [] if isinstance(opening, str) else list(opening)
         self.max_characters = max_characters
-        # Numbers for the episode's metrics.
-        self.counts: Counter[str] = Counter()
+        # Numbers for the episode's metrics. A mean over episodes needs the zeros.
+        self.counts: Counter[str] = Counter({"turns": 0, "observations/cut": 0})
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -65,6 +68,7 @@ class Conversation:
                     "the model is shown nothing: the row has no prompt, and `reset` returned no observation"
                 )
                 raise EnvironmentFault(text, reason="returned")
+            self.counts.update(dict.fromkeys(TOOL_COUNTS if tools else (), 0))
             answer = await self._talk.chat(self._messages, tools=tools)
             self._messages = [*self._messages, answer.message]
         self.counts["turns"] += 1

@@ -9,12 +9,13 @@ import numpy as np
 
 from asyncrl.session.base import Message, Renderer, Request, Turn
 from asyncrl.session.chat_messages import Breaker, key_after, keys_of
-from asyncrl.session.delta import RENDERED, STABLE, delta
+from asyncrl.session.delta import KEPT, RENDERED, SHORT, STABLE, delta
 from asyncrl.session.sequences import sequences_of
 from asyncrl.types import Rollout
 
 _ROOT = "roots"  # a request that continues no recorded turn
 _TEXT = "text"  # plain text behind all that is there
+_RULES = (_ROOT, STABLE, SHORT, KEPT, RENDERED)
 
 
 class Session:
@@ -149,6 +150,8 @@ class Session:
         return RENDERED, whole
 
     def _count(self, request: Request, turn: Turn) -> None:
+        rules = _RULES if request.key else (_TEXT,)
+        self._counts.update(dict.fromkeys((*rules, "branches"), 0))  # a mean over episodes needs the zeros
         self._counts[request.rule] += 1
         self._counts["broken_specials"] += request.broken_specials
         self._counts["untrained"] += not turn.is_trained

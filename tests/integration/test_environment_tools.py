@@ -193,7 +193,8 @@ def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_ca
 
     outcome, talk, late = asyncio.run(scenario())
     assert (outcome.finish_reason, outcome.reward) == ("stop", None)
-    assert outcome.metrics == {"turns": 2.0, "tools/calls": 2.0}
+    zeros = dict.fromkeys(("tools/invalid", "tools/late", "tools/raised", "observations/cut"), 0.0)
+    assert outcome.metrics == {"turns": 2.0, "tools/calls": 2.0, **zeros}, "means over episodes need zeros"
     assert [one["function"]["name"] for one in talk.tools[0]] == ["add", "table", "wait"]
     first, second = talk.shown
     assert first == ASK and second[:2] == [

@@ -172,7 +172,10 @@ def test_conversations_of_one_episode_are_its_sequences_and_have_its_reward():
     group = group_of(made)
     assert group.episode_of.tolist() == [0, 1, 1, 1, 2] and group.episodes == 3
     assert [one.reward for one in group.rollouts] == [0, 1, 1, 1, 2]
-    assert group.episode_metrics["chat/branches"].tolist()[1] == 1
+    # Means over episodes need the zeros.
+    assert group.episode_metrics["chat/branches"].tolist() == [0, 1, 0]
+    assert group.episode_metrics["chat/roots"].tolist() == [1, 2, 1]
+    assert group.episode_metrics["chat/rendered"].tolist() == [0, 0, 0]
     assert trainable(group, LIMITS) is None
 
 
