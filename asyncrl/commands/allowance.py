@@ -15,6 +15,8 @@ from asyncrl.config.schema import Config
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import RunError
 
+GAMES = "asyncrl.quickstart.games"  # of the shipped configs
+
 
 class Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
@@ -47,8 +49,8 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Wish]:
     for name in (environment.uses,) if isinstance(environment.uses, str) else environment.uses:
         if name.partition(":")[0] in ADAPTERS:  # the rest of the name may be a command, or name a module
             yield Wish("environment.uses", name)
-        elif not name.startswith("asyncrl.") and name not in TOOLS:  # the games of the shipped configs
-            yield Wish("environment.uses", name.rpartition(":")[0])
+        elif name not in TOOLS and (place := name.rpartition(":")[0]) != GAMES:
+            yield Wish("environment.uses", place)
     if environment.command:
         yield Wish("environment.command", f"command:{shlex.join(environment.command)}")
     if environment.python:

@@ -127,6 +127,14 @@ def test_a_config_without_code_needs_no_consent():
     assert list(wishes(config())) == []
 
 
+def test_of_our_own_modules_only_the_games_need_no_consent():
+    """A path that begins like our package is another's file."""
+    assert list(wishes(config(environment={"uses": "asyncrl.quickstart.games:Guess"}))) == []
+    for place in ("asyncrl.egg-info/../evil.py", "asyncrl.plugins"):
+        wanted = config(environment={"uses": f"{place}:f"})
+        assert [wish.text for wish in wishes(wanted)] == [place]
+
+
 def test_the_stores_operator_runs_nothing_here(server, record, host):
     """He forges the record with all that he knows; the owner of the host has even allowed the file."""
     wanted = config(**ATTACKS["evil.py"])
