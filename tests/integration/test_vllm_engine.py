@@ -5,16 +5,24 @@ import asyncio
 import re
 import shutil
 import signal
+import sys
 import threading
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.endpoint.agent_process import AgentEnvironment
+from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.episodes import EpisodeSampler
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
+from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.types import Prompt
 from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     STAGING,
@@ -101,6 +109,47 @@ def test_score_is_at_temperature_one(world):
     runner, engine, model = world
     ids = [1, *range(300, 331)]
     np.testing.assert_allclose(runner.run(engine.score(ids)), logprobs_of(model, ids), atol=1e-4)
+
+
+AGENT = """
+from openai import OpenAI
+client, text = OpenAI(), "Once upon a time"
+for _ in range(2):
+    answer = client.completions.create(model="any", prompt=text, max_tokens=20).choices[0].text
+    text += answer + " Then she said"
+"""
+
+
+@tied
+@pytest.mark.slow
+def test_an_episode_of_a_program_with_the_package_openai_has_the_models_logprobs(world, tmp_path):
+    """Engine, session, endpoint, HTTP, client: the second turn was sampled behind the ids of the first."""
+    runner, engine, model = world
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = EnvironmentConfig(command=(sys.executable, str(tmp_path / "agent.py")))
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    renderer = TemplateRenderer(tokenizer)
+
+    async def played():
+        environment = AgentEnvironment(config)
+        await environment.start()
+        try:
+            sampler = EpisodeSampler(
+                engine, None, environment, config, renderer=renderer, read=AnswerReader(tokenizer, renderer).read,
+                max_prompt_tokens=100, generator_id="g", seed=0,
+            )  # fmt: skip
+            return await sampler.play(Prompt(token_ids=(), text="", row={}), SPEC, seed=0, episode=0)
+        finally:
+            await environment.close()
+
+    (rollout,) = runner.run(played()).rollouts
+    assert rollout.prompt_ids.tolist() == tokenizer("Once upon a time")["input_ids"]
+    assert len(rollout.turns.ends) == 2
+    actions = rollout.action_mask
+    assert tokenizer.decode(rollout.response_ids[~actions]).strip() == "Then she said"
+    ids = [*rollout.prompt_ids, *rollout.response_ids]
+    expected = logprobs_of(model, ids)[len(rollout.prompt_ids) - 1 :]
+    np.testing.assert_allclose(rollout.behaviour_logprobs[actions], expected[actions], atol=1e-4)
 
 
 @tied
