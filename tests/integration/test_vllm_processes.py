@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
 
 @pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])
 def test_a_dead_engine_process_is_an_engine_error_soon(victim):
+    before = set(engine_processes())  # such as the warm sandbox of another test
     with running_engine(STORIES) as (runner, engine):
         processes = [process for process, command in living_children() if victim in command]
         assert processes, "the engine's processes are found by name"
@@ -37,7 +38,7 @@ def test_a_dead_engine_process_is_an_engine_error_soon(victim):
                 await asyncio.wait_for(engine.begin_update(), 15.0)
 
         runner.run(scenario())
-    assert engine_processes() == []
+    assert set(engine_processes()) <= before
 
 
 def living_children():
