@@ -49,7 +49,6 @@ NOT_TYPED = {
     "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without "
     "containers",
     "environments/bin/pip": "network; tests/integration/test_adapters.py installs the library by pip",
-    "python3 -m venv": "says nothing: tests/integration/test_adapters.py makes such an environment",
     "git": "network",
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
