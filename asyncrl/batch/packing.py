@@ -25,9 +25,8 @@ class TrainSample:
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lag: NDArray[np.int64]
-    episode_tokens: int | None = (
-        None  # kept tokens of its episode, if a minibatch has an episode of several sequences
-    )
+    # Kept tokens of its episode; None if each episode of the minibatch is one sequence.
+    episode_tokens: int | None = None
     # Further columns under the names of `TokenBatch`, the same names in all sequences of a batch.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
