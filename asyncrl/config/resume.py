@@ -49,6 +49,7 @@ BOUND: dict[str, Bound] = {
     "data.system": _PROMPT,
     "data.split": _TICKET,
     "data.shuffle": _TICKET,
+    "data.curriculum.floor": Bound(REFUSED, "it decides which prompt a ticket means"),
     "algorithm.advantage": Bound(
         REFUSED, "a critic is stored with its optimizer state; both advantages must have one, or neither"
     ),
@@ -64,7 +65,7 @@ FREE: dict[str, str] = {
     "run": "root environment",
     "model": "trust_remote_code tool_parser",
     "data": "eval eval_split",
-    "data.curriculum": "floor solved",
+    "data.curriculum": "solved",
     "reward": "functions timeout_s workers attempts sandbox memory_gib",
     "reward.functions": "function weight name",
     "environment": "uses command python max_turns step_s episode_s replays weight workers memory_gib "
@@ -126,7 +127,8 @@ def resume_findings(
 ) -> Iterator[Mistake]:
     """Find every key of `BOUND` that `values` changes. `weights` is the run's newest model directory."""
     for key, (kind, why) in BOUND.items():
-        old, new = saved[key], values[key]
+        new = values[key]
+        old = saved.get(key, new)  # an earlier release did not record every key
         # Two spellings of one path are the same model.
         if old == new or (
             key == "model.path" and Path(old).exists() and Path(new).exists() and Path(old).samefile(new)

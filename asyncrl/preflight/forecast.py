@@ -148,11 +148,13 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     yield _count(part, "window", config.window_groups, formed)
     formed = "max_lag + ceil((window - 1) / groups)"
     yield _count(part, "oldest group, in steps", config.lag_bound, formed)
-    per_generator = config.generator.max_running // (config.batch.group_size + wants_greedy(config))
+    # A group that is larger than the engine is sampled alone.
+    per_group = config.batch.group_size + wants_greedy(config)
+    per_generator = max(1, config.generator.max_running // per_group)
     count = len(placement.generators) or config.generator.count or 1
     formed = f"generators ({count}) x (max_running / group_size), at most"
     yield _count(part, "groups being sampled", count * per_generator, formed)
-    if config.environment.uses:
+    if config.environment.is_used:
         formed = "groups being sampled / open groups: with less time in the model, engines wait for tickets"
         yield _ratio(part, LEAST_DUTY, count * per_generator / opened, formed)
         formed = "(window - 1) / groups: until then other groups overtake the one that waits for it"
@@ -327,7 +329,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
             f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
             "some wait; raise staleness.max_lag or batch.groups, or lower generator.count or max_running"
         )
-    if config.environment.uses and plan[LONGEST_EPISODE] < 1:
+    if config.environment.is_used and plan[LONGEST_EPISODE] < 1:
         yield (
             f"the learner waits for an episode that lasts longer than {plan[LONGEST_EPISODE]:.2g} steps: for "
             "episodes of k steps set staleness.window_groups to at least batch.groups x k + 1, and "

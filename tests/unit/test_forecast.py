@@ -102,16 +102,15 @@ def test_the_arithmetic_of_a_batch():
     assert plan["store, at most"] == (128 + 2 * 10 * 32) * plan["a group, at most"]
 
 
-def test_episodes_have_a_least_duty_and_a_longest_duration():
+@pytest.mark.parametrize("environment", [{"uses": "play.py:Play"}, {"command": ["python", "agent.py"]}])
+def test_episodes_have_a_least_duty_and_a_longest_duration(environment):
     """L >= E / (d B G) - 1 and W >= B k + 1, with E slots, episodes of duty d and of k steps."""
     settings = {
         "batch": {"groups": 4, "group_size": 8},
         "staleness": {"max_lag": 3, "window_groups": 11},
         "generator": {"count": 2, "max_running": 32},
     }
-    plain, plan = (
-        planned(config_of(**settings, **more)) for more in ({}, {"environment": {"uses": "play.py:Play"}})
-    )
+    plain, plan = (planned(config_of(**settings, **more)) for more in ({}, {"environment": environment}))
     duty, steps = plan["least duty of episodes"], plan["longest episode, in steps"]
     slots, groups, size, lag, window = 2 * 32, 4, 8, 3, 11
     assert (duty, steps) == (0.5, 2.5)
@@ -119,7 +118,7 @@ def test_episodes_have_a_least_duty_and_a_longest_duration():
     assert not any("episode" in line.name for line in plain.lines)
     assert not any("the learner waits for an episode" in warning for warning in plan.warnings)
     narrow = settings | {"staleness": {"max_lag": 3, "window_groups": 4}}
-    warnings = planned(config_of(**narrow, environment={"uses": "play.py:Play"})).warnings
+    warnings = planned(config_of(**narrow, environment=environment)).warnings
     assert any("an episode that lasts longer than 0.75 steps" in warning for warning in warnings)
 
 
@@ -132,6 +131,11 @@ def test_a_group_of_greedy_baselines_takes_one_sequence_more():
         )
     )
     assert plan["groups being sampled"] == 5
+
+
+def test_a_group_that_is_larger_than_the_engine_is_sampled_alone():
+    plan = planned(config_of(batch={"group_size": 16}, generator={"count": 2, "max_running": 8}))
+    assert plan["groups being sampled"] == 2
 
 
 def test_memory_of_float32_on_a_cpu_by_hand():

@@ -199,6 +199,15 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
     assert world.control.events == ["join", "leave"]
 
 
+def test_a_group_that_is_larger_than_the_engine_is_sampled_alone():
+    world = World(max_running=1, greedy=True)
+
+    async def script(world: World) -> None:
+        await world.until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+
+
 def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkeypatch):
     """Six slots: two groups of responses fill them, eight groups of episodes that never sample may be held."""
     world = World(max_lag=9, max_running=2 * G)

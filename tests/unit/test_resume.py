@@ -99,6 +99,7 @@ CHANGES = {
     "data.system": ["data.system=think", "model.chat_template=true"],
     "data.split": ["data.split=test"],
     "data.shuffle": ["data.shuffle=false"],
+    "data.curriculum.floor": ["data.curriculum.floor=0.1"],
     "algorithm.advantage": ["algorithm.advantage=gae"],
     "learner.ranks": ["learner.ranks=2"],
     "learner.zero_stage": ["learner.zero_stage=2"],
@@ -127,6 +128,13 @@ def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_wri
     assert everything_in(directory) == before
     config = load_config(path, ["algorithm.advantage=rloo"])
     refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
+
+
+def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(path):
+    config = load_config(path)
+    saved = read_saved(trained(config, 5))
+    del saved.state["fixed"]["data.curriculum.floor"]
+    refuse_changes(config, RunDirectory(config.run.directory), saved, DataFiles(config.data))
 
 
 def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
