@@ -63,9 +63,10 @@ class Turns:
     ends: NDArray[np.int32]  # the offset in the response behind the turn's last action, increasing
     rewards: NDArray[np.float32] | None = None  # what the environment gave each turn; part of `reward`
     states: NDArray[np.uint64] | None = None  # hash of the state that the turn began in; 0 if it has none
+    order: NDArray[np.int32] | None = None  # sorts the episode's turns by time; None: they lie in time order
 
     def __post_init__(self) -> None:
-        lengths = {len(column) for column in (self.ends, self.rewards, self.states) if column is not None}
+        lengths = {len(one) for one in (self.ends, self.rewards, self.states, self.order) if one is not None}
         if len(lengths) > 1 or (np.diff(self.ends, prepend=0) <= 0).any():
             raise ValueError(
                 f"turns end at {self.ends}, with columns of {lengths} entries; needed are rising ends"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.batch.turn_columns import turn_columns
+from asyncrl.batch.turn_columns import in_time, turn_columns
 from asyncrl.types import Group, Rollout
 
 
 class Estimates(NamedTuple):
     """The rewards of one batch, and what the advantage made of them."""
 
-    rewards: GroupRewards  # after shaping
+    rewards: GroupRewards  # after shaping; tokens in the order of the rollouts
     advantages_T: Tensor
     returns_T: Tensor | None  # the critic's targets; None without a critic
 
@@ -46,18 +46,18 @@ class Estimator:
         if self.penalty is not None:
             kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
             rewards = replace(rewards, token_rewards_T=-kl_coefficient * kl_T)
-        return Estimates(rewards, self.advantage(rewards), self.targets(rewards) if self.targets else None)
+        returns_T = in_time(self.targets, rewards) if self.targets else None
+        return Estimates(rewards, in_time(self.advantage, rewards), returns_T)
 
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         episodes = [episode for group in groups for episode in group.by_episode]
         firsts = [episode[0] for episode in episodes]  # reward and ending are those of the episode
         rollouts = [rollout for episode in episodes for rollout in episode]
-        lengths = [sum(rollout.actions for rollout in episode) for episode in episodes]
-        lengths_S = torch.tensor(lengths)
+        lengths_S = torch.tensor([sum(rollout.actions for rollout in episode) for episode in episodes])
         # Greedy rewards are not shaped. If they are needed, the intake has rejected groups without one.
         greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
         return GroupRewards(
-            rewards_S=torch.tensor(list(map(self._shape, firsts, lengths)), dtype=torch.float32),
+            rewards_S=torch.tensor(list(map(self._shape, firsts, lengths_S.tolist())), dtype=torch.float32),
             group_S=torch.tensor([g for g, group in enumerate(groups) for _ in range(group.episodes)]),
             num_groups=len(groups),
             lengths_S=lengths_S,

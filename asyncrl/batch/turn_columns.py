@@ -3,7 +3,8 @@
 Axes in names:  K turns of the batch that have an action, T action tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from asyncrl.types import Rollout, Turns
 def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False) -> dict[str, Tensor]:
     """Return the columns by name. If no rollout of the batch has turns, return them only with `always`.
 
-    A rollout without turns is one turn. A turn without a reward has 0. States are missing if no turn has one.
+    The turns of an episode are in the order of time. A rollout without turns is one turn. A turn without a
+    reward has 0. States are missing if no turn has one.
     """
     owned = [(episode, rollout) for episode, rollouts in enumerate(episodes) for rollout in rollouts]
     if not always and all(rollout.turns is None for _, rollout in owned):
@@ -28,17 +30,34 @@ def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False)
         first + np.searchsorted(one.ends, np.flatnonzero(rollout.action_mask), side="right")
         for first, one, (_, rollout) in zip(np.cumsum([0, *counts]), turns, owned, strict=False)
     ]
+    episode_K = np.repeat([episode for episode, _ in owned], counts)
+    order_K = np.concatenate([np.zeros(len(one.ends)) if one.order is None else one.order for one in turns])
+    by_time_K = np.lexsort((order_K, episode_K))  # a stable sort
     columns = {
-        "episode_K": np.repeat([episode for episode, _ in owned], counts),
-        "turn_T": np.concatenate(turn_T),
+        "episode_K": episode_K,
+        "turn_T": np.argsort(by_time_K)[np.concatenate(turn_T)],
         "turn_rewards_K": np.concatenate(
             [np.zeros(len(one.ends), np.float32) if one.rewards is None else one.rewards for one in turns]
-        ),
+        )[by_time_K],
     }
     if any(one.states is not None for one in turns):
         states_K = [np.zeros(len(one.ends), np.uint64) if one.states is None else one.states for one in turns]
-        columns["turn_states_K"] = np.concatenate(states_K).view(np.int64)
+        columns["turn_states_K"] = np.concatenate(states_K)[by_time_K].view(np.int64)
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def in_time(estimate: Callable[[GroupRewards], Tensor], rewards: GroupRewards) -> Tensor:
+    """Return [T], `estimate` of each token, which gets the tokens of each episode in the order of time.
+
+    The tokens of `rewards` lie as in the rollouts, one sequence after the other. If an agent and its
+    sub-agents took turns, this is another order.
+    """
+    if rewards.turn_T is None:
+        return estimate(rewards)
+    order_T = torch.argsort(rewards.turn_T, stable=True)
+    columns_T = {one.name: getattr(rewards, one.name) for one in fields(rewards) if one.name.endswith("_T")}
+    ordered = {name: column[order_T] for name, column in columns_T.items() if column is not None}
+    return estimate(replace(rewards, **ordered))[torch.argsort(order_T)]
 
 
 def turn_parts(rewards: GroupRewards) -> Tensor | None:

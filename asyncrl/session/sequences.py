@@ -17,10 +17,11 @@ def sequences_of(turns: Sequence[Turn]) -> tuple[Rollout, ...]:
     """Return the sequences of all leaves, in the order of recording.
 
     A sequence ends with its last action: what follows is context of nothing. A leaf whose turns are all
-    trained elsewhere, or are not trained at all, gives no sequence. Raises DriftError.
+    trained elsewhere, or are not trained at all, gives no sequence. If the turns of two sequences took place
+    in turn, `Turns.order` says when. Raises DriftError.
     """
     done: set[int] = set()
-    sequences = []
+    found: list[tuple[Sequence[Turn], set[int]]] = []
     for leaf in turns:
         if leaf.children:
             continue
@@ -30,12 +31,14 @@ def sequences_of(turns: Sequence[Turn]) -> tuple[Rollout, ...]:
         while path and path[-1].index not in actions:
             path.pop()
         if path:
-            sequences.append(_sequence(path, actions))
+            found.append((path, actions))
         done |= actions
-    return tuple(sequences)
+    order = [turn.index for path, actions in found for turn in path if turn.index in actions]
+    is_mixed = order != sorted(order)
+    return tuple(_sequence(path, actions, is_mixed=is_mixed) for path, actions in found)
 
 
-def _sequence(path: Sequence[Turn], actions: set[int]) -> Rollout:
+def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rollout:
     """The turns of `path` one behind the other; those in `actions` are trained."""
     ids: list[NDArray[np.int32]] = []
     mask: list[NDArray[np.bool_]] = []
@@ -65,19 +68,21 @@ def _sequence(path: Sequence[Turn], actions: set[int]) -> Rollout:
         action_mask=np.concatenate(mask),
         behaviour_logprobs=np.concatenate(logprobs),
         version_spans=_merged(spans),
-        turns=_turns([turn for turn in path if turn.index in actions], ends),
+        turns=_turns([turn for turn in path if turn.index in actions], ends, is_mixed=is_mixed),
     )
 
 
-def _turns(trained: Sequence[Turn], ends: Sequence[int]) -> Turns | None:
-    rewards = states = None
+def _turns(trained: Sequence[Turn], ends: Sequence[int], *, is_mixed: bool) -> Turns | None:
+    rewards = states = order = None
     if any(turn.reward is not None for turn in trained):
         rewards = np.array([turn.reward or 0.0 for turn in trained], dtype=np.float32)
     if any(turn.state is not None for turn in trained):
         states = np.array([turn.state or 0 for turn in trained], dtype=np.uint64)
-    if len(ends) == 1 and rewards is None and states is None:
+    if is_mixed:
+        order = np.array([turn.index for turn in trained], dtype=np.int32)
+    if len(ends) == 1 and rewards is None and states is None and order is None:
         return None
-    return Turns(ends=np.array(ends, dtype=np.int32), rewards=rewards, states=states)
+    return Turns(ends=np.array(ends, dtype=np.int32), rewards=rewards, states=states, order=order)
 
 
 def _merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

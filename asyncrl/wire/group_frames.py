@@ -54,7 +54,10 @@ _OPTIONAL = {
     "turn_ends": "int32",
     "turn_rewards": "float32",
     "turn_states": "uint64",
+    "turn_order": "int32",
 }
+# Columns of `Turns` that only some groups have.
+_OF_TURNS = ("rewards", "states", "order")
 # Numpy's objects, because comparing them is faster than making their names.
 _DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
 _OPTIONAL_DTYPES = {name: DTYPES[kind] for name, kind in _OPTIONAL.items()}
@@ -111,7 +114,7 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
 
 
 def _episode_columns(group: Group) -> dict[str, NDArray[Any]]:
-    """Return the optional columns that the group needs. A turn without a reward has 0, without a state 0."""
+    """Return the optional columns that the group needs. Reward, state or order of a turn without one is 0."""
     turns = [rollout.turns for rollout in group.rollouts]
     columns: dict[str, list[NDArray[Any]]] = {}
     if group.episode_of is not None:
@@ -121,7 +124,7 @@ def _episode_columns(group: Group) -> dict[str, NDArray[Any]]:
     if played := [one for one in turns if one is not None]:
         columns["turns"] = [np.array([NONE if one is None else len(one.ends) for one in turns])]
         columns["turn_ends"] = [one.ends for one in played]
-        for name in ("rewards", "states"):
+        for name in _OF_TURNS:
             given = [getattr(one, name) for one in played]
             if any(column is not None for column in given):
                 columns[f"turn_{name}"] = [
@@ -166,7 +169,7 @@ def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
         names = {name: dtype.name for name, dtype in found.items()}
         raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}, allowed too are {_OPTIONAL}")
     if ("turns" in found) != ("turn_ends" in found) or any(
-        f"turn_{name}" in found and "turns" not in found for name in ("rewards", "states")
+        f"turn_{name}" in found and "turns" not in found for name in _OF_TURNS
     ):
         raise WireError(f"the group has tensors {list(found)}; turns and turn_ends come together")
     _check_counts(arrays)
@@ -247,7 +250,7 @@ def _turns(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Turns | None]
     lengths = arrays["turns"]
     columns = {
         name: _split(arrays[f"turn_{name}"], lengths.clip(min=0), count)
-        for name in ("ends", "rewards", "states")
+        for name in ("ends", *_OF_TURNS)
         if f"turn_{name}" in arrays
     }
     return [

@@ -1,6 +1,7 @@
 """An episode counts once: how its conversation is cut into sequences changes neither advantages nor losses,
 and with one sequence per episode every number is what it was without episodes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -17,7 +18,7 @@ from asyncrl.algo.shaping import soft_overlong
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner
-from asyncrl.batch.turn_columns import turn_columns
+from asyncrl.batch.turn_columns import turn_columns, turn_parts
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.judge import make_judge
 from asyncrl.config import registry
@@ -26,6 +27,7 @@ from asyncrl.report.episode_metrics import episode_metrics
 from asyncrl.report.reports import eval_records
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known
 
 NEEDS = frozenset({"logprobs_T", "values_T", "sum_squared_probs_T", "reference_logprobs_T"})
@@ -209,6 +211,57 @@ def trained(plan: Plan) -> dict[int, tuple[float, ...]]:
     return found
 
 
+@pytest.mark.parametrize("advantage", registry.names("advantage"))
+@pytest.mark.parametrize("seed", range(3))
+def test_two_conversations_that_take_turns_have_the_advantages_of_one(advantage, seed):
+    """An agent and its sub-agent: what matters is when a turn was, not in which sequence it lies."""
+    groups = with_turns(random_groups(seed, tools=True), seed)
+    mixed = [decode_group(encode_group(group)) for group in in_two_conversations(groups, seed)]
+    whole, cut = planned(groups, advantage), planned(mixed, advantage)
+    assert any((np.diff(one.turns.order) > 1).any() for group in mixed for one in group.rollouts)
+    assert trained(cut) == trained(whole)
+    parts = [Counter(turn_parts(plan.rewards).tolist()) for plan in (whole, cut)]
+    assert parts[0] == parts[1], "the first and the last turn, too, are those of the time"
+
+
+def in_two_conversations(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The same episodes, each turn in one of two sequences."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group in groups:
+        rollouts: list[Rollout] = []
+        episode_of = []
+        for index, rollout in enumerate(group.rollouts):
+            is_first = (np.arange(len(rollout.turns.ends)) + rng.integers(2)) % 2 == 0
+            parts = [_turns_of(rollout, chosen) for chosen in (is_first, ~is_first) if chosen.any()]
+            rollouts += parts
+            episode_of += [index] * len(parts)
+        of = np.array(episode_of, dtype=np.int32)
+        found.append(replace(group, rollouts=tuple(rollouts), episode_of=of))
+    return found
+
+
+def _turns_of(rollout: Rollout, chosen: np.ndarray) -> Rollout:
+    """A sequence whose actions are those of the chosen turns."""
+    turns = rollout.turns
+    ends, size = turns.ends[chosen], int(turns.ends[chosen][-1])
+    place = np.searchsorted(turns.ends, np.arange(size), side="right")
+    mask = rollout.action_mask[:size] & chosen[place]
+    return replace(
+        rollout,
+        response_ids=rollout.response_ids[:size],
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:size], np.float32(0.0)),
+        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:size]),
+        turns=Turns(
+            ends=ends,
+            rewards=turns.rewards[chosen],
+            states=turns.states[chosen],
+            order=np.flatnonzero(chosen).astype(np.int32),
+        ),
+    )
+
+
 @pytest.mark.parametrize("name", registry.names("aggregation"))
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_how_an_episode_is_cut_changes_no_loss_whatever_micro_batches_hold(name, minibatches):
@@ -276,6 +329,18 @@ def test_turns_become_columns_in_the_order_of_the_tokens():
     assert turn_columns([[third], [context]]) == {}
     alone = turn_columns([[third], [context]], always=True)
     assert alone["episode_K"].tolist() == alone["turn_T"].tolist() == [0]
+
+
+def test_the_columns_of_turns_are_in_the_order_of_time():
+    """Turns of the times 1, 4 and 9 in the first sequence, 0 and 5 in the second."""
+    batch, sequences = Batch(), []
+    for order in ([1, 4, 9], [0, 5]):
+        rollout, ends = batch.rollout(1.0, [5] * len(order)), np.arange(1, len(order) + 1, dtype=np.int32)
+        rewards, times = np.array(order, np.float32), np.array(order, np.int32)
+        sequences.append(replace(rollout, turns=Turns(ends=ends, rewards=rewards, order=times)))
+    found = turn_columns([[batch.rollout(1.0, [5])], sequences])
+    assert found["turn_rewards_K"].tolist() == [0, 0, 1, 4, 5, 9]
+    assert found["turn_T"].tolist() == [0, 2, 3, 5, 1, 4]
 
 
 def test_a_filter_sees_episodes():

@@ -213,6 +213,29 @@ def test_a_branch_trains_shared_turns_in_the_first_sequence_only():
     assert other.response_ids[:shared].tolist() == one.response_ids[:shared].tolist()
 
 
+def test_sub_agents_that_take_turns_with_the_agent_keep_the_order_of_time():
+    renderer = renderer_of("qwen2_5")
+    session, agent, helper = Session(renderer), [user("agent")], [user("helper")]
+    for messages in (agent, helper, agent, helper):
+        said(session, renderer, messages, "fine")
+        messages.append(user("more"))
+    one, other = session.rollouts()
+    assert (one.turns.order.tolist(), other.turns.order.tolist()) == ([0, 2], [1, 3])
+    said(session, renderer, [user("later")], "fine")
+    *_, last = session.rollouts()
+    assert last.turns.order.tolist() == [4]
+
+
+def test_one_conversation_after_the_other_needs_no_order():
+    renderer = renderer_of("qwen2_5")
+    session = Session(renderer)
+    for name in ("one", "two"):
+        messages = [user(name)]
+        said(session, renderer, messages, "fine")
+        said(session, renderer, [*messages, user("more")], "fine")
+    assert [rollout.turns.order for rollout in session.rollouts()] == [None, None]
+
+
 def test_one_turn_is_the_engines_rollout():
     renderer = renderer_of("qwen2_5")
     session = Session(renderer)

@@ -70,6 +70,7 @@ def turns_within(draw, length):
         ends=np.array(ends, dtype=np.int32),
         rewards=draw(hnp.arrays(np.float32, len(ends), elements=finite)),
         states=draw(hnp.arrays(np.uint64, len(ends))),
+        order=draw(hnp.arrays(np.int32, len(ends))),
     )
 
 
