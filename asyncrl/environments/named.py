@@ -19,6 +19,11 @@ DATASETS = ("reasoning_gym",)
 TOOLS = {"python": python}
 
 
+def is_named(target: str) -> bool:
+    """Return whether a target is a built-in tool or another library's environment."""
+    return target in TOOLS or target.partition(":")[0] in ADAPTERS
+
+
 def load_target(target: str) -> Any:
     """Return a class or a function. Raises ImportError, which says what failed and where."""
     if target in TOOLS:

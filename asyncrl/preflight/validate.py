@@ -18,6 +18,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.reader import PromptReader
+from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.placement import misplaced
@@ -101,9 +102,14 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
         text = f"found no program `{command[0]}`; give its path, or a name on PATH"
         yield Mistake(("environment.command",), text)
     for name in (uses,) if isinstance(uses, str) else uses:
-        if ":" not in name:
-            yield Mistake((key,), f"found `{name}`; allowed is `path.py:Name` or `module:Name`")
+        if is_named(name):
             continue
+        if ":" not in name:
+            allowed = f"`path.py:Name`, `module:Name`, `library:NAME`, {', '.join(TOOLS)}"
+            yield Mistake((key,), f"found `{name}`; allowed is {allowed}")
+            continue
+        if config.environment.python and not name.partition(":")[0].endswith(".py"):
+            continue  # a module of another Python, which finds it or says what it lacks
         try:
             node = _definition(name)
         except Missing as missing:

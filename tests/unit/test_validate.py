@@ -521,9 +521,13 @@ class Steps:
     [
         ("play.py:Steps", None),
         ("play.py:Text", None),  # its base may have `step`
+        ("python", None),
+        ("openenv:http://127.0.0.1:8000", None),
+        ("gem:game:Guess-v0", None),  # the library may be in the environment's own Python
+        ("absent_library:Game", "found no module `absent_library`"),
         ("play.py:Step", "found no `Step` in play.py"),
         ("pley.py:Steps", "did you mean `play.py`?"),
-        ("Steps", "found `Steps`; allowed is `path.py:Name` or `module:Name`"),
+        ("Steps", "found `Steps`; allowed is `path.py:Name`, `module:Name`, `library:NAME`, python"),
         (
             "play.py:Tools",
             "the public methods of `play.py:Tools` are tools, but model.chat_template is false",
@@ -538,6 +542,21 @@ def test_an_environment_must_be_there_and_fit_the_model(uses: str, said: str | N
         return
     (line,) = said_of(GOOD, f"environment.uses={uses}")
     assert "environment.uses" in line and said in line
+
+
+def test_a_built_in_tool_may_stand_beside_ones_own():
+    Path("play.py").write_text(ENVIRONMENT)
+    chat = "model.chat_template=true"  # which this model lacks
+    (line,) = said_of(GOOD, chat, "environment.uses=[play.py:add, python]")
+    assert "environment.uses" not in line
+    assert "found no `sub` in play.py" in str(said_of(GOOD, chat, "environment.uses=[python, play.py:sub]"))
+
+
+def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
+    Path("run.yaml").write_text(GOOD)
+    validated_config(
+        Path("run.yaml"), ["environment.uses=absent_library:Game", "environment.python=envs/bin/python"]
+    )
 
 
 def test_rewards_may_name_what_was_played_only_where_something_is_played():
