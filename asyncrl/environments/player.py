@@ -86,8 +86,8 @@ class Player:
         return self._returned(getattr(self._instance, CLOSE)())
 
     def _ask(self, names: tuple[str, ...]) -> Any:
-        """The value of the first attribute that exists; a method is called."""
-        found = next(getattr(self._instance, name) for name in names if hasattr(self._instance, name))
+        """The value of the first attribute that exists, None without one; a method is called."""
+        found = next((getattr(self._instance, name) for name in names if hasattr(self._instance, name)), None)
         return self._result(found() if callable(found) else found)
 
     def _returned(self, value: Any) -> dict[str, Any]:

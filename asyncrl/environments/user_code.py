@@ -34,7 +34,8 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         "required": [one.name for one in named if is_entered and one.default is one.empty],
         "takes_all": is_entered and any(one.kind is one.VAR_KEYWORD for one in taken),
         "tools": [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
-        "rewards": any(hasattr(first, name) for name in REWARDS),
+        # Classes for TRL often have a reward as an attribute, which `__init__` or a tool sets.
+        "rewards": kind == "tool_class" or any(hasattr(first, name) for name in REWARDS),
         "ends": any(hasattr(first, name) for name in ENDS),
         "closes": inspect.isclass(first) and hasattr(first, CLOSE),
     }

@@ -347,6 +347,24 @@ def test_a_class_of_trls_environment_factory_is_played_as_it_stands(tmp_path):
     assert tool["function"]["parameters"]["properties"]["step"]["type"] == "integer"
 
 
+def test_a_reward_that_only_the_object_has_is_the_reward(tmp_path):
+    """As in the classes of TRL's documentation; an object without one gives none."""
+    by_attribute = FACTORY[: FACTORY.index("    def get_reward")]
+    by_attribute = by_attribute.replace("self.count = 0", "self.count = 0; self.NAME = 0.0")
+    by_attribute = by_attribute.replace(
+        "self.count += step", "self.count += step; self.NAME = self.count / 4"
+    )
+
+    async def run(name):
+        async with environment(tmp_path, by_attribute.replace("NAME", name), "Counter") as played:
+            steps = [calls(("increment", {"step": 2})), calls(("increment", {"step": 1})), "done"]
+            talks = [ScriptedTalk(steps), ScriptedTalk(["done"])]
+            return [(await play(played, talk, {"goal": 5}, prompt=ASK)).reward for talk in talks]
+
+    assert asyncio.run(run("reward")) == [0.75, 0.0]
+    assert asyncio.run(run("gain")) == [None, None]
+
+
 @pytest.mark.parametrize(("name", "reason"), [("late", "hung"), ("die", "died")])
 def test_an_object_that_is_lost_is_a_fault(tmp_path, name, reason):
     async def scenario():

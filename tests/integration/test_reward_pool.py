@@ -409,6 +409,37 @@ def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions)
     run(config(functions, "columns"), scenario)
 
 
+ELSEWHERE = """
+def accuracy_reward(completions, solution, **kwargs):
+    return [float(message["content"] == right) for [message], right in zip(completions, solution)]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["split"] == "train"
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": "x"}
+"""
+
+
+def test_functions_of_trl_and_verl_score_the_rows_that_they_have_there(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(ELSEWHERE)
+    prompt = [{"role": "user", "content": "2+2?"}]
+    verl = {
+        "data_source": "openai/gsm8k", "ability": "math", "extra_info": {"split": "train", "index": 0},
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+    }  # fmt: skip
+
+    async def scenario(pool):
+        row = {"prompt": prompt, "solution": "4"} | verl
+        scores = await pool.score([ask("4", **row), ask("5", **row)])
+        assert [score.parts for score in scores] == [
+            {"accuracy_reward": 1.0, "compute_score": 1.0},
+            {"accuracy_reward": 0.0, "compute_score": 0.0},
+        ]
+        assert [score.answer for score in scores] == ["x", "x"]
+
+    run(config(path, "accuracy_reward", "compute_score"), scenario)
+
+
 def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
