@@ -34,10 +34,11 @@ except OSError as error:
 
 # Standard input ends with the process that has its other end, however that process ends.
 _END_AFTER_PARENT = """
-import sys
+import shutil, sys
 from asyncrl.processes import end_marked
 sys.stdin.buffer.read()
 end_marked(sys.argv[1])
+shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 
 
@@ -62,21 +63,26 @@ def bound_to_us(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
 
 
-def ender_of(mark: str) -> list[str]:
-    """Return the command of a process that calls `end_marked` when its standard input, a pipe, ends."""
-    return [sys.executable, "-c", _END_AFTER_PARENT, mark]
+def ender_of(mark: str, directory: Path) -> list[str]:
+    """Return the command of a process that waits until its standard input, a pipe, ends.
+
+    Then it calls `end_marked`, and removes the directory.
+    """
+    return [sys.executable, "-c", _END_AFTER_PARENT, mark, str(directory)]
 
 
 def end_marked(mark: str) -> None:
     """Kill all processes that inherited the variable `mark`, a text NAME=VALUE, wherever they have moved.
 
-    It takes `_REAP_S` at most; then the kernel holds what is left.
+    If such a process leads a process group, the whole group is killed. It takes `_REAP_S` at most; then the
+    kernel holds what is left.
     """
     until_s = time.monotonic() + _REAP_S
     while (found := list(_marked(mark.encode()))) and time.monotonic() < until_s:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                kill = os.killpg if os.getpgid(pid) == pid else os.kill
+                kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

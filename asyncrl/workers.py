@@ -5,21 +5,27 @@ otherwise. Every wait for the other side has a deadline, and a program that miss
 """
 
 import asyncio
+import contextlib
 import os
+import secrets
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 
-from asyncrl.processes import public_environment, stop_process
+from asyncrl.processes import ender_of, public_environment, stop_process
 
 LENGTH = struct.Struct("<I")
+# Limit for `Scratch.end`.
+END_S = 5.0
 # Output of user code is counted, and only its end is kept, for the error message.
 OUTPUT_TAIL_BYTES = 4096
 
@@ -95,6 +101,34 @@ class Worker:
     def _close(self) -> None:
         self._replies.close()
         self.channel.close()
+
+
+class Scratch:
+    """A temporary directory for processes of user code, and a variable that they inherit.
+
+    A process of ours outlives us, however we end. It kills all processes that have the variable, also stopped
+    ones and those that left their session, and removes the directory.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Make the directory, whose name begins with `prefix`. Raises OSError."""
+        mark = secrets.token_hex(16)
+        self.variables = {"ASYNCRL_GENERATOR": mark}
+        self.directory = Path(tempfile.mkdtemp(prefix=prefix))
+        # Not asyncio's, which kills a process that it is not told to wait for.
+        self._ender = subprocess.Popen(
+            ender_of(f"ASYNCRL_GENERATOR={mark}", self.directory),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to our group is not for it
+        )
+
+    async def end(self) -> None:
+        """Kill the processes and remove the directory, in `END_S` at most."""
+        assert self._ender.stdin is not None
+        self._ender.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._ender.wait, END_S)
 
 
 class Printed:

@@ -22,7 +22,7 @@ class EnvironmentConfig(Part):
     the endpoint of the generator, and ends the episode by exiting."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
-    that of the run."""
+    that of the run. In `command`, the program `python` is this interpreter; by default the one on PATH."""
     max_turns: PositiveInt = 16
     """Most answers of the model in an episode; `sampling.max_response_tokens` is the budget of all together,
     with the text that the environment adds."""

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import resource
-import secrets
 import shutil
 import signal
 import tempfile
@@ -19,12 +18,11 @@ from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault
-from asyncrl.processes import bound_to_us, end_marked, ender_of, public_environment
-from asyncrl.workers import Printed, ending
+from asyncrl.processes import bound_to_us, end_marked, public_environment
+from asyncrl.workers import Printed, Scratch, ending
 
 END_S = 5.0  # limit for killed processes to end
 MAX_RESULT_BYTES = 2**20
-GENERATOR = "ASYNCRL_GENERATOR"  # a variable of agents
 
 
 class AgentEnvironment:
@@ -36,21 +34,15 @@ class AgentEnvironment:
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
         self._variables = variables
-        # Inherited by all processes of all agents, which a killed generator cannot end itself.
-        self._generator = secrets.token_hex(16)
-        self._ender: asyncio.subprocess.Process | None = None
+        # A killed generator cannot end agents itself.
+        self._scratch: Scratch | None = None
 
     async def start(self) -> None:
         """Begin to serve the model. Raises EnvironmentFault if there is no such program."""
-        if shutil.which(self._config.command[0]) is None:
-            found = f"environment.command: there is no program {self._config.command[0]}"
+        if shutil.which(self._program) is None:
+            found = f"environment.command: there is no program {self._program}"
             raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
-        self._ender = await asyncio.create_subprocess_exec(
-            *ender_of(f"{GENERATOR}={self._generator}"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # a signal to our group is not for it
-        )
+        self._scratch = Scratch("asyncrl-agents-")
         await self.endpoint.start()
 
     async def play(
@@ -61,8 +53,9 @@ class AgentEnvironment:
         The episode fails if a call failed and the program went on, if it called nothing, or if its status is
         not 0; but not if a budget was spent.
         """
+        assert self._scratch is not None
         # Not in a thread: a cancelled wait for it would leave the directory.
-        directory = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
+        directory = Path(tempfile.mkdtemp(dir=self._scratch.directory))
         open_episode = self.endpoint.open(talk)
         program = None
         try:
@@ -81,13 +74,18 @@ class AgentEnvironment:
     async def close(self) -> None:
         """Stop serving, and kill what is left of the agents."""
         await self.endpoint.close()
-        if self._ender is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ender.communicate(), END_S)
+        if self._scratch is not None:
+            await self._scratch.end()
+
+    @property
+    def _program(self) -> str:
+        """The first word of the command; `python` is `environment.python` if that is set."""
+        name, python = self._config.command[0], self._config.python
+        return str(python) if python is not None and name in ("python", "python3") else name
 
     async def _spawn(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
         """Start the program in a process group of its own. Raises EnvironmentFault."""
-        name, *arguments = self._config.command
+        name, arguments = self._program, self._config.command[1:]
         # Not asyncio's pipe: then the end of the program would wait for all that hold the pipe.
         output, theirs = os.pipe()
         try:
@@ -115,7 +113,9 @@ class AgentEnvironment:
 
     def _environment(self, key: str, given: Mapping[str, Any], directory: Path) -> dict[str, str]:
         """Our variables without secrets, and what the program needs to call the model."""
-        url, ours = self.endpoint.url, public_environment(self._variables)
+        assert self._scratch is not None
+        url = self.endpoint.url
+        ours = public_environment(self._variables) | self._scratch.variables
         host = url.rpartition("/")[2].partition(":")[0]
         # A proxy for the internet does not reach this address.
         direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), host]))
@@ -124,7 +124,6 @@ class AgentEnvironment:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
-            GENERATOR: self._generator,
             "ASYNCRL_ROW": json.dumps(given, default=str),
             "ASYNCRL_SEED": str(given["seed"]),
             "ASYNCRL_RESULT": str(directory / "result.json"),

@@ -1,6 +1,5 @@
 """The environment of a config: the user's code in processes of its own, behind the interface of `base`."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,8 +27,6 @@ class Environments:
         self.description: Mapping[str, Any] = {}
         self._toolbox = Toolbox([])
         self._shared: ToolPool | Rollouts | None = None
-        # Faults by reason.
-        self.faults: Counter[str] = Counter()
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -53,21 +50,6 @@ class Environments:
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
     ) -> Outcome:
         """Play one episode, as `base.Environment` says."""
-        try:
-            return await self._play(talk, row, prompt, seed, episode)
-        except EnvironmentFault as fault:
-            self.faults[fault.reason] += 1
-            raise
-
-    async def close(self) -> None:
-        """Kill all processes."""
-        if self._shared is not None:
-            await self._shared.close()
-        await self._server.close()
-
-    async def _play(
-        self, talk: Talk, row: Mapping[str, Any], prompt: Opening, seed: int, episode: int
-    ) -> Outcome:
         # A row that names its seed is a task made from it.
         columns = self._columns({"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt})
         if isinstance(self._shared, Rollouts):
@@ -85,6 +67,12 @@ class Environments:
         finally:
             worker.close()
         return replace(outcome, metrics=conversation.metrics | {"environment_s": worker.busy_s})
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        if self._shared is not None:
+            await self._shared.close()
+        await self._server.close()
 
     async def _play_alone(
         self, talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any]

@@ -7,7 +7,7 @@ starts threads makes forks unsafe; such a process becomes a worker itself.
 
 Messages on the fork server's socket (`json_frames`):
 
-    in   {uses: [target, ...], limits: {RLIMIT_ name: value}, base}                         once
+    in   {uses: [target, ...], limits: {RLIMIT_ name: value}}                                once
     out  {description: {...}, threads} | {error: reason}                                     once
     in   {serve: number, directory, fork}, with the worker's end of its socket
     out  {serving: number, pid}
@@ -25,7 +25,6 @@ import os
 import random
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -68,14 +67,14 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     control.sendall(packed({"description": description, "threads": threads}))
     gc.freeze()
-    _ForkServer(control, targets, description["kind"], orders["base"]).serve(int(parent_pid))
+    _ForkServer(control, targets, description["kind"]).serve(int(parent_pid))
 
 
 class _ForkServer:
     """Forks workers, and reports how they ended."""
 
-    def __init__(self, control: socket.socket, targets: list[Any], kind: str, base: str) -> None:
-        self._control, self._targets, self._kind, self._base = control, targets, kind, base
+    def __init__(self, control: socket.socket, targets: list[Any], kind: str) -> None:
+        self._control, self._targets, self._kind = control, targets, kind
         # Process ids by number: of all workers, and of those to wait for.
         self._workers: dict[int, int] = {}
         self._killed: dict[int, int] = {}
@@ -122,7 +121,6 @@ class _ForkServer:
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        shutil.rmtree(self._base, ignore_errors=True)
         os._exit(0)
 
 

@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
 from asyncrl.environments.json_frames import packed
 from asyncrl.errors import EnvironmentFault
 from asyncrl.processes import public_environment
-from asyncrl.workers import Printed, ending
+from asyncrl.workers import Printed, Scratch, ending
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class ForkServer:
         """`variables` are patterns of environment variables that workers get although they look secret."""
         self._config = config
         self._variables = variables
-        self._base = Path(tempfile.mkdtemp(prefix="asyncrl-environment-"))
+        self._scratch: Scratch | None = None
         self._program: _Program | None = None
         self._programs: set[_Program] = set()
         self._starting = asyncio.Lock()
@@ -93,6 +92,7 @@ class ForkServer:
 
     async def start(self) -> Mapping[str, Any]:
         """Import the user's file, and return its description. Raises EnvironmentFault."""
+        self._scratch = Scratch("asyncrl-environment-")
         program = await self._running()
         if not program.forks:
             log.warning(
@@ -105,11 +105,12 @@ class ForkServer:
 
     async def worker(self, channel: Channel) -> Worker:
         """Start a worker that talks through `channel`. Raises EnvironmentFault."""
+        assert self._scratch is not None
         program = await self._running()
         if not program.forks:
             program = await self._begin()
         number = next(self._numbers)
-        directory = self._base / str(number)
+        directory = self._scratch.directory / str(number)
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
@@ -123,11 +124,12 @@ class ForkServer:
         return Worker(program, number, pid, channel, directory)
 
     async def close(self) -> None:
-        """Kill all processes and remove their files. It takes `END_S` at most."""
+        """Kill all processes and remove their files. It takes twice `END_S` at most."""
         for program in self._programs:
             program.kill()
         await asyncio.gather(*(program.buried() for program in self._programs))
-        await asyncio.to_thread(shutil.rmtree, self._base, ignore_errors=True)
+        if self._scratch is not None:
+            await self._scratch.end()
 
     async def _running(self) -> "_Program":
         """The fork server, which is started again when it is gone."""
@@ -153,7 +155,8 @@ class ForkServer:
         self._programs = {program for program in self._programs if not program.is_buried}
         program = _Program()
         self._programs.add(program)
-        await program.start(self._config, public_environment(self._variables), self._base)
+        assert self._scratch is not None
+        await program.start(self._config, public_environment(self._variables) | self._scratch.variables)
         return program
 
 
@@ -191,7 +194,7 @@ class _Program:
         """The end of what user code printed, for the end of a message."""
         return self._printed.note
 
-    async def start(self, config: EnvironmentConfig, variables: Mapping[str, str], base: Path) -> None:
+    async def start(self, config: EnvironmentConfig, variables: Mapping[str, str]) -> None:
         """Start the process, and wait for the import. Raises EnvironmentFault and OSError."""
         uses = [config.uses] if isinstance(config.uses, str) else list(config.uses)
         memory = {"AS": int(config.memory_gib * 2**30)} if config.memory_gib else {}
@@ -210,7 +213,7 @@ class _Program:
             self._keep(self._follow_output(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
-            self._channel.send({"uses": uses, "limits": LIMITS | memory, "base": str(base)})
+            self._channel.send({"uses": uses, "limits": LIMITS | memory})
             async with asyncio.timeout(START_S):
                 answer = await self._described
         except TimeoutError:

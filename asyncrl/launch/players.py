@@ -33,13 +33,20 @@ class Players:
         )
 
     async def start(self, prompts: PromptSource) -> None:
-        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used."""
-        if self.scorer:
-            await self.scorer.start()
-        if self.environment:
-            await self.environment.start()
-            if isinstance(self.environment, Environments):  # what an agent says first may name the day
-                await require_same_start(self.environment, prompts.prompt(1))
+        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
+
+        Then nothing is left running.
+        """
+        try:
+            if self.scorer:
+                await self.scorer.start()
+            if self.environment:
+                await self.environment.start()
+                if isinstance(self.environment, Environments):  # what an agent says first may name the day
+                    await require_same_start(self.environment, prompts.prompt(1))
+        except BaseException:
+            await self.close()
+            raise
 
     def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         """Return what samples and scores the group of a ticket."""

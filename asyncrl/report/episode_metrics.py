@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algo.trainable import MOST_PARTS
 from asyncrl.types import Group, Rollout
@@ -22,7 +23,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     endings = Counter(episode[0].finish_reason for episode in episodes)
     shares = {ending: endings.pop(ending, 0) for ending in ENDINGS} | {"other": endings.total()}
     tokens = sum(_tokens(rollout) for episode in episodes for rollout in episode)
-    repeated = sum(_shared_prefix(*pair) for episode in episodes for pair in pairwise(episode))
+    repeated = sum(_repeated(episode) for episode in episodes if len(episode) > 1)
     return {
         "episodes/turns_mean": float(np.mean(turns)),
         "episodes/turns_max": float(np.max(turns)),
@@ -41,9 +42,18 @@ def _tokens(rollout: Rollout) -> int:
     return len(rollout.prompt_ids) + len(rollout.response_ids)
 
 
-def _shared_prefix(before: Rollout, rollout: Rollout) -> int:
-    """Return how many tokens both rollouts begin with: the learner computes them twice."""
-    one, other = (np.concatenate([each.prompt_ids, each.response_ids]) for each in (before, rollout))
+def _repeated(episode: Sequence[Rollout]) -> int:
+    """Return the number of tokens that the learner computes again, after the same tokens as before.
+
+    In lexicographic order, a sequence shares with the one before it the longest prefix that it shares with
+    any before it.
+    """
+    ids = [np.concatenate([one.prompt_ids, one.response_ids]) for one in episode]
+    ids.sort(key=lambda one: one.astype(">i4").tobytes())  # the order of these bytes is that of the tokens
+    return sum(_shared_prefix(*pair) for pair in pairwise(ids))
+
+
+def _shared_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if differing.size else length

@@ -7,7 +7,8 @@ import os
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
 
-# Process -> its box and the loop that reads from it. A process that user code forked makes its own.
+# Process -> its box and the loop that reads from it. A process that user code forked makes its own. It keeps
+# those of its parent: to close that loop here could close descriptors in the parent's, whose epoll it shares.
 _boxes: dict[int, tuple[asyncio.Runner, Box]] = {}
 
 
@@ -18,7 +19,6 @@ def python_result(code: str, *, stdin: str = "", seconds: float = 5.0) -> Result
     be no sandbox or if it broke, so that nothing is scored. An `async` function uses `Box` itself.
     """
     if os.getpid() not in _boxes:
-        _boxes.clear()
         _boxes[os.getpid()] = asyncio.Runner(), Box()
         atexit.register(_close)
     runner, box = _boxes[os.getpid()]

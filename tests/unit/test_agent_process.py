@@ -191,6 +191,28 @@ def test_a_last_answer_that_the_run_cut_off_is_truncated_but_not_one_that_the_ag
     assert play(tmp_path, ScriptedTalk(cut), "ask('x', max_tokens=2)").finish_reason == "stop"
 
 
+@pytest.mark.parametrize("word", ["python", "python3"])
+def test_python_is_the_interpreter_of_the_config(tmp_path, monkeypatch, word):
+    """The one on PATH does not count, if there is any."""
+    monkeypatch.setenv("PATH", "")
+    config = EnvironmentConfig(
+        command=(word, "-c", "import sys; sys.exit(sys.argv[1])", "seen"), python=sys.executable
+    )
+
+    async def run(config):
+        environment = AgentEnvironment(config)
+        try:
+            await environment.start()
+            await environment.play(ScriptedTalk(), {}, prompt="", seed=0, episode=0)
+        finally:
+            await environment.close()
+
+    with pytest.raises(EnvironmentFault, match="it last printed: seen"):
+        asyncio.run(run(config))
+    with pytest.raises(EnvironmentFault, match=f"there is no program {word}"):
+        asyncio.run(run(config.model_copy(update={"python": None})))
+
+
 def test_a_program_that_does_not_exist_is_refused_at_the_start():
     environment = AgentEnvironment(EnvironmentConfig(command=("no-such-agent",)))
     with pytest.raises(EnvironmentFault, match="there is no program no-such-agent"):
@@ -232,10 +254,12 @@ def test_no_process_of_an_agent_is_left(tmp_path, ends):
     assert not [pid for pid in left if is_running(pid)]
 
 
-def test_no_process_of_an_agent_is_left_when_its_generator_is_killed(tmp_path):
-    """Neither the agent nor a child that has moved to another session."""
-    pids = tmp_path / "pids"
+def test_nothing_of_an_agent_is_left_when_its_generator_is_killed(tmp_path, monkeypatch):
+    """Neither the agent, nor a child that has moved to another session, nor their files."""
+    pids, scratch = tmp_path / "pids", tmp_path / "scratch"
     pids.touch()
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     program = f"""
         if os.fork() == 0:
             os.setsid()
@@ -252,11 +276,12 @@ def test_no_process_of_an_agent_is_left_when_its_generator_is_killed(tmp_path):
         time.sleep(0.02)
     left = [int(line) for line in pids.read_text().split()]
     assert len(left) == 2 and all(map(is_running, left))
+    assert list(scratch.iterdir())
     generator.kill()
     until_s = time.monotonic() + 30
-    while any(map(is_running, left)) and time.monotonic() < until_s:
+    while (any(map(is_running, left)) or list(scratch.iterdir())) and time.monotonic() < until_s:
         time.sleep(0.02)
-    assert not [pid for pid in left if is_running(pid)]
+    assert not [pid for pid in left if is_running(pid)] and not list(scratch.iterdir())
 
 
 def is_running(pid: int) -> bool:

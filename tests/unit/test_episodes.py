@@ -421,19 +421,25 @@ def test_an_environments_numbers_are_means_over_the_episodes_that_have_them():
 
 
 def test_tokens_that_sequences_repeat_are_counted():
-    """A prompt of 2; a branch repeats the prompt and 3 of 4 tokens, and adds 2: 5 of 13."""
+    """A prompt of 2; a branch repeats the prompt and 3 of 4 tokens, and adds 2: 5 of 13.
+
+    Another conversation between both changes nothing but the sum.
+    """
     batch = Batch()
     first, other = batch.rollout(1.0, [5] * 4), batch.rollout(1.0, [5] * 5)
     ids = np.concatenate([first.response_ids[:3], other.response_ids[3:]])
     branch = replace(other, response_ids=ids, action_mask=np.array([False] * 3 + [True] * 2))
-    group = Group(
-        ticket_id=1,
-        rollouts=(first, branch),
-        generator_id="g",
-        finished_version=5,
-        episode_of=np.zeros(2, np.int32),
-    )
-    assert episode_metrics([group])["sequences/duplicate_share"] == 5 / 13
+    else_ids = np.array([8, 9], dtype=np.int32)
+    between = replace(batch.rollout(1.0, [5] * 3), prompt_ids=else_ids)
+    for rollouts, share in (((first, branch), 5 / 13), ((first, between, branch), 5 / 18)):
+        group = Group(
+            ticket_id=1,
+            rollouts=rollouts,
+            generator_id="g",
+            finished_version=5,
+            episode_of=np.zeros(len(rollouts), np.int32),
+        )
+        assert episode_metrics([group])["sequences/duplicate_share"] == share
 
 
 def test_metrics_by_turn_are_means_over_the_tokens_of_these_turns():
