@@ -91,7 +91,7 @@ async def measure(arguments, source):
     engine = await VLLMEngine.start(
         ModelConfig(path=arguments.model, dtype=arguments.dtype),
         GeneratorConfig(max_running=128, kv_cache_gib=1.0, threads=1),
-        SamplingConfig(max_prompt_tokens=64, max_response_tokens=256),
+        SamplingConfig(max_prompt_tokens=64, max_response_tokens=128),
         WeightsConfig(),
         device=arguments.device,
     )

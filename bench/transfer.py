@@ -1,14 +1,15 @@
 """Transfer of one version of the weights against a raw transfer of the same bytes, in the same run.
 
-    python -m bench.transfer [--mib 512] [--bucket-mib 64] [--rounds 45] [--json bench/results/transfer.json]
-    python -m bench.transfer --device cuda
+    python -m bench.transfer [--transport tcp] [--mib 512] [--rounds 45] [--json bench/results/transfer.json]
+    python -m bench.transfer --transport slot [--device cuda]
 
-Two processes on this host: over TCP on the loopback interface, where raw is one stream without anything of
-ours; with `--device cuda` one reads the slot of the other, on the first GPU, into the last one, and raw is
-one copy of all bytes. The three kinds take turns and change places, so that all see the same machine; ratios
-are formed within a round, and their median and quartiles over the rounds are reported. All receive into
-memory that is already there: "layout" as an update does, but without checksums, "checksums" verified too.
-"checksum_gb_per_s" is one thread over a whole version, nothing else.
+Two processes on this host. Over `tcp`, on the loopback interface, raw is one stream without anything of ours.
+Over `slot`, one reads the slot of the other (on the first GPU, into the last one), and raw is one copy of all
+bytes. The three kinds take turns and change places, so that all see the same machine; ratios are formed
+within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
+already there: "layout" as an update does, but without checksums, "checksums" verified too.
+"checksum_gb_per_s" is one thread over a whole version, nothing else. "publish_s" is how long the training
+loop is blocked by the publication of a version, beside one copy of it.
 """
 
 import argparse
@@ -18,8 +19,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +32,7 @@ import torch
 from asyncrl.weights import stream
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums, verify
+from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, open_slot
 from asyncrl.weights.stream import SlotServer
 from asyncrl.workers import pack, receive
@@ -83,22 +87,26 @@ def over_tcp(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]
     return move
 
 
-def from_slot(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]:
-    """Read the other process's GPU memory into the last GPU."""
-    device = torch.cuda.device_count() - 1
-    torch.cuda.set_device(device)
-    theirs = open_slot(described["slot"], layout.total_bytes, device=device)
-    ours = torch.zeros(layout.total_bytes, dtype=torch.uint8, device="cuda")
+def from_slot(layout: Layout, described: dict[str, Any], device: str) -> Callable[[str], None]:
+    """Read the other process's memory; on GPUs, into the last one."""
+    index = torch.cuda.device_count() - 1 if device == "cuda" else None
+    if index is not None:
+        torch.cuda.set_device(index)
+    theirs = open_slot(described["slot"], layout.total_bytes, device=index)
+    ours = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
 
     def move(kind: str) -> None:
+        if kind == "checksums" and device == "cpu":  # as a generator does: in place, before requests pause
+            verify(theirs.buffer, layout, described["sums"])
         if kind == "raw":
             ours.copy_(theirs.buffer)
         else:
             for index in range(len(layout.specs)):
                 layout.view(ours, index).copy_(layout.view(theirs.buffer, index))
-        if kind == "checksums":
-            verify(ours, layout, described["sums"])
-        torch.cuda.synchronize()
+        if device == "cuda":
+            if kind == "checksums":
+                verify(ours, layout, described["sums"])
+            torch.cuda.synchronize()
 
     return move
 
@@ -131,16 +139,48 @@ def checksum_rate(options: argparse.Namespace) -> float:
     return layout.total_bytes / statistics.median(seconds) / 1e9
 
 
+def publish_s(options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of `publish`, and of one copy of the version, in turn."""
+    layout = make_layout(options)
+    version, copy = (torch.ones(layout.total_bytes, dtype=torch.uint8, device=options.device) for _ in "ab")
+    tensors = [(spec.name, layout.view(version, index)) for index, spec in enumerate(layout.specs)]
+    seconds: dict[str, list[float]] = {"publish": [], "copy": []}
+    with tempfile.TemporaryDirectory() as directory:
+        publisher = SlotPublisher(
+            layout,
+            device=options.device,
+            probe_ids=(),
+            initial_logprobs=(),
+            directory=Path(directory) / "weights",
+            deadline_s=60.0,
+        )
+        for number in range(options.rounds + 3):  # each of the slots is written for the first time
+            started_s = time.perf_counter()
+            published = publisher.publish(number, tensors, ())
+            seconds["publish"].append(time.perf_counter() - started_s)
+            published.result()  # a step of the learner takes longer than the checksums
+            started_s = time.perf_counter()
+            copy.copy_(version)
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            seconds["copy"].append(time.perf_counter() - started_s)
+        publisher.close()
+    return {kind: round(statistics.median(values[3:]), 4) for kind, values in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--transport", choices=("tcp", "slot"), default="tcp")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     add_options(parser, dtype="bfloat16")
     options = parser.parse_args()
+    if options.device == "cuda" and options.transport == "tcp":
+        parser.error("tcp sends from host memory: leave --device away")
     torch.set_num_threads(1)
     if options.server:
         serve(options)
@@ -150,7 +190,11 @@ def main() -> None:
         try:
             described = msgpack.unpackb(receive(server.stdout))
             layout = make_layout(options)
-            move = over_tcp(layout, described) if options.device == "cpu" else from_slot(layout, described)
+            move = (
+                over_tcp(layout, described)
+                if options.transport == "tcp"
+                else from_slot(layout, described, options.device)
+            )
             seconds = measure(move, options.rounds)
         finally:
             server.kill()
@@ -161,7 +205,8 @@ def main() -> None:
             "bytes": total_bytes,
             "bucket_mib": options.bucket_mib,
             "rounds": options.rounds,
-            "transport": "tcp, loopback" if options.device == "cpu" else "slot on the GPU",
+            "transport": options.transport,
+            "device": options.device,
             "dtype": options.dtype,
         },
         "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},
@@ -170,6 +215,7 @@ def main() -> None:
         "checksum_gb_per_s": round(checksum_rate(options), 1),
         "ratio_without_checksums": quartiles(seconds, "layout"),
         "ratio": quartiles(seconds, "checksums"),
+        "publish_s": publish_s(options),
     }
     report(result, options.json)
 

@@ -8,6 +8,7 @@ The supervised warm-up shows games of careless pupils, so the model knows each m
 Every answer of the model ends with <eos>; what the game says behind it is not trained on.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -70,11 +71,12 @@ class Adder:
     asks, garbles, ignores = 0.2, 0.4, 0.3
 
     def rows(self, draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """See `Pupil`."""
-        pairs = draw.sample(range(900 * 900), 4256)
-        numbers = [(100 + pair // 900, 100 + pair % 900) for pair in pairs]
-        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in numbers]
-        return rows[256:], rows[:256]
+        """See `Pupil`; every sum has a carry, so a careless answer is wrong."""
+        pairs = [(100 + pair // 900, 100 + pair % 900) for pair in range(900 * 900)]
+        rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in draw.sample(pairs, len(pairs)))
+        carried = (row for row in rows if careless_sum(row["prompt"]) != row["answer"])
+        chosen = list(itertools.islice(carried, 4256))
+        return chosen[256:], chosen[:256]
 
     def play(self, row: dict[str, Any], draw: random.Random) -> list[str]:
         """See `Pupil`."""

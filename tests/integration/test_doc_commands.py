@@ -25,7 +25,8 @@ SMALL = (
     "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
 )
 SMALLER = {
-    "python -m bench.transfer --mib 256": "python -m bench.transfer --mib 8 --rounds 2",
+    "python -m bench.transfer --transport tcp": "python -m bench.transfer --transport tcp --mib 8 --rounds 2",
+    "python -m bench.transfer --transport slot": "python -m bench.transfer --transport slot --mib 8 --rounds 2",
     "python -m bench.dashboard --generators 64 --steps 2000": "python -m bench.dashboard --steps 20 --seconds 1",
 }
 """Typed with numbers for a test: the measurement is not the point here."""
