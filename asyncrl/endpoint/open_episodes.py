@@ -4,7 +4,8 @@ import asyncio
 import json
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
 
 from asyncrl.endpoint.base import Call, Dialect, Json, Refused
 from asyncrl.environments.base import Answer, BudgetSpent, Talk
@@ -24,7 +25,7 @@ class OpenEpisode:
         """Count into `counts`, which all episodes share."""
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
-        self.spent = ""  # the budget that ended the episode: `turns` or `time`
+        self.spent = ""  # the budget that ended the episode: `turns`, `sequences` or `time`
         self.overridden = 0  # calls with parameters that have no effect
         self.retries = 0  # calls that got the answer of an earlier attempt
         self.refused = 0  # calls, of any reason
@@ -116,7 +117,7 @@ class OpenEpisode:
                 self._talk.chat(call.messages, tools=call.tools, max_tokens=limit, train=train)
                 for _ in range(call.choices)
             ]
-            return list(await asyncio.gather(*chats))
+            return await _all(chats)
         except BudgetSpent as spent:
             if spent.finish_reason == "length":
                 self.overflowed = True
@@ -184,11 +185,20 @@ def over() -> Refused:
     return Refused(403, "the episode is over", "episode_over")
 
 
+async def _all(chats: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """Return the answers; if one fails, the others end."""
+    tasks = [asyncio.ensure_future(chat) for chat in chats]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 def _parsed(body: bytes) -> Json:
+    """The call as JSON. It may have half of a surrogate pair, as the model's arguments may: see `Breaker`."""
     try:
         value = json.loads(body)
-        if b"\\u" in body:  # half of a surrogate pair: no tokenizer accepts it
-            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON that can be used: {error}", "invalid_request") from error
     if not isinstance(value, dict):

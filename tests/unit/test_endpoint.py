@@ -250,6 +250,55 @@ def test_several_choices_are_several_answers():
     serve(talk, play)
 
 
+def test_if_one_of_several_choices_fails_the_others_end():
+    """They would go on to be sampled, recorded and trained, although no agent has seen them."""
+    ended = []
+
+    class Talk(ScriptedTalk):
+        async def chat(self, messages, **limits):
+            self.asked.append(messages)
+            if len(self.asked) == 2:
+                raise BudgetSpent("length")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, {"messages": QUESTION, "n": 3})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert ended == [True, True]
+
+    serve(Talk(), play)
+
+
+@pytest.mark.parametrize(
+    ("path", "echo"),
+    [
+        ("/v1/messages", lambda answer: {"role": "assistant", "content": answer["content"]}),
+        ("/v1/chat/completions", lambda answer: answer["choices"][0]["message"]),
+    ],
+)
+def test_half_of_a_surrogate_pair_that_the_model_wrote_may_come_back(path, echo):
+    """A model writes it as an escape in the JSON of a call; clients send it back as they got it."""
+    call = ToolCall(id="abc", name="add", arguments={"a": "\ud800", "\udc00": 1})
+    answers = {0: Answer(text="half \udfff", tool_calls=(call,)), 1: TEXT}
+
+    async def play(endpoint, episode):
+        first = await post(endpoint, episode.key, {"messages": QUESTION, "max_tokens": 5}, path)
+        again = {"messages": [*QUESTION, echo(first.json()), *QUESTION], "max_tokens": 5}
+        assert (await post(endpoint, episode.key, again, path)).status_code == 200
+        assert not episode.fault
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+    talk._read = lambda *given: answers[len(session.turns)]
+    serve(talk, play)
+    first, second = session.turns
+    assert second.parent is first, "the conversation is known again"
+    json.dumps(talk.transcript, ensure_ascii=False).encode()
+
+
 def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
     talk = ScriptedTalk(TEXT)
 
@@ -419,7 +468,6 @@ BAD = {
     "not JSON": b"{",
     "a list": b"[]",
     "deep": b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "half a character": rb'{"messages":[{"role":"user","content":"\ud800"}]}',
     "no messages": b'{"messages":[]}',
     "messages of another type": b'{"messages":"x"}',
     "a role": b'{"messages":[{"role":"robot","content":"x"}]}',
