@@ -83,7 +83,7 @@ class Rollout:
     # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is not an action.
     behaviour_logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]  # the weights that sampled each token, run-length encoded
-    finish_reason: str  # `stop`, or why the response was cut off: `length`, or an episode's `turns` or `time`
+    finish_reason: str  # `stop`, or why the response was cut off: `length`; of episodes also other limits
     reward: float = 0.0  # weighted sum of `reward_parts`, before shaping; never overwritten
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     # The answer that a reward function found: "" if it found none, None if no function looks for one.

@@ -18,7 +18,7 @@ def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False)
     """Return the columns by name. If no rollout of the batch has turns, return them only with `always`.
 
     The turns of an episode are in the order of time. A rollout without turns is one turn. A turn without a
-    reward has 0. States are missing if no turn has one.
+    reward has 0, and one without a state 0.
     """
     owned = [(episode, rollout) for episode, rollouts in enumerate(episodes) for rollout in rollouts]
     if not always and all(rollout.turns is None for _, rollout in owned):
@@ -39,10 +39,10 @@ def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False)
         "turn_rewards_K": np.concatenate(
             [np.zeros(len(one.ends), np.float32) if one.rewards is None else one.rewards for one in turns]
         )[by_time_K],
+        "turn_states_K": np.concatenate(
+            [np.zeros(len(one.ends), np.uint64) if one.states is None else one.states for one in turns]
+        )[by_time_K].view(np.int64),
     }
-    if any(one.states is not None for one in turns):
-        states_K = [np.zeros(len(one.ends), np.uint64) if one.states is None else one.states for one in turns]
-        columns["turn_states_K"] = np.concatenate(states_K)[by_time_K].view(np.int64)
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 

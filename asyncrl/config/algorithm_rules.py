@@ -183,7 +183,12 @@ def _an_environment_scores_turns(
     algorithm: AlgorithmConfig, environment: EnvironmentConfig
 ) -> Iterator[Mistake]:
     name = algorithm.advantage.name
-    if not environment.is_used and registry.NEEDS.get(("advantage", name), frozenset()) & registry.OF_TURNS:
+    needs = registry.NEEDS.get(("advantage", name), frozenset())
+    if environment.command and "turn_states_K" in needs:
+        found = f"algorithm.advantage is {name}, which compares turns from the same state"
+        text = f"{found}, but an agent (environment.command) names no states; take rloo or grpo"
+        yield Mistake(("algorithm.advantage", "environment.command"), text)
+    if not environment.is_used and needs & registry.OF_TURNS:
         found = f"algorithm.advantage is {name}, which needs rewards or states of turns"
         text = (
             f"{found}, but there is no environment to give them; set environment.uses, or take rloo or grpo"

@@ -1,11 +1,14 @@
 """The section `environment` of a config."""
 
+import ast
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
+from asyncrl.algo.trainable import MOST_SEQUENCES
 from asyncrl.config.base import Part
 
 ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
@@ -53,6 +56,21 @@ class EnvironmentConfig(Part):
     def sequences(self) -> int:
         """Most sequences of an episode: a turn whose history was rewritten begins another one.
 
-        An agent may begin a conversation with each turn.
+        An agent or a rollout function may begin a conversation with each turn. Of `uses`, only a file can
+        show that its name is a rollout function; nothing is imported here.
         """
-        return self.max_turns if self.command or (self.uses and self.history == "template") else 1
+        begins = self.command or _is_rollout(self.uses) or (self.uses and self.history == "template")
+        return min(self.max_turns, MOST_SEQUENCES) if begins else 1
+
+
+@cache
+def _is_rollout(uses: str | tuple[str, ...]) -> bool:
+    """Whether `uses` names an `async` function of a file that can be read."""
+    if not isinstance(uses, str):
+        return len(uses) == 1 and _is_rollout(uses[0])
+    place, _, name = uses.rpartition(":")
+    try:
+        body = ast.parse(Path(place).read_bytes()).body if place.endswith(".py") else []
+    except (OSError, SyntaxError, ValueError):  # `asyncrl validate` reports it
+        return False
+    return any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.algo.trainable import GroupLimits, trainable
+from asyncrl.algo.trainable import MOST_SEQUENCES, GroupLimits, trainable
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
@@ -58,8 +58,12 @@ class EpisodeSampler:
         max_prompt_tokens: int,
         generator_id: str,
         seed: int,
+        max_sequences: int = MOST_SEQUENCES,
     ) -> None:
-        """Take the run's `seed`. Without a `scorer` the reward is the environment's."""
+        """Take the run's `seed`. Without a `scorer` the reward is the environment's.
+
+        An episode of `max_sequences` is cut off when it would begin another sequence.
+        """
         self._engine = engine
         self._scorer = scorer
         self._environment = environment
@@ -69,6 +73,7 @@ class EpisodeSampler:
         self._max_prompt_tokens = max_prompt_tokens
         self._generator_id = generator_id
         self._seed = seed
+        self._max_sequences = max_sequences
         self.clock = Clock()
         self.faults: Counter[str] = Counter()
 
@@ -129,6 +134,7 @@ class EpisodeSampler:
             max_prompt_tokens=self._max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,
             max_turns=config.max_turns,
+            max_sequences=self._max_sequences,
             ends_at_s=began_s + config.episode_s,
         )
         talk = SessionTalk(session, self._engine, spec, self._read, budget)

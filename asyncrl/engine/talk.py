@@ -25,6 +25,7 @@ class Budget:
     max_prompt_tokens: int  # of the first turn
     max_response_tokens: int  # of everything behind the prompts, in all turns
     max_turns: int
+    max_sequences: int
     ends_at_s: float  # by `time.monotonic`
 
 
@@ -113,6 +114,10 @@ class SessionTalk:
             raise BudgetSpent("time")
         if self._started >= budget.max_turns:
             raise BudgetSpent("turns")
+        # A turn in progress may become a sequence of its own, if another one continues the same turn.
+        is_new = request.parent is None or request.parent.children > 0
+        if self._session.sequences + len(self._running) + is_new > budget.max_sequences:
+            raise BudgetSpent("sequences")
         if not self._started and given > budget.max_prompt_tokens:
             raise EnvironmentFault(
                 f"the first prompt has {given} tokens; sampling.max_prompt_tokens allows "

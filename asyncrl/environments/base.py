@@ -67,7 +67,7 @@ class Answer:
 class Outcome:
     """The end of an episode."""
 
-    # `stop`, or what cut the episode off: `length`, `turns`, `time`.
+    # `stop`, or what cut the episode off: `length`, `turns`, `sequences`, `time`.
     finish_reason: str
     # The environment's own reward, finite; None if it gives none.
     reward: float | None = None
@@ -78,10 +78,10 @@ class Outcome:
 
 
 class BudgetSpent(Exception):
-    """No further turn: the budget of tokens, turns or seconds is used up. The episode ends and is scored."""
+    """No further turn: a budget is used up. The episode ends and is scored."""
 
     def __init__(self, finish_reason: str) -> None:
-        """Name the budget: `length`, `turns` or `time`."""
+        """Name the budget: `length`, `turns`, `sequences` or `time`."""
         super().__init__(f"the episode's budget is spent: {finish_reason}")
         self.finish_reason = finish_reason
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.algo.trainable import MOST_SEQUENCES
+from asyncrl.config import registry
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, stop_ids
 from asyncrl.endpoint.agent_process import AgentEnvironment
@@ -11,8 +13,10 @@ from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
 from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
+from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Players:
                 await self.scorer.start()
             if self.environment:
                 await self.environment.start()
+                self._require_states(self.environment)
                 if isinstance(self.environment, Environments):  # what an agent says first may name the day
                     await require_same_start(self.environment, prompts.prompt(1))
         except BaseException:
@@ -69,7 +74,25 @@ class Players:
             max_prompt_tokens=self.config.sampling.max_prompt_tokens,
             generator_id=generator_id,
             seed=self.config.run.seed,
+            max_sequences=self._max_sequences,
         )
+
+    @property
+    def _max_sequences(self) -> int:
+        """Most sequences of an episode, so that each group fits a frame."""
+        episodes = max(self.config.batch.group_size, self.config.eval.samples)
+        return max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // episodes))
+
+    def _require_states(self, environment: Environments | AgentEnvironment) -> None:
+        """Raise EnvironmentFault if the advantage needs states that this kind of environment never names."""
+        name, kind = self.config.algorithm.advantage.name, environment.description.get("kind")
+        if kind != "rollout" and "turn_states_K" in registry.NEEDS.get(("advantage", name), ()):
+            raise EnvironmentFault(
+                f"algorithm.advantage is {name}, which compares turns from the same state, but "
+                f"environment.uses {self.config.environment.uses} names no states; only a rollout function "
+                "does, by session.score_turn(reward, state); write one, or take turn_rloo, rloo or grpo",
+                reason="start",
+            )
 
     async def close(self) -> None:
         """Kill the processes."""

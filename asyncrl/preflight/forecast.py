@@ -127,7 +127,7 @@ def _step(config: Config) -> Iterator[Line]:
     part = "a step of the learner"
     yield _count(part, "groups", batch.groups, "batch.groups")
     formed = f"groups x batch.group_size ({batch.group_size})"
-    formed += f" x environment.max_turns ({per_episode}), at most" if per_episode > 1 else ""
+    formed += f" x {per_episode} of an episode (environment.max_turns), at most" if per_episode > 1 else ""
     yield _count(part, "sequences", sequences, formed)
     longest = f"max_prompt_tokens + max_response_tokens = {sampling.max_tokens}"
     yield _count(part, "tokens, at most", tokens, f"sequences x ({longest})")

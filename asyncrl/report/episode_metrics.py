@@ -11,7 +11,7 @@ from asyncrl.algo.trainable import MOST_PARTS
 from asyncrl.types import Group, Rollout
 
 # Other finish reasons, which a generator of another release may give, count as `other`.
-ENDINGS = ("stop", "length", "turns", "time")
+ENDINGS = ("stop", "length", "turns", "sequences", "time")
 
 
 def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -22,13 +22,15 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     turns = [sum(_turns(rollout) for rollout in episode) for episode in episodes]
     endings = Counter(episode[0].finish_reason for episode in episodes)
     shares = {ending: endings.pop(ending, 0) for ending in ENDINGS} | {"other": endings.total()}
-    tokens = sum(_tokens(rollout) for episode in episodes for rollout in episode)
+    rollouts = [rollout for episode in episodes for rollout in episode]
+    tokens = sum(map(_tokens, rollouts))
     repeated = sum(_repeated(episode) for episode in episodes if len(episode) > 1)
     return {
         "episodes/turns_mean": float(np.mean(turns)),
         "episodes/turns_max": float(np.max(turns)),
         "episodes/sequences_mean": float(np.mean([len(episode) for episode in episodes])),
         **{f"episodes/ended_share/{ending}": count / len(episodes) for ending, count in shares.items()},
+        "episodes/stateless_turn_share": 1 - sum(map(_states, rollouts)) / max(sum(turns), 1),
         "sequences/duplicate_share": repeated / tokens,
         **_environment_metrics(groups),
     }
@@ -36,6 +38,12 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _turns(rollout: Rollout) -> int:
     return int(rollout.actions > 0) if rollout.turns is None else len(rollout.turns.ends)
+
+
+def _states(rollout: Rollout) -> int:
+    """Return how many turns have a state."""
+    states = None if rollout.turns is None else rollout.turns.states
+    return 0 if states is None else int(np.count_nonzero(states))
 
 
 def _tokens(rollout: Rollout) -> int:

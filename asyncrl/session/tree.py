@@ -32,6 +32,7 @@ class Session:
         self._turns: list[Turn] = []
         self._found: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to the answer
         self._counts: Counter[str] = Counter()
+        self.sequences = 0  # at most: leaves of the tree, of which some may have nothing to train
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -156,6 +157,7 @@ class Session:
         self._counts["broken_specials"] += request.broken_specials
         self._counts["untrained"] += not turn.is_trained
         self._counts["rewritten"] += request.rule not in (_ROOT, _TEXT, STABLE)
+        self.sequences += turn.parent is None or turn.parent.children > 0
         if turn.parent is not None:
             turn.parent.children += 1
             self._counts["branches"] += turn.parent.children > 1

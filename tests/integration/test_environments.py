@@ -1,20 +1,25 @@
 """Environments in real processes: what is played, and what each failure of user code becomes."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from asyncrl.environments import fork_server as fork_servers
 from asyncrl.errors import EnvironmentFault
+from asyncrl.launch.players import Players
+from asyncrl.types import Prompt
 from tests.support.environments import environment, fork_server, play
 from tests.support.talks import ScriptedTalk
+from tests.support.task_config import config_of
 
 pytestmark = pytest.mark.integration
 
@@ -386,6 +391,32 @@ def test_a_file_that_cannot_be_used_fails_the_start(tmp_path, code, says):
             raise AssertionError("it started")
 
     with pytest.raises(EnvironmentFault, match=says):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["Guess", "rollout"])
+def test_only_a_rollout_function_names_the_states_that_gigpo_compares(tmp_path, name):
+    """Refused at the start of a generator, and not by a batch in the middle of a run."""
+    (tmp_path / "mine.py").write_text(
+        GUESS
+        + "async def rollout(session):\n    await session.complete('a')\n    session.score_turn(1.0, 7)\n"
+    )
+    config = config_of(
+        algorithm={"advantage": "gigpo"},
+        environment={"uses": f"{tmp_path}/mine.py:{name}"},
+        reward={"functions": []},
+    )
+    prompt = Prompt(token_ids=(1,), text="", row={})
+
+    async def scenario():
+        players = Players.of(config, tmp_path)
+        try:
+            await players.start(SimpleNamespace(prompt=lambda ticket: prompt))
+        finally:
+            await players.close()
+
+    refused = pytest.raises(EnvironmentFault, match=r"mine.py:Guess names no states; only a rollout")
+    with contextlib.nullcontext() if name == "rollout" else refused:
         asyncio.run(scenario())
 
 

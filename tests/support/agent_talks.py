@@ -72,6 +72,7 @@ def engine_talk(engine: Engine, spec: SamplingSpec) -> tuple[SessionTalk, Sessio
     renderer = TemplateRenderer(tokenizer)
     session = Session(renderer)
     budget = Budget(
+        max_sequences=256,
         max_prompt_tokens=1000,
         max_response_tokens=spec.max_response_tokens,
         max_turns=100,

@@ -1,17 +1,20 @@
 """Derived quantities and rules between keys."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.algo.trainable import MOST_SEQUENCES
 from asyncrl.commands.up import require_password
 from asyncrl.config import registry
 from asyncrl.config.addresses import is_everywhere, is_loopback
 from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -298,6 +301,11 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ),
     (algorithm(advantage="turn_gae"), "but there is no environment"),
     (algorithm(advantage="gigpo") | {"environment": {"uses": "e.py:E"}}, None),
+    (algorithm(advantage="turn_rloo") | {"environment": {"command": ["agent"]}}, None),
+    (
+        algorithm(advantage="gigpo") | {"environment": {"command": ["agent"]}},
+        "gigpo, which compares turns from the same state, but an agent (environment.command) names no states",
+    ),
     (
         algorithm(advantage={"name": "gdpo", "weights": {"environment": 1}})
         | {"environment": {"uses": "e.py:E"}},
@@ -356,8 +364,18 @@ def test_rewritten_turns_are_further_sequences_in_the_store() -> None:
     environment: dict[str, Any] = {"uses": "e.py:E", "max_turns": 500}
     big: dict[str, Any] = {"model": {"path": "m", "chat_template": True}}
     assert config(environment=environment, **big).environment.sequences == 1
-    with pytest.raises(ValidationError, match="with 4000 sequences of"):
+    with pytest.raises(ValidationError, match="with 2048 sequences of"):
         config(environment=environment | {"history": "template"}, **big)
+
+
+def test_a_rollout_function_may_begin_a_conversation_with_each_turn(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("async def rollout(session): ...\nclass Guess: ...\ndef tool(): ...\n")
+    most = {"rollout": 9, "Guess": 1, "tool": 1}
+    for name, sequences in most.items():
+        for uses in (f"{file}:{name}", (f"{file}:{name}",)):
+            assert EnvironmentConfig(uses=uses, max_turns=9).sequences == sequences
+    assert EnvironmentConfig(command=("a",), max_turns=999).sequences == MOST_SEQUENCES
 
 
 def test_reward_parts_need_different_names() -> None:

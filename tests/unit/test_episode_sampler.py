@@ -205,6 +205,40 @@ def test_a_spent_budget_ends_the_episode_which_is_scored(config, tokens, finish)
         assert all(len(rollout.turns.ends) == 2 for rollout in group.rollouts)
 
 
+@pytest.mark.parametrize("how", ["one by one", "branches", "together", "branches together"])
+def test_an_episode_has_at_most_the_sequences_that_a_learner_takes(how):
+    """Without the limit the learner would refuse the group, and the ticket would fail again and again."""
+
+    async def play(talk, episode):
+        opening = [{"role": "user", "content": "ab"}]
+        first = await talk.chat(opening, max_tokens=1)
+        if how.startswith("branches"):
+            opening += [first.message]
+        messages = [*opening, {"role": "user", "content": "c"}]
+        chats = [talk.chat(messages, max_tokens=1) for _ in range(300)]
+        if "together" in how:
+            said = await asyncio.gather(*chats, return_exceptions=True)
+            spent = next((one for one in said if isinstance(one, BudgetSpent)), None)
+            assert all(isinstance(one, Answer | BudgetSpent) for one in said)
+            return Outcome(finish_reason=spent.finish_reason, reward=1.0)
+        finish = "stop"
+        for chat in chats:
+            try:
+                await chat
+            except BudgetSpent as spent:
+                finish = spent.finish_reason
+        return Outcome(finish_reason=finish, reward=1.0)
+
+    limits = GroupLimits(vocabulary=16, rollouts=1, max_tokens=20_000)
+    made, _ = sampler(play, max_turns=1000)
+    spec = SamplingSpec(temperature=1.0, max_response_tokens=10_000)
+    made._max_prompt_tokens = 10_000
+    group = asyncio.run(made.group(PROMPT, 1, limits, spec))
+    assert trainable(decode_group(encode_group(group)), limits) is None
+    assert {one.finish_reason for one in group.rollouts} == {"sequences"}
+    assert len(group.rollouts) == 256
+
+
 def test_a_first_prompt_that_is_too_long_is_the_environments_fault():
     async def play(talk, episode):
         await talk.complete("a" * 51)

@@ -325,7 +325,7 @@ def test_turns_become_columns_in_the_order_of_the_tokens():
         "turn_rewards_K": [0.0, 0.0, 0.5, 0.0],
         "turn_states_K": [0, 0, 5 - 2**63, 0],
     }
-    assert "turn_states_K" not in turn_columns([[first], [third]])
+    assert not turn_columns([[first], [third]])["turn_states_K"].any()
     assert turn_columns([[third], [context]]) == {}
     alone = turn_columns([[third], [context]], always=True)
     assert alone["episode_K"].tolist() == alone["turn_T"].tolist() == [0]
@@ -398,6 +398,8 @@ def test_metrics_count_an_episode_once():
     assert found["episodes/sequences_mean"] == len(step.plan.sequences) / len(episodes) > 1
     turns = [sum(len(rollout.turns.ends) for rollout in episode) for episode in episodes]
     assert (found["episodes/turns_mean"], found["episodes/turns_max"]) == (np.mean(turns), max(turns))
+    states = np.concatenate([one.turns.states for episode in episodes for one in episode])
+    assert found["episodes/stateless_turn_share"] == pytest.approx(np.mean(states == 0))
     ended = [episode[0].finish_reason for episode in episodes]
     assert found["episodes/ended_share/length"] == ended.count("length") / len(ended)
     assert found["episodes/ended_share/other"] == 0.0
