@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import resource
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -37,6 +38,8 @@ MAX_BODY_BYTES = 16 * 2**20
 HEAD_S, BODY_S, SEND_S = 10.0, 30.0, 60.0  # limits for a client to send a head, a body, and to take an answer
 COMMENT_S = 10.0  # pause between two comments of a stream
 MOST_CONNECTIONS = 4096
+# Connections without a request, whose agents are unknown; half of all, and of the descriptors of the process.
+MOST_WAITING = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2
 _JSON = (b"content-type", b"application/json")
 _STREAM = (b"content-type", b"text/event-stream")
 
@@ -58,7 +61,7 @@ class Endpoint:
         self.url = f"http://{self._host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             self._serve,
-            http=_Protocol,
+            http=type("Protocol", (_Protocol,), {"waiting": {}}),
             interface="asgi3",
             proxy_headers=False,
             ws="none",
@@ -115,6 +118,17 @@ class Endpoint:
             model = {"id": "policy", "object": "model", "created": now_s(), "owned_by": "asyncrl"}
             await exchange.json(200, {"object": "list", "data": [model]})
             return
+        with episode.request():
+            await self._answer(exchange, episode, dialect, path, headers)
+
+    async def _answer(
+        self,
+        exchange: "_Exchange",
+        episode: OpenEpisode,
+        dialect: Dialect,
+        path: str,
+        headers: Mapping[str, str],
+    ) -> None:
         try:
             body = await exchange.body(headers)
         except Refused as refused:
@@ -183,7 +197,7 @@ class _Exchange:
         if self._streams:
             await self.stream(iter([("error", error)]))
         else:  # the rest of a body that was not read is not waited for
-            await self.json(refused.status, error, closes=refused.status in (401, 408, 413))
+            await self.json(refused.status, error, closes=refused.status in (401, 408, 413, 429))
 
     async def comment(self) -> None:
         """Show a waiting client that the connection lives."""
@@ -218,8 +232,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP with a limit for the time in which a client sends the head of a request."""
+    """HTTP with limits for clients that send no head of a request: their time, and their number."""
 
+    # Connections of the endpoint that wait for a head, the oldest first.
+    waiting: ClassVar[dict["_Protocol", None]]
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -236,15 +252,24 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._late:
-            self._late.cancel()
+        self._stop_waiting()
 
     def _wait_for_head(self) -> None:
         """The time runs from the end of the last request, whatever bytes arrive."""
         is_waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
         if is_waiting and self._late is None:
             self._late = self.loop.call_later(HEAD_S, self.transport.abort)
-        elif not is_waiting and self._late is not None:
+            self.waiting[self] = None
+            if len(self.waiting) > MOST_WAITING:
+                oldest = next(iter(self.waiting))
+                oldest._stop_waiting()
+                oldest.transport.abort()
+        elif not is_waiting:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        self.waiting.pop(self, None)
+        if self._late is not None:
             self._late.cancel()
             self._late = None
 

@@ -4,7 +4,8 @@ import asyncio
 import json
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.endpoint.base import Call, Dialect, Json, Refused
@@ -12,6 +13,7 @@ from asyncrl.environments.base import Answer, BudgetSpent, Talk
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderError
 
 MOST_CALLS = 16  # of one episode at the same time
+MOST_REQUESTS = 32  # the same, with those that still arrive or repeat a call
 REMEMBERED = 32  # answers of one episode that a retry gets again
 MOST_CLOSED = 65536  # keys of ended episodes that are answered with 403
 # Refusals that leave no hole in a conversation: the episode ends, or the call is repeated, maybe shorter.
@@ -38,6 +40,19 @@ class OpenEpisode:
         self._running: set[asyncio.Task[Json]] = set()
         self._completed = ""  # the text of a conversation without a chat template
         self._is_closed = False
+        self._requests = 0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while it arrives and is answered. Raises Refused if there are too many."""
+        if self._requests >= MOST_REQUESTS:
+            text = f"{MOST_REQUESTS} requests of this episode are in progress; wait until one has ended"
+            raise self.noted(Refused(429, text, "too_many_calls"))
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     def read(self, dialect: Dialect, body: bytes, path: str) -> Call:
         """Return the call that a body is. Raises Refused."""

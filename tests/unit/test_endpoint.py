@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 import anthropic
 import httpx
@@ -596,3 +597,101 @@ def test_the_answer_to_a_body_without_a_key_does_not_wait_for_the_body():
         assert b"401" in answer.partition(b"\r\n")[0]
 
     serve(ScriptedTalk(), play)
+
+
+async def opened(endpoint: Endpoint, first: bytes = b"") -> asyncio.StreamReader:
+    """A connection that sends its first bytes and stays."""
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first)
+    KEPT.append(writer)
+    return reader
+
+
+KEPT: list[asyncio.StreamWriter] = []
+"""A connection whose writer is forgotten is closed."""
+
+
+async def many_silent_connections(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    readers = [await opened(endpoint, b"POST /v1/re") for _ in range(20)]
+    async with asyncio.timeout(5):
+        for reader in readers[:8]:
+            assert await reader.read() == b""  # the oldest are cut off
+
+
+async def many_slow_bodies(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    head = f"POST /v1/responses HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {episode.key}\r\n".encode()
+    readers = [await opened(endpoint, head + b"content-length: 9\r\n\r\n[") for _ in range(9)]
+    reading = [asyncio.create_task(reader.readline()) for reader in readers]
+    for one in islice(asyncio.as_completed(reading), 5):
+        assert b"429" in await one
+    assert sum(one.done() for one in reading) == 5
+
+
+async def oversized_bodies(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    for _ in range(3):
+        assert (await post(endpoint, episode.key, b" " * 3000)).status_code == 413
+
+
+async def guessed_keys(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    for key in ("x", episode.key[:-1], episode.key + "0", episode.key.upper() + "x"):
+        assert (await post(endpoint, key, {"messages": QUESTION})).status_code == 401
+
+
+async def replayed_requests(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    """Also of the body that the other agent sends, as if it were a retry of it."""
+    retried = {"x_stainless_retry_count": "1"}
+    answers = [await post(endpoint, episode.key, {"messages": QUESTION}, **retried) for _ in range(3)]
+    assert {one.json()["choices"][0]["message"]["content"] for one in answers} == {"two wo"}
+    endpoint.shut(episode)
+    assert (await post(endpoint, episode.key, {"messages": QUESTION}, **retried)).status_code == 403
+
+
+async def many_repetitions_of_a_call(endpoint: Endpoint, episode: OpenEpisode) -> None:
+    episode._talk.release.clear()
+    retried = {"x_stainless_retry_count": "1"}
+    calls = [post(endpoint, episode.key, {"messages": QUESTION}, **retried) for _ in range(9)]
+    asking = [asyncio.create_task(call) for call in calls]
+    for one in islice(asyncio.as_completed(asking), 5):
+        with contextlib.suppress(httpx.ReadError):  # the connection may be closed while the client writes
+            assert (await one).status_code == 429
+    assert (episode.refused, sum(one.done() for one in asking)) == (5, 5)
+    endpoint.shut(episode)
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    assert sum(getattr(one, "status_code", 429) == 403 for one in answers) == 4
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        many_silent_connections,
+        many_slow_bodies,
+        oversized_bodies,
+        guessed_keys,
+        replayed_requests,
+        many_repetitions_of_a_call,
+    ],
+)
+def test_a_hostile_agent_costs_only_its_own_episode(monkeypatch, attack):
+    """Another agent is served while the connections of the attack stay, and gets its own answers."""
+    monkeypatch.setattr(agent_server, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(agent_server, "MOST_WAITING", 12)
+    monkeypatch.setattr(agent_server, "MAX_BODY_BYTES", 2000)
+    monkeypatch.setattr(open_episodes, "MOST_REQUESTS", 4)
+
+    async def play(endpoint, episode):
+        talk = ScriptedTalk(TEXT, CALLS)
+        other = endpoint.open(talk)
+        answer = await post(endpoint, other.key, {"messages": QUESTION})
+        assert answer.json()["choices"][0]["message"]["content"] == "two words"
+        try:
+            await attack(endpoint, episode)
+            answer = await post(endpoint, other.key, {"messages": [*QUESTION, *QUESTION]})
+        finally:
+            while KEPT:
+                KEPT.pop().close()
+        assert answer.json()["choices"][0]["message"]["content"] == "I add."
+        assert [asked["messages"] for asked in talk.asked] == [QUESTION, [*QUESTION, *QUESTION]]
+        assert (other.calls, other.refused, other.retries, other.fault) == (2, 0, 0, "")
+
+    serve(ScriptedTalk(CUT), play)
