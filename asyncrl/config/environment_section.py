@@ -5,10 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
 from asyncrl.algo.trainable import MOST_SEQUENCES
+from asyncrl.config.addresses import require_one_interface
 from asyncrl.config.base import Part
 
 ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
@@ -23,6 +24,9 @@ class EnvironmentConfig(Part):
     command: tuple[str, ...] = ()
     """Program and arguments of an agent, instead of `uses`: it plays one episode, calls the model through
     the endpoint of the generator, and ends the episode by exiting."""
+    address: str = "127.0.0.1"
+    """Address at which agents call the endpoint: one that every generator's host has, and that containers or
+    other machines of the agents reach. The calls are not encrypted."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
     that of the run. In `command`, the program `python` is this interpreter; by default the one on PATH."""
@@ -46,6 +50,12 @@ class EnvironmentConfig(Part):
     history: Literal["exact", "template"] = "exact"
     """`exact` keeps what was sampled when the chat template would rewrite earlier turns; `template` renders
     them again, which costs one more sequence for each rewritten turn."""
+
+    @field_validator("address")
+    @classmethod
+    def _listens_on_one_interface(cls, address: str) -> str:
+        require_one_interface("environment.address", address)
+        return address
 
     @property
     def is_used(self) -> bool:

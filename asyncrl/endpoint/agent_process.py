@@ -30,7 +30,7 @@ class AgentEnvironment:
 
     def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
         """`variables` are patterns of environment variables, `run.environment`, that agents get."""
-        self.endpoint = Endpoint()
+        self.endpoint = Endpoint(config.address)
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
         self._variables = variables
@@ -38,12 +38,16 @@ class AgentEnvironment:
         self._scratch: Scratch | None = None
 
     async def start(self) -> None:
-        """Begin to serve the model. Raises EnvironmentFault if there is no such program."""
+        """Begin to serve the model. Raises EnvironmentFault if there is no such program or address."""
         if shutil.which(self._program) is None:
             found = f"environment.command: there is no program {self._program}"
             raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
+        try:
+            await self.endpoint.start()
+        except OSError as error:
+            found = f"environment.address: this host cannot listen on {self._config.address} ({error})"
+            raise EnvironmentFault(f"{found}; `ip address` lists its addresses", reason="start") from error
         self._scratch = Scratch("asyncrl-agents-")
-        await self.endpoint.start()
 
     async def play(
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
@@ -116,10 +120,11 @@ class AgentEnvironment:
         assert self._scratch is not None
         url = self.endpoint.url
         ours = public_environment(self._variables) | self._scratch.variables
-        host = url.rpartition("/")[2].partition(":")[0]
         # A proxy for the internet does not reach this address.
-        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), host]))
-        return ours | {
+        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), self._config.address]))
+        # OpenAI's Agents SDK would send the conversations to OpenAI, and wait for that at its end.
+        quiet = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
+        needed = {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
@@ -132,6 +137,7 @@ class AgentEnvironment:
             "no_proxy": direct,
             "PYTHONUNBUFFERED": "1",
         }
+        return quiet | ours | needed
 
 
 class _Program:

@@ -47,18 +47,21 @@ _STREAM = (b"content-type", b"text/event-stream")
 class Endpoint:
     """Serves the episodes of one generator."""
 
-    def __init__(self, *, host: str = "127.0.0.1") -> None:
-        """Listen on `host` after `start`, on a free port."""
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        """Listen on `address` after `start`, on a free port."""
         self.episodes = OpenEpisodes()
         self.url = ""  # without a path
-        self._host = host
+        self._address = address
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to serve. Raises OSError if the address cannot be used."""
-        listener = socket.create_server((self._host, 0))
-        self.url = f"http://{self._host}:{listener.getsockname()[1]}"
+        is_ipv6 = ":" in self._address
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        listener = socket.create_server((self._address, 0), family=family)
+        host = f"[{self._address}]" if is_ipv6 else self._address
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             self._serve,
             http=type("Protocol", (_Protocol,), {"waiting": {}}),

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import socket
 import sys
 import tempfile
 import textwrap
@@ -71,6 +72,7 @@ def test_an_agent_gets_its_row_and_writes_its_reward(tmp_path, monkeypatch):
         assert os.environ["ASYNCRL_SEED"] == "7" == str(row["seed"])
         assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
         assert "MY_SECRET" not in os.environ
+        assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
         assert ask(row["question"], temperature=0) == "two words"
         result({"right": 0.5, "short": 0.25})
         """,
@@ -217,6 +219,27 @@ def test_a_program_that_does_not_exist_is_refused_at_the_start():
     environment = AgentEnvironment(EnvironmentConfig(command=("no-such-agent",)))
     with pytest.raises(EnvironmentFault, match="there is no program no-such-agent"):
         asyncio.run(environment.start())
+
+
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
+def test_agents_call_the_address_of_the_config(tmp_path, address, host):
+    try:
+        socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        ).close()
+    except OSError:
+        pytest.skip(f"this machine has no {address}")
+    program = f"assert os.environ['OPENAI_BASE_URL'].startswith('http://{host}:'); ask('x'); result(1)"
+    assert play(tmp_path, ScriptedTalk(TEXT), program, address=address).reward == 1.0
+
+
+def test_an_address_of_another_machine_or_of_every_interface_is_refused(tmp_path):
+    with pytest.raises(
+        EnvironmentFault, match=r"environment\.address: this host cannot listen on 192\.0\.2\.1"
+    ):
+        play(tmp_path, ScriptedTalk(TEXT), "ask('x')", address="192.0.2.1")
+    with pytest.raises(ValueError, match=r"environment\.address would listen on every interface"):
+        EnvironmentConfig(command=("agent",), address="0.0.0.0")
 
 
 @pytest.mark.parametrize("ends", ["", "time.sleep(60)"], ids=["exits", "is cancelled"])
