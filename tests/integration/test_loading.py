@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_qwen2
@@ -48,3 +49,21 @@ def test_every_rank_names_the_tensors_that_do_not_fit_the_config(tmp_path: Path)
     for error in (error for errors in ranks for error in errors):
         assert "do not fit its config.json" in error and "mlp.down_proj.weight" in error, error
         assert str(config["intermediate_size"]) in error and str(wide["intermediate_size"]) in error
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_rank_names_the_tensors_that_the_checkpoint_lacks(tmp_path: Path, tied: bool) -> None:
+    """transformers would draw them at random. A head that is tied to the embedding is not among them."""
+    path = tiny_qwen2(tmp_path / "model", tied=tied)
+    tensors = load_file(path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) != tied
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with forked_ranks() as learner:
+        _, ranks = learner.run(2, path, [{"run": "misfit", "name": "misfit"}], tmp_path)["misfit"]
+    assert [len(errors) for errors in ranks] == [2, 2]
+    for error in (error for errors in ranks for error in errors):
+        assert "model.layers.1.mlp.up_proj.weight is missing" in error
+        assert ("lm_head.weight is missing" in error) != tied
+        assert error.count("is missing") == 2 - tied

@@ -48,10 +48,15 @@ def load_model(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
-        misfit = "; ".join(
+        misfits = [
             f"{name} has shape {list(stored)}, by config.json {list(expected)}"
-            for name, stored, expected in sorted(found["mismatched_keys"])[:MOST_NAMED]
-        )
+            for name, stored, expected in sorted(found["mismatched_keys"])
+        ]
+        # transformers fills these at random; a tensor that is tied to another one is not among them.
+        misfits += [f"{name} is missing" for name in sorted(found["missing_keys"])]
+        misfit = "; ".join(misfits[:MOST_NAMED])
+        if len(misfits) > MOST_NAMED:
+            misfit += f"; {len(misfits)} in all"
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
@@ -67,8 +72,8 @@ def load_model(
         misfit = next(filter(None, map(bytes.decode, sharers.gather(misfit.encode()))), "")
     if misfit:
         raise DataError(
-            f"model.path: the tensors of {config.path} do not fit its config.json ({misfit}); copy both from "
-            "the same model"
+            f"model.path: the tensors of {config.path} do not fit its config.json ({misfit}); copy all "
+            "files from the same model"
         )
     # With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
     for module in model.modules():
