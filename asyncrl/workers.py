@@ -56,13 +56,34 @@ def ending(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-class Worker:
+class Channel:
+    """One end of a connection to a program that answers messages, one after the other."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        """`channel` is closed with this object."""
+        self.channel, self._replies = channel, channel.makefile("rb")
+
+    def ask(self, data: bytes, wait_s: float) -> bytes:
+        """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError."""
+        until_s = time.monotonic() + wait_s
+        self.channel.settimeout(wait_s)
+        self.channel.sendall(framed(data))
+        self.channel.settimeout(max(until_s - time.monotonic(), 0.001))
+        return receive(self._replies)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._replies.close()
+        self.channel.close()
+
+
+class Worker(Channel):
     """Runs `python -m module <socket fd> <our pid>` with one thread and no secrets until `channel` closes."""
 
     def __init__(self, module: str) -> None:
         """Start the program. Raises OSError."""
-        self.channel, theirs = socket.socketpair()
-        self._replies = self.channel.makefile("rb")
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -73,7 +94,7 @@ class Worker:
                     start_new_session=True,  # only the learner handles a Ctrl-C in the terminal
                 )
             except OSError:
-                self._close()
+                self.close()
                 raise
 
     @property
@@ -81,26 +102,14 @@ class Worker:
         """Id of the process."""
         return self._process.pid
 
-    def ask(self, data: bytes, wait_s: float) -> bytes:
-        """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError."""
-        until_s = time.monotonic() + wait_s
-        self.channel.settimeout(wait_s)
-        self.channel.sendall(framed(data))
-        self.channel.settimeout(max(until_s - time.monotonic(), 0.001))
-        return receive(self._replies)
-
     def end(self, *, grace_s: float = 0.0) -> int:
         """Close the channel, wait, kill. Returns the exit status, -SIGKILL if the kernel holds it."""
-        self._close()
+        self.close()
         try:
             return self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             stop_process(self._process, grace_s=0.0)
         return self._process.returncode or -signal.SIGKILL
-
-    def _close(self) -> None:
-        self._replies.close()
-        self.channel.close()
 
 
 class Scratch:

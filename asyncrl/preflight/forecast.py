@@ -43,6 +43,8 @@ LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * G
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
 # The name of two lines.
 SENDERS = "senders"
+# Buffers of one communicator of NCCL: an estimate, no GPU has measured it.
+COMMUNICATOR_BYTES = 410 << 20
 # The lines of runs with an environment.
 LEAST_DUTY, LONGEST_EPISODE = "least duty of episodes", "longest episode, in steps"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
@@ -228,9 +230,9 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
     critic = _needs(config, "values_T")
     parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
     if on_gpu and config.weights.transport == "nccl":
-        # Each is a process with two buckets.
-        buckets_bytes = 2 * (config.weights.bucket_mib << 20)
-        parts[SENDERS] = (config.generator.count or 1) * (CONTEXT_BYTES + buckets_bytes)
+        # One process; for each generator the buffers of its communicator and two buckets.
+        each_bytes = COMMUNICATOR_BYTES + 2 * (config.weights.bucket_mib << 20)
+        parts[SENDERS] = CONTEXT_BYTES + (config.generator.count or 1) * each_bytes
     return parts
 
 
@@ -252,7 +254,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
-        SENDERS: "nccl: a process for each generator (1 GiB and two buckets); on the first rank only",
+        SENDERS: "nccl: 1 GiB for a process, 0.4 GiB and two buckets for each generator; first rank only",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])

@@ -3,7 +3,7 @@
     learner --publish (a copy)--> slots in shared memory --order: where the newest one is--> generator
 
 The learner never waits for a generator. Each generator has a sender of its own; a transfer that misses its
-deadline is given up, and no other one notices. A generator always gets the newest version.
+deadline is given up, and others go on. A generator always gets the newest version.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

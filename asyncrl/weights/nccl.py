@@ -1,7 +1,9 @@
-"""The NCCL sender, one process per generator: a slot of the learner's GPU -> vLLM's own packed broadcast.
+"""The NCCL sender, one process for all generators: slots of the learner's GPU -> vLLM's packed broadcast.
 
-`python -m asyncrl.weights.nccl <socket fd> <learner pid>` owns the communicator, so a failure or a hang ends
-this process and not the learner. The messages are framed as in `asyncrl.workers`:
+`python -m asyncrl.weights.nccl <socket fd> <learner pid>` owns the communicators, so a failure or a hang ends
+this process and not the learner. Over the socket it gets a channel for each generator, and serves it in a
+thread with a communicator and a CUDA stream of its own. The messages of a channel are framed as in
+`asyncrl.workers`:
 
     {op: prepare, layout, workers, slot, checksums}  ->  {op: prepared, details} | {op: failed, reason}
     {op: transfer}                                   ->  {op: sent, seconds} | {op: failed, reason}
@@ -14,10 +16,13 @@ import base64
 import contextlib
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any
 
 import msgpack
 import torch
@@ -31,6 +36,9 @@ from asyncrl.weights.slots import open_slot
 from asyncrl.workers import pack, receive
 
 _BUFFERS = 2
+_opening = threading.Lock()
+# Streams of channels that are closed: torch keeps the freed buckets of a stream for that stream.
+_streams: list[Any] = []
 
 
 @dataclass(slots=True)
@@ -42,6 +50,7 @@ class NcclSender:
     workers: int
     _unique_id: bytes = b""
     _communicator: Any = None
+    _stream: Any = None
 
     def prepare(self, checksums: Sequence[int]) -> dict[str, Any]:
         """Return the details of the update order. Raises TransferError."""
@@ -59,35 +68,41 @@ class NcclSender:
         return {"init": init, "update": update, "checksums": list(checksums)}
 
     def transfer(self, buffer: Tensor) -> None:
-        """Send a slot, while the generator receives the order. Raises TransferError."""
-        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+        """Send a slot, while the generator receives the order. Raises TransferError.
 
-        if self._communicator is None:
-            self._communicator = uid_init_process_group(
-                self._unique_id, rank=0, world_size=1 + self.workers, device=torch.cuda.current_device()
-            )
-        if self._communicator.disabled:  # it would accept every call and send nothing
-            raise TransferError(
-                "nccl: vLLM disabled its communicator; its NCCL library could not be loaded or used"
-            )
-        packed_nccl_broadcast_producer(
-            iterator=(
-                (spec.name, self.layout.view(buffer, index).to("cuda"))
-                for index, spec in enumerate(self.layout.specs)
-            ),
-            group=self._communicator,
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=self.layout.bucket_bytes,
-            num_buffers=_BUFFERS,
-        )
-        torch.cuda.synchronize()
+        Nothing here waits for another generator: vLLM's own producer would share two streams among all.
+        """
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+        from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
+
+        with torch.cuda.stream(self._stream):
+            if self._communicator is None:
+                self._communicator = uid_init_process_group(
+                    self._unique_id, rank=0, world_size=1 + self.workers, device=torch.cuda.current_device()
+                )
+            if self._communicator.disabled:  # it would accept every call and send nothing
+                raise TransferError(
+                    "nccl: vLLM disabled its communicator; its NCCL library could not be loaded or used"
+                )
+            tensors = ((spec.name, self.layout.view(buffer, i)) for i, spec in enumerate(self.layout.specs))
+            while chunk := pack_tensors(tensors, itemgetter(1), self.layout.bucket_bytes):
+                self._communicator.broadcast(chunk.packed_tensor, src=0)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Free the communicator."""
+        if self._communicator:
+            self._communicator.destroy()
+        if self._stream:
+            _streams.append(self._stream)
 
     def _new_init(self) -> dict[str, Any]:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        with _opening:
+            if self._stream is None:
+                self._stream = _streams.pop() if _streams else torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return {
             "nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(),
             "rank_offset": 1,
@@ -98,35 +113,49 @@ class NcclSender:
         }
 
 
-def serve(channel: socket.socket, commands: BinaryIO) -> None:
-    """Answer commands. Raises EOFError when the learner closes the channel."""
+@lru_cache(maxsize=1)
+def _opened(slot: bytes, size_bytes: int) -> Tensor:
+    """A slot, opened once for all generators. It stays as it is while the learner counts its readers."""
+    return open_slot(msgpack.unpackb(slot), size_bytes, device=0).buffer
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer the commands for one generator until the learner closes the channel."""
     sender, buffer = None, torch.empty(0)
-    while True:
-        command = msgpack.unpackb(receive(commands))
-        try:
-            if command["op"] == "prepare":
-                layout = Layout.from_plain(command["layout"])
-                sender = sender or NcclSender(layout, command["workers"])
-                # The slot stays as it is until the transfer is over: the learner counts this reader.
-                buffer = open_slot(command["slot"], layout.total_bytes, device=0).buffer
-                reply: dict[str, Any] = {"op": "prepared", "details": sender.prepare(command["checksums"])}
-            else:
-                assert sender is not None, "transfer without prepare"
-                started_s = time.monotonic()
-                sender.transfer(buffer)
-                reply = {"op": "sent", "seconds": time.monotonic() - started_s}
-        except TransferError as error:
-            reply = {"op": "failed", "reason": str(error)}
-        channel.sendall(pack(reply))
+    # ConnectionError, EOFError: the learner has closed the channel.
+    with channel, channel.makefile("rb") as commands, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            command = msgpack.unpackb(receive(commands))
+            try:
+                if command["op"] == "prepare":
+                    layout = Layout.from_plain(command["layout"])
+                    sender = sender or NcclSender(layout, command["workers"])
+                    with _opening:
+                        buffer = _opened(msgpack.packb(command["slot"]), layout.total_bytes)
+                    reply: dict[str, Any] = {
+                        "op": "prepared",
+                        "details": sender.prepare(command["checksums"]),
+                    }
+                else:
+                    assert sender is not None, "transfer without prepare"
+                    started_s = time.monotonic()
+                    sender.transfer(buffer)
+                    reply = {"op": "sent", "seconds": time.monotonic() - started_s}
+            except TransferError as error:
+                reply = {"op": "failed", "reason": str(error)}
+            channel.sendall(pack(reply))
+    if sender:
+        sender.close()
 
 
 def main() -> None:
     """Entry point of the process."""
     die_with_parent(int(sys.argv[2]))
     refuse_pickles_from_wires()
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    with channel, contextlib.suppress(EOFError, ConnectionError):  # the learner has closed it
-        serve(channel, channel.makefile("rb"))
+    with socket.socket(fileno=int(sys.argv[1])) as learner:
+        while files := socket.recv_fds(learner, 1, 1)[1]:
+            channel = socket.socket(fileno=files[0])
+            threading.Thread(target=serve, args=(channel,), daemon=True).start()
 
 
 if __name__ == "__main__":

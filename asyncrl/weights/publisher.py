@@ -91,6 +91,7 @@ class SlotPublisher:
         self._copying: threading.Thread | None = None
         self._not_copied: OSError | None = None
         self._senders: list[SlotSender] = []
+        self._nccl = NcclProcess()
         self._server: SlotServer | None = None
         if interface is not None:
             self._server = SlotServer(interface, self._file_of, layout.total_bytes, stall_s=deadline_s)
@@ -136,7 +137,8 @@ class SlotPublisher:
             take=self._take,
             give_back=self._give_back,
             describe=self._describe,
-            start_process=lambda: NcclProcess(self._layout, workers),
+            nccl=self._nccl,
+            workers=workers,
         )
         with self._lock:
             self._senders = [*(each for each in self._senders if not each.is_closed), sender]

@@ -2,27 +2,24 @@
 
     slot, disk   the generator reads the slot
     tcp          the generator fetches the slot from the learner's `SlotServer`
-    nccl         a process of this sender broadcasts the slot, see asyncrl/weights/nccl.py
+    nccl         a process of all senders broadcasts the slot, see asyncrl/weights/nccl.py
 
 The next `prepare`, `give_up` and `close` unpin the version.
 """
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import msgpack
 
 from asyncrl.weights.base import Failed, Sent, UpdateOrder
-from asyncrl.weights.layout import Layout
 from asyncrl.weights.slots import Published
-from asyncrl.workers import Worker
-
-Answer = Callable[[dict[str, Any]], None]
+from asyncrl.workers import Channel, Worker
 
 # Bound on the start of an NCCL process, on top of the deadline of a transfer.
 _START_S = 60.0
@@ -32,7 +29,7 @@ class SlotSender:
     """Implements `weights.base.Sender`.
 
     `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `describe` returns the
-    details of an order over a transport that needs no process.
+    details of an order over a transport that needs no process. `workers` of the generator are to receive.
     """
 
     def __init__(
@@ -41,15 +38,16 @@ class SlotSender:
         take: Callable[[str, int], Published | int],
         give_back: Callable[[Published], None],
         describe: Callable[[Published, str], dict[str, Any]],
-        start_process: Callable[[], "NcclProcess"],
+        nccl: "NcclProcess",
+        workers: int,
     ) -> None:
         """Raises OSError."""
-        self._take, self._give_back = take, give_back
-        self._describe, self._start_process = describe, start_process
-        self._lock = threading.RLock()  # answers of a process come in a thread of its own
+        self._take, self._give_back, self._describe = take, give_back, describe
+        self._nccl, self._workers = nccl, workers
+        self._lock = threading.RLock()  # answers over a channel come in a thread of its own
         self._held: Published | None = None
         self._wanted = -1
-        self._process: NcclProcess | None = None
+        self._channel: NcclChannel | None = None
         self._replies: list[UpdateOrder | Sent | Failed] = []
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while there are replies
 
@@ -63,9 +61,11 @@ class SlotSender:
 
     def prepare(self, transport: str) -> bool:
         with self._lock:
-            if transport != "nccl":
-                self._end_process()
             self._release()
+            if transport != "nccl" or self._channel not in self._nccl.channels:
+                self._hang_up()
+            if transport == "nccl" and self._nccl.must_end:
+                return False
             try:
                 found = self._take(transport, self._wanted)
                 if isinstance(found, int):
@@ -73,8 +73,10 @@ class SlotSender:
                     return False
                 self._held, self._wanted = found, -1
                 if transport == "nccl":
-                    self._process = self._process or self._start_process()
-                    self._process.prepare(found, partial(self._hear, self._process, found))
+                    self._channel = self._channel or NcclChannel(self._nccl, self._hear)
+                    layout, slot = found.layout.to_plain(), found.slot.describe()
+                    message = {"op": "prepare", "layout": layout, "workers": self._workers, "slot": slot}
+                    self._channel.say(message | {"checksums": found.checksums}, found)
                 else:
                     self._reply(found.order(transport, self._describe(found, transport)))
             except OSError as error:
@@ -85,8 +87,8 @@ class SlotSender:
     def transfer(self) -> None:
         """A generator that reads or fetches does so by itself."""
         with self._lock:
-            if self._process and self._held:
-                self._process.transfer(self._held, partial(self._hear, self._process, self._held))
+            if self._channel and self._held:
+                self._channel.say({"op": "transfer"}, self._held)
             else:
                 self._reply(Sent(seconds=0.0))
 
@@ -99,7 +101,7 @@ class SlotSender:
 
     def give_up(self) -> None:
         with self._lock:
-            self._end_process()
+            self._hang_up()
             self._release()
 
     def close(self) -> None:
@@ -109,10 +111,10 @@ class SlotSender:
                 os.close(self._woken)
                 self._woken = -1
 
-    def _hear(self, process: "NcclProcess", published: Published, answer: dict[str, Any]) -> None:
-        """The answer of the process on this version, in its thread."""
+    def _hear(self, channel: "NcclChannel", published: Published, answer: dict[str, Any]) -> None:
+        """The answer of the process on this version, in the channel's thread."""
         with self._lock:
-            if process is not self._process or published is not self._held:
+            if channel is not self._channel or published is not self._held:
                 return  # given up
             if answer["op"] == "prepared":
                 self._reply(published.order("nccl", answer["details"]))
@@ -125,53 +127,98 @@ class SlotSender:
         self._replies.append(reply)
         os.eventfd_write(self._woken, 1)
 
-    def _end_process(self) -> None:
-        if self._process:
-            self._process.close()
-            self._process = None
+    def _hang_up(self) -> None:
+        if self._channel:
+            self._channel.close()
+            self._channel = None
 
     def _release(self) -> None:
         if self._held:
             self._give_back(self._held)
             self._held = None
+        if self._channel:
+            self._nccl.note(self._channel, under_way=False)
 
 
 class NcclProcess:
-    """The learner's end of a process of asyncrl/weights/nccl.py. No call waits for it."""
+    """The process of asyncrl/weights/nccl.py, which all senders share. No call waits for it.
 
-    def __init__(self, layout: Layout, workers: int) -> None:
-        """Start it for a generator of `workers` tensor-parallel workers. Raises OSError."""
-        self._worker = Worker("asyncrl.weights.nccl")
-        self._setup = {"layout": layout.to_plain(), "workers": workers}
+    It starts for the first channel and ends with the last. A channel that breaks or is closed during an
+    update may hang in NCCL, and only the end of the process ends that. Then no further update begins, and the
+    process is killed when those of other channels are over.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is started yet."""
+        self.must_end = False
+        # Whether an update is under way, by open channel.
+        self.channels: dict[NcclChannel | None, bool] = {}
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+
+    def connect(self, channel: "NcclChannel") -> socket.socket:
+        """Return our end of a new channel. Raises OSError."""
+        with self._lock:
+            self._worker = self._worker or Worker("asyncrl.weights.nccl")
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._worker.channel, [b"+"], [theirs.fileno()])
+                except OSError:  # it has died
+                    ours.close()
+                    self._kill(self._worker)
+                    raise
+            self.channels[channel] = False
+            return ours
+
+    def note(self, channel: "NcclChannel", *, under_way: bool | None) -> None:
+        """Say whether an update is under way over this channel; None if it is closed or broken."""
+        with self._lock:
+            if under_way is None:
+                self.must_end |= self.channels.pop(channel, False)
+            elif channel in self.channels:
+                self.channels[channel] = under_way
+            is_due = not any(self.channels.values()) and (self.must_end or not self.channels)
+            if self._worker and is_due:
+                self._kill(self._worker)
+
+    def _kill(self, worker: Worker) -> None:
+        os.kill(worker.pid, signal.SIGKILL)  # only `end` reaps it, so the number is still its own
+        threading.Thread(target=worker.end, name="asyncrl-nccl-end").start()
+        self.channels.clear()
+        self._worker, self.must_end = None, False
+
+
+class NcclChannel(Channel):
+    """One generator's channel to the process. No call waits for it; answers come in a thread of its own."""
+
+    def __init__(
+        self,
+        process: NcclProcess,
+        on_answer: Callable[["NcclChannel", Published, dict[str, Any]], None],
+    ) -> None:
+        """Raises OSError."""
+        super().__init__(process.connect(self))
+        self._process, self._on_answer = process, on_answer
         self._thread = ThreadPoolExecutor(1, "asyncrl-nccl")
 
-    @property
-    def pid(self) -> int:
-        return self._worker.pid
-
-    def prepare(self, published: Published, on_answer: Answer) -> None:
-        """Ask for the details of an order to receive this version."""
-        slot, sums = published.slot.describe(), published.checksums
-        self._ask({"op": "prepare", **self._setup, "slot": slot, "checksums": sums}, published, on_answer)
-
-    def transfer(self, published: Published, on_answer: Answer) -> None:
-        """Ask to send what was prepared."""
-        self._ask({"op": "transfer"}, published, on_answer)
+    def say(self, message: dict[str, Any], published: Published) -> None:
+        """Send a message about the update to this version, which is under way from now on."""
+        self._process.note(self, under_way=True)
+        self._thread.submit(self._ask, message, published)
 
     def close(self) -> None:
-        """Kill the process; its thread ends with it."""
-        os.kill(self._worker.pid, signal.SIGKILL)  # only `end` reaps it, so the number is still its own
-        self._thread.submit(self._worker.end)
+        self._process.note(self, under_way=None)
+        self.channel.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.submit(super().close)
         self._thread.shutdown(wait=False)
 
-    def _ask(self, message: dict[str, Any], published: Published, on_answer: Answer) -> None:
-        def ask() -> None:
-            try:
-                data = self._worker.ask(msgpack.packb(message), published.template.deadline_s + _START_S)
-                answer = msgpack.unpackb(data)
-            except (OSError, EOFError) as error:
-                reason = f"the NCCL sender process died or hangs ({error!r}); see the learner's log"
-                answer = {"op": "failed", "reason": reason}
-            on_answer(answer)
-
-        self._thread.submit(ask)
+    def _ask(self, message: dict[str, Any], published: Published) -> None:
+        try:
+            data = self.ask(msgpack.packb(message), published.template.deadline_s + _START_S)
+            answer = msgpack.unpackb(data)
+        except (OSError, EOFError) as error:
+            self._process.note(self, under_way=None)
+            reason = f"the NCCL sender process died or hangs ({error!r}); see the learner's log"
+            answer = {"op": "failed", "reason": reason}
+        self._on_answer(self, published, answer)

@@ -148,7 +148,7 @@ def test_a_version_that_is_written_over_while_it_is_fetched_is_refused(stage):
 
 def process_of(sender):
     """The NCCL process behind a sender that prepares."""
-    return psutil.Process(sender._process.pid)
+    return psutil.Process(sender._nccl._worker.pid)
 
 
 def prepare_nccl(sender):
@@ -163,7 +163,7 @@ def test_without_a_gpu_nccl_says_so_and_other_transports_still_work(stage):
     process = prepare_nccl(sender)
     assert isinstance(reply := next_reply(sender), Failed)
     assert "no CUDA device" in reply.reason
-    assert prepare_nccl(sender) == process, "one process serves all updates of a generator"
+    assert prepare_nccl(sender) == process, "one process serves all updates"
     assert isinstance(next_reply(sender), Failed)
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
     wait_until_gone(process.pid)  # it has no use for its GPU memory now
@@ -206,15 +206,22 @@ def test_a_process_that_hangs_is_killed_when_it_is_given_up(stage):
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
 
 
-def test_a_process_goes_with_its_sender_and_with_the_publisher(stage):
+def test_the_process_goes_with_the_last_sender_and_with_the_publisher(stage):
     publisher = stage[0]()
     publisher.publish(1, weights(1), ()).result(30)
     senders = [publisher.open_sender(1) for _ in range(2)]
-    processes = [prepare_nccl(sender) for sender in senders]
+    process = prepare_nccl(senders[0])
+    assert prepare_nccl(senders[1]) == process
+    assert isinstance(next_reply(senders[0]), Failed)  # so that it is not closed during an update
     senders[0].close()
-    wait_until_gone(processes[0].pid)
+    assert isinstance(next_reply(senders[1]), Failed)
+    assert prepare_nccl(senders[1]) == process
+    assert isinstance(next_reply(senders[1]), Failed)
+    senders[1].close()
+    wait_until_gone(process.pid)
+    another = prepare_nccl(publisher.open_sender(1))
     publisher.close()
-    wait_until_gone(processes[1].pid)
+    wait_until_gone(another.pid)
 
 
 def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):

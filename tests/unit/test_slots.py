@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.weights import publisher as publishing
+from asyncrl.weights import sender as senders_module
 from asyncrl.weights import slots
 from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
@@ -210,10 +210,10 @@ def test_a_process_that_cannot_start_is_a_failure(publisher, monkeypatch):
     sender = publisher.open_sender(1)
     publish(publisher, 1)
 
-    def fails(workers):
+    def fails(module):
         raise OSError(11, "no more processes")
 
-    monkeypatch.setattr(publishing, "NcclProcess", lambda layout, workers: fails(workers))
+    monkeypatch.setattr(senders_module, "Worker", fails)
     assert sender.prepare("nccl")
     (reply,) = sender.replies()
     assert isinstance(reply, Failed) and "no more processes" in reply.reason
