@@ -6,14 +6,18 @@ The libraries of one Python share one environment of pip, which is made once per
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.adapters.options import split_options
+from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox.box import Box
 from tests.support.libraries import ROOT, called, last, play, played, python_with
@@ -110,8 +114,9 @@ def test_gem(tmp_path: Path, beside: Path) -> None:
     assert outcome.reward is not None and outcome.reward > 0.5 and "Guess The Number" in last(talk.shown[0])
 
 
+SHOWN = [{"role": "user", "content": "?"}]
 SERVER = '''
-import os
+import os, time
 from mcp.server import MCPServer
 
 server, calls = MCPServer("shop"), 0
@@ -136,6 +141,13 @@ def refuse(text: str) -> str:
 def end() -> str:
     """End the server."""
     os._exit(3)
+
+@server.tool()
+def wait(note: str) -> str:
+    """Write the process id into a file, and wait."""
+    with open(note, "w") as file: file.write(str(os.getpid()))
+    time.sleep(60)
+    return ""
 
 server.run()
 '''
@@ -165,6 +177,88 @@ def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
     assert not [words for words in servers if str(tmp_path / "server.py") in words], (
         "they end with their episode"
     )
+
+
+@pytest.mark.slow
+def test_an_mcp_server_that_hangs_or_dies_costs_its_episode(tmp_path: Path) -> None:
+    """Also with its worker: each is a fault, no server is left, and the next episode is good."""
+    (tmp_path / "server.py").write_text(SERVER)
+    config = EnvironmentConfig(uses=f"mcp:{sys.executable} {tmp_path / 'server.py'}", step_s=15)
+    note = tmp_path / "pid"
+
+    def victim(name: str) -> psutil.Process:
+        server = psutil.Process(int(note.read_text()))
+        return server if name == "server" else server.parent()
+
+    async def scenario() -> None:
+        environment = Environments(config)
+        try:
+            await environment.start()
+            for name, number, says in (
+                ("server", signal.SIGSTOP, "`wait`: took longer than 15 s"),
+                ("server", signal.SIGKILL, "is lost"),
+                ("worker", signal.SIGKILL, "`wait`: the process died"),
+            ):
+                note.unlink(missing_ok=True)
+                talk = ScriptedTalk([called("wait", note=str(note))])
+                playing = asyncio.create_task(environment.play(talk, {}, prompt=SHOWN, seed=0, episode=0))
+                while not note.exists() or not note.read_text():
+                    await asyncio.wait({playing}, timeout=0.05)
+                    assert not playing.done()
+                server = victim("server")
+                victim(name).send_signal(number)
+                with pytest.raises(EnvironmentFault, match=says):
+                    await asyncio.wait_for(playing, 30)
+                psutil.wait_procs([server], timeout=10)
+                assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+            talk = ScriptedTalk([called("add", a=1), "done"])
+            assert (await environment.play(talk, {}, prompt=SHOWN, seed=0, episode=0)).finish_reason == "stop"
+        finally:
+            await environment.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uses", ["mcp", "python"])
+def test_no_server_and_no_program_is_left_when_the_generator_is_killed(tmp_path: Path, uses: str) -> None:
+    if uses == "python" and PROBLEM is not None:
+        pytest.skip(str(PROBLEM))
+    (tmp_path / "server.py").write_text(SERVER)
+    note = tmp_path / "pid"
+    call, wanted = ("wait", {"note": str(note)}), f"mcp:{sys.executable} {tmp_path / 'server.py'}"
+    if uses == "python":
+        call, wanted = (
+            ("python", {"code": "import time; print('begun', flush=True); time.sleep(60)"}),
+            "python",
+        )
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.libraries import called, played
+from tests.support.talks import ScriptedTalk
+asyncio.run(played({wanted!r}, (ScriptedTalk([called({call[0]!r}, **{call[1]!r})]), {{"prompt": "?"}}, 0)))
+"""
+    generator = psutil.Popen([sys.executable, "-c", program])
+    until_s = time.monotonic() + 60
+
+    def family() -> list[psutil.Process]:
+        return generator.children(recursive=True)
+
+    def is_begun() -> bool:
+        if uses == "mcp":
+            return note.exists() and bool(note.read_text())
+        boxes = [one for one in family() if one.name() == "bwrap"]
+        return any(len(box.children(recursive=True)) > 1 for box in boxes)
+
+    while not is_begun():
+        assert generator.poll() is None and time.monotonic() < until_s
+        time.sleep(0.05)
+    found = family()
+    generator.kill()
+    generator.wait(10)
+    _, alive = psutil.wait_procs(found, timeout=15)
+    assert alive == []
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
