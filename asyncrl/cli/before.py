@@ -163,15 +163,21 @@ def environment_test(
 
 @app.command()
 def dataset(
-    name: Annotated[str, typer.Argument(help="`reasoning_gym:NAME`, with options as `?option=value`.")],
-    size: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
+    name: Annotated[
+        str,
+        typer.Argument(help="`reasoning_gym:NAME` or `verifiers:TASKSET`, with options as `?option=value`."),
+    ],
+    size: Annotated[int, typer.Option(min=1, help="Most rows.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks, or of their order.")] = 0,
+    python: Annotated[
+        Path | None, typer.Option(help="Python interpreter that has the library; by default this one.")
+    ] = None,
 ) -> None:
     """Print tasks of a library as JSON lines, for `data.train` and `data.eval`."""
-    from asyncrl.environments.named import dataset_rows
+    from asyncrl.environments.dataset_rows import dataset_rows
 
-    for row in dataset_rows(name, size=size, seed=seed):
-        typer.echo(json.dumps(row))
+    for row in dataset_rows(name, size=size, seed=seed, python=python):
+        typer.echo(row)
 
 
 @app.command()

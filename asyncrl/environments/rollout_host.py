@@ -5,7 +5,7 @@
     in   {start, columns, seed, place} | {cancel} | {ping}
          {call, answer: {text, finish_reason, tokens, reasoning, tool_calls}} | {call, spent: finish reason}
     out  {call, episode, messages, tools} | {call, episode, text} | {episode, reward, state}
-         {episode, value} | {episode, spent: finish reason} | {episode, error, where, fault} | {pong}
+         {episode, value, metrics} | {episode, spent: finish reason} | {episode, error, where, fault} | {pong}
 """
 
 import asyncio
@@ -32,6 +32,8 @@ class Session:
         self.seed = seed
         # Place in the group, from 0.
         self.episode = episode
+        # Small named numbers of the episode, for the run's metrics `environment/<name>`.
+        self.metrics: dict[str, float] = {}
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
@@ -116,7 +118,7 @@ class RolloutHost:
         session = Session(self, number, seed=start["seed"], episode=start["place"])
         try:
             value = await self._rollout(session, **start["columns"])
-            self.tell({"episode": number, "value": value})
+            self.tell({"episode": number, "value": value, "metrics": dict(session.metrics)})
         except BudgetSpent as spent:
             self.tell({"episode": number, "spent": spent.finish_reason})
         except BaseException as error:  # noqa: BLE001 - reported to the parent

@@ -104,7 +104,13 @@ class _Episode:
             }
             value = sum(parts.values()) if parts else None
         reward = read_reward("rollout", value)
-        return Outcome(finish_reason=self._finish_reason, reward=reward, parts=parts, metrics=self.metrics)
+        counts = {
+            str(name): read_reward(f"session.metrics, {name}", one) or 0.0
+            for name, one in last.get("metrics", {}).items()
+        }
+        return Outcome(
+            finish_reason=self._finish_reason, reward=reward, parts=parts, metrics=counts | self.metrics
+        )
 
     def leave(self) -> None:
         """Stop asking the model."""

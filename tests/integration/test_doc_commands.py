@@ -33,7 +33,7 @@ SMALLER = {
 NOT_TYPED = {
     "ASYNCRL_SECRET_FILE=join.key asyncrl generator": "two hosts: tests/integration/test_hardening.py has both ends on one",
     "asyncrl environment test": "tests/integration/test_environment_command.py types it with these files",
-    "asyncrl dataset": "needs reasoning-gym, from the network: tests/integration/test_adapters.py types it",
+    "asyncrl dataset": "needs libraries, from the network: tests/integration/test_adapters.py and test_verifiers.py",
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl doctor --gpu": "needs a GPU: tests/unit/test_gpu_check.py has its verdicts and limits",
     "asyncrl doctor --gpu --device cpu": "minutes: tests/integration/test_gpu_rehearsal.py types it",

@@ -149,6 +149,7 @@ async def rollout(session, prompt, how="sum", **columns):
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": value})
         if not answer.tool_calls: break
     session.score_turn(0.25, state=7)
+    session.metrics["messages"] = "many" if how == "words" else len(messages)
     if how == "raise": raise KeyError("lost")
     if how == "sleep": await asyncio.sleep(60)
     if how == "hang": time.sleep(60)
@@ -407,7 +408,7 @@ def run_rollout(tmp_path, how, talk=None, **settings):
 def test_a_rollout_talks_to_the_model_as_it_likes(tmp_path):
     talk = sums()
     end = run_rollout(tmp_path, "sum", talk)
-    assert (end.finish_reason, end.reward, end.metrics) == ("stop", 1.0, {"turns": 2.0})
+    assert (end.finish_reason, end.reward, end.metrics) == ("stop", 1.0, {"turns": 2.0, "messages": 4.0})
     assert talk.rewards == [(0.25, 7)]
     assert [one["function"]["name"] for one in talk.tools[0]] == ["add"], "functions become schemas"
     assert talk.shown[1][-1] == {"role": "tool", "tool_call_id": "call-0", "name": "add", "content": "5"}
@@ -429,6 +430,7 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
         ("schema", "raised", "TypeError: found the tool {'name': 'add'}; as a schema it is "),
         ("silent", "silent", "nothing was sampled"),
         ("nan", "returned", "must be finite"),
+        ("words", "returned", r"`session.metrics, messages` returned str `many`"),
         ("object", "raised", "returned a value of type object"),
         ("die", "died", "exit status 3"),
         ("hang", "hung", "took longer than 0.5 s and was killed"),

@@ -15,12 +15,15 @@ import pytest
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Answer, Outcome, ToolCall
 from asyncrl.environments.environments import Environments
+from asyncrl.errors import EnvironmentFault
 from tests.support.environments import children
 from tests.support.talks import ScriptedTalk
 
 ROOT = Path(__file__).parents[2]
 # Limits in seconds for pip, and for the imports afterwards. A test is skipped after them.
-INSTALL_S, IMPORT_S = 50.0, 30.0
+INSTALL_S, IMPORT_S = 50.0, 60.0
+# Limit in seconds for an episode to end. Some start servers of tools, which import a large library.
+EPISODE_S = 180.0
 
 
 def packages_of(python: Path) -> str:
@@ -56,8 +59,10 @@ def attempt(command: list[str], limit_s: float) -> None:
         pytest.skip(f"failed: {' '.join(command)}: {done.stderr[-500:]}")
 
 
-async def played(uses: str, *games: tuple[ScriptedTalk, dict, int], **settings) -> list[Outcome]:
-    """Play one episode after the other, each with a talk, a row and a seed."""
+async def played(
+    uses: str, *games: tuple[ScriptedTalk, dict, int], faults: bool = False, **settings
+) -> list[Outcome]:
+    """Play one episode after the other, each with a talk, a row and a seed; `faults` are returned, too."""
     environment = Environments(EnvironmentConfig(uses=uses, step_s=30, **settings))
     found = []
     try:
@@ -65,7 +70,12 @@ async def played(uses: str, *games: tuple[ScriptedTalk, dict, int], **settings) 
         for talk, row, seed in games:
             prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
             playing = environment.play(talk, row, prompt=prompt, seed=seed, episode=0)
-            found.append(await asyncio.wait_for(playing, 60))
+            try:
+                found.append(await asyncio.wait_for(playing, EPISODE_S))
+            except EnvironmentFault as fault:
+                if not faults:
+                    raise
+                found.append(fault)
     finally:
         await environment.close()
     return found
