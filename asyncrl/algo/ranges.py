@@ -19,3 +19,6 @@ ZeroOrOne = Annotated[int, Field(ge=0, le=1)]  # a Literal would accept true and
 
 # A ratio belongs to a token, or to a sequence: the product or the geometric mean of its tokens' ratios.
 Level = Literal["token", "sequence", "geometric"]
+
+# Bound on the rollouts of one episode: the branches of its conversation, and its other conversations.
+MOST_SEQUENCES = 256

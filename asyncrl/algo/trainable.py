@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
@@ -25,8 +26,6 @@ MOST_VERSION = 1 << 31
 # Bounds on the number of reward parts of a rollout and of metrics of an episode, and on the length of a name
 # or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
-# Bound on the rollouts of one episode: the branches of its conversation, and its other conversations.
-MOST_SEQUENCES = 256
 # Upper bounds of a time of day (Unix seconds) and of a duration.
 LATEST_AT, LONGEST_S = 1e11, 1e9
 

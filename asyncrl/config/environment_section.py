@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
-from asyncrl.algo.trainable import MOST_SEQUENCES
+from asyncrl.algo.ranges import MOST_SEQUENCES, NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.addresses import require_one_interface
 from asyncrl.config.base import Part
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.algo.trainable import MOST_SEQUENCES, GroupLimits, trainable
+from asyncrl.algo.ranges import MOST_SEQUENCES
+from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.algo.trainable import MOST_SEQUENCES
+from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, stop_ids

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.algo.trainable import MOST_SEQUENCES
+from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.commands.up import require_password
 from asyncrl.config import registry
 from asyncrl.config.addresses import is_everywhere, is_loopback
