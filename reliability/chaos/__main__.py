@@ -27,7 +27,6 @@ from . import designs
 from .episodes import EPISODES
 from .faults import SCENARIOS, Scenario, strike
 from .hardening import HARDENING
-from .hosts import obstacle
 from .lineage import Verdict
 from .members import Stuck
 from .outcome import outcome, table
@@ -110,7 +109,7 @@ def main() -> int:
 def _possible(chosen: set[str]) -> Iterator[Scenario]:
     for scenario in (*SCENARIOS, HARDENING, EPISODES):
         if scenario.name in chosen:
-            if scenario.is_spread and (reason := obstacle()):
+            if reason := scenario.obstacle():
                 say(f"{scenario.name} is left out: {reason}")
             else:
                 yield scenario

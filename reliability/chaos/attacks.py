@@ -36,7 +36,8 @@ INJECTED = (
         ("pause_", "usurp", "second_learner"),
     ),
     Attack(
-        "a worker or fork server of an environment, or an agent, killed or stopped", ("kill of ", "stop of ")
+        "a worker, fork server, MCP server or sandbox of an environment, or an agent, killed or stopped",
+        ("kill of ", "stop of "),
     ),
     Attack("a process stopped and never woken, of each kind, of pairs, all at once", (HANG,)),
     Attack(f"an authentic frame that lies or cannot be decoded, {len(GROUPS) + 1} kinds", (POISON,)),
@@ -60,6 +61,10 @@ TESTED = (
     Attack("mistakes typed on the command line and in files", ("tests/integration/test_mistakes.py",)),
     Attack("a run resumed with other settings, key by key", ("tests/integration/test_resumed_keys.py",)),
     Attack("rewards that hang, crash, flood or look around", ("tests/integration/test_reward_pool.py",)),
+    Attack(
+        "an agent that replays, floods, guesses keys, or sends long or slow requests",
+        ("tests/unit/test_endpoint.py",),
+    ),
 )
 """Held by a test instead of a campaign."""
 
@@ -212,9 +217,12 @@ def hardening(found: Mapping[str, Any]) -> Iterator[str]:
 
 EPISODES = {
     "generator": ("kill_generator", "pause_generator"),
+    "learner": ("kill_learner", "pause_learner"),
     "worker, which runs the user's code": ("kill of worker", "stop of worker"),
     "fork server of the workers": ("kill of fork server", "stop of fork server"),
     "agent, `environment.command`": ("kill of agent", "stop of agent"),
+    "MCP server of an episode": ("kill of MCP server", "stop of MCP server"),
+    "sandbox of the tool `python`": ("kill of sandbox", "stop of sandbox"),
 }
 """Process: kinds of fault that killed and that stopped it."""
 
@@ -234,8 +242,8 @@ def episodes(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{_sum(runs, 'groups'):,} groups with {figures['episodes']:,} episodes in {_sum(runs, 'steps'):,} "
         f"steps: {_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} trained twice, "
-        f"{sum(len(run['wrong']) for run in runs)} broken promises. {figures['replays']:,} episodes were "
-        f"played again, {figures['late']} tool calls were observed to be late, {figures['dead']} tickets "
+        f"{sum(len(run['wrong']) for run in runs)} other broken promises (scored by a fault, a process left, a "
+        f"hang). {figures['replays']:,} episodes were played again, {figures['late']} tool calls were observed to be late, {figures['dead']} tickets "
         f"failed in all attempts. Longest time without a step: {max(run['found']['pause_s'] for run in runs)} s."
     )
 

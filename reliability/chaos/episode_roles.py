@@ -1,6 +1,7 @@
 """Processes of a run with environments: shipped generators that play episodes, and a learner that checks each."""
 
 import asyncio
+import inspect
 import os
 import sys
 import tempfile
@@ -27,17 +28,33 @@ from asyncrl.types import Group, Prompt, Rollout
 from . import game
 from .roles import Learner, Place, generate
 
-KINDS = ("text", "tool", "agent")
-"""What the generators g0, g1 and g2 play; further ones begin again."""
-MARK = "ASYNCRL_CHAOS"
-"""Variable that every process of a generator inherits: the run's directory and the generator's process id."""
-STEP_S, TOKENS, TOOL_TURNS = 1.0, 60, 4
-LATE = f"error: mix took longer than {STEP_S:g} s and was stopped"
+KINDS = ("text", "tool", "agent", "mcp", "python")
+"""What the generators g0, g1, g2 ... play; further ones begin again."""
+MARK = "LC_ASYNCRL_CHAOS"
+"""Variable that every process of a generator inherits: the run's directory and the generator's process id.
+The sandbox of programs hands LC_* on."""
+TOKENS, TOOL_TURNS = 60, 4
+TOOLS = {"tool": "mix", "mcp": "mix", "python": "python"}
+"""The tool of a kind."""
+LATE = {
+    "tool": "error: mix took longer than 1 s and was stopped",
+    "python": "error: python took longer than 6 s and was stopped",
+}
+"""What the model is shown if a tool without a state does not answer in time."""
+SLOTS = {"agent": 2, "mcp": 2}
+"""Groups that are played at the same time, where each episode starts an interpreter; 12 otherwise."""
 _CONFIG = {
     "text": {"uses": f"{game.__file__}:Text", "max_turns": game.TURNS},
     "tool": {"uses": (f"{game.__file__}:mix",), "max_turns": TOOL_TURNS, "workers": 2},
     "agent": {"command": (sys.executable, "-S", game.__file__), "max_turns": game.TURNS},
+    "mcp": {
+        "uses": f"mcp:{sys.executable} -S {game.__file__} {game.SERVER}",
+        "max_turns": TOOL_TURNS,
+        "step_s": 5.0,
+    },
+    "python": {"uses": ("python",), "max_turns": TOOL_TURNS, "workers": 2, "step_s": 6.0},
 }
+_PROGRAM = f"import json, zlib\nfrom collections.abc import Sequence\nLETTERS = {game.LETTERS!r}\n"
 
 
 def kind_of(generator: str) -> str:
@@ -69,9 +86,15 @@ def calls_tool(text: str) -> bool:
 
 def _read(prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
     text = Letters().decode(rollout.response_ids.tolist()).rstrip("!")
-    calls = (ToolCall(id="call", name="mix", arguments={"text": text}),) if tools and calls_tool(text) else ()
+    calls = (_call(tools[0]["function"]["name"], text),) if tools and calls_tool(text) else ()
     reason, tokens = rollout.finish_reason, len(rollout.response_ids)
     return Answer(text=text, tool_calls=calls, finish_reason=reason, tokens=tokens)
+
+
+def _call(name: str, text: str) -> ToolCall:
+    """Mix a text: with the tool `mix`, or with a program that has the same function."""
+    program = f"{_PROGRAM}{inspect.getsource(game.reply)}print(reply([{text!r}]))"
+    return ToolCall(id="call", name=name, arguments={"text": text} if name == "mix" else {"code": program})
 
 
 class ToolScorer:
@@ -95,19 +118,19 @@ def generator(place: Place, name: str, seed: int) -> None:
     """The shipped generator on the toy engine, with an environment."""
     os.environ[MARK] = f"{place.directory}:{os.getpid()}"
     tempfile.tempdir = str(place.directory)  # a killed generator leaves the directories of its episodes
-    fork_server.FORK_S = 2.0
+    fork_server.FORK_S, fork_server.START_S = 2.0, 300.0  # the processors may be busy
     asyncio.run(_generate(place, name, seed))
 
 
 async def _generate(place: Place, name: str, seed: int) -> None:
     engine, kind = FakeEngine(token_s=0.002, seed=seed), kind_of(name)
-    config = EnvironmentConfig.model_validate({"step_s": STEP_S, "episode_s": 60.0} | _CONFIG[kind])
+    config = EnvironmentConfig.model_validate({"step_s": 1.0, "episode_s": 60.0} | _CONFIG[kind])
     environment = AgentEnvironment(config) if config.command else Environments(config)
     await environment.start()
     try:
         sampler = EpisodeSampler(
             engine,
-            ToolScorer() if kind == "tool" else None,
+            ToolScorer() if kind in TOOLS else None,
             environment,
             config,
             renderer=Letters(),
@@ -117,15 +140,15 @@ async def _generate(place: Place, name: str, seed: int) -> None:
             seed=0,
         )
         spec = SamplingSpec(temperature=1.0, max_response_tokens=TOKENS)
-        slots = 2 if kind == "agent" else 12  # agents are new interpreters
-        await generate(place, name, engine, sampler, partial(_prompt, kind), spec, max_running=slots)
+        prompt, slots = partial(_prompt, kind), SLOTS.get(kind, 12)
+        await generate(place, name, engine, sampler, prompt, spec, max_running=slots)
     finally:
         await environment.close()
 
 
 def _prompt(kind: str, ticket_id: int) -> Prompt:
     start = game.reply([str(ticket_id)])
-    messages = ({"role": "user", "content": start},) if kind == "tool" else ()
+    messages = ({"role": "user", "content": start},) if kind in TOOLS else ()
     return Prompt(token_ids=(), text=start, row={"start": start}, messages=messages)
 
 
@@ -140,6 +163,7 @@ class EpisodeLearner(Learner):
         alive = [group for group in groups if group.rollouts]
         self._say(
             "episodes",
+            version=self.version,
             episodes=sum(group.episodes for group in alive),
             replays=sum(float(np.nansum(group.episode_metrics["replays"])) for group in alive),
             late=sum(float(np.nansum(group.episode_metrics.get("tools/late", 0.0))) for group in alive),
@@ -168,14 +192,14 @@ def _wrong(kind: str, start: str, rollout: Rollout) -> str:
     """The first rule of the game that a rollout breaks; "" for none."""
     texts, is_action = _pieces(rollout)
     answers = [text.rstrip("!") for text in texts[::2]]
-    said = answers if kind == "tool" else [start, *answers]
-    opening = start if kind == "tool" else start + game.reply([start])
+    said = answers if kind in TOOLS else [start, *answers]
+    opening = start if kind in TOOLS else start + game.reply([start])
     if not is_action or Letters().decode(rollout.prompt_ids.tolist()) != opening:
         return f"the prompt is not {opening}, or no answer follows it"
     for place, shown in enumerate(texts[1::2], 1):
-        allowed = [_shown(kind, said, answers, place)] + [Letters().decode(Letters().encode(LATE))] * (
-            kind == "tool"
-        )
+        allowed = [_shown(kind, said, answers, place)]
+        if kind in LATE:
+            allowed.append(Letters().decode(Letters().encode(LATE[kind])))
         if shown not in allowed:
             return f"after {answers[:place]} the model was shown {shown}, not one of {allowed}"
     if rollout.reward != game.reward(said):
@@ -185,15 +209,15 @@ def _wrong(kind: str, start: str, rollout: Rollout) -> str:
 
 def _wrong_end(kind: str, said: list[str], answers: list[str], rollout: Rollout) -> str:
     last, count = answers[-1], len(answers)
-    is_over = not calls_tool(last) if kind == "tool" else count == game.TURNS
+    is_over = not calls_tool(last) if kind in TOOLS else count == game.TURNS
     is_whole = rollout.response_ids[-1] == EOS
     # The budget counts what the model would have been shown next, which for a tool may be that it is late.
-    shown = len(LATE) if kind == "tool" else len(_shown(kind, said, answers, count))
+    shown = len(LATE[kind]) if kind in LATE else len(_shown(kind, said, answers, count))
     is_spent = not is_over and len(rollout.response_ids) + shown >= TOKENS
     rules = {
         "stop": is_over and is_whole,
         "length": not is_whole or is_spent,
-        "turns": kind == "tool" and count == TOOL_TURNS and not is_over,
+        "turns": kind in TOOLS and count == TOOL_TURNS and not is_over,
     }
     if rules.get(rollout.finish_reason):
         return ""
@@ -202,7 +226,7 @@ def _wrong_end(kind: str, said: list[str], answers: list[str], rollout: Rollout)
 
 def _shown(kind: str, said: list[str], answers: list[str], count: int) -> str:
     """What the model is shown after `count` answers."""
-    return game.reply([answers[count - 1]] if kind == "tool" else said[: count + 1])
+    return game.reply([answers[count - 1]] if kind in TOOLS else said[: count + 1])
 
 
 def _pieces(rollout: Rollout) -> tuple[list[str], bool]:

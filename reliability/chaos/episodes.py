@@ -1,4 +1,4 @@
-"""The scenario `episodes`: generators, environment workers, fork servers and agents are killed and stopped.
+"""The scenario `episodes`: every process that takes part in an episode is killed and stopped.
 
 Three more promises are checked beside those of every scenario: an episode that a fault cut is never scored, no
 process of a generator outlives it, and the steps never stand still for long.
@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from asyncrl.sandbox import inside
+from asyncrl.sandbox.bubblewrap import SCRATCH, Bubblewrap
 
 from . import episode_roles, faults, game
 from .episode_roles import MARK
@@ -37,6 +41,7 @@ PAUSE_S = 120.0
 class EpisodeWorld(World):
     """A run whose generators have environments."""
 
+    generators: int = len(episode_roles.KINDS)
     learner_role: Callable[..., None] = episode_roles.learner
     generator_role: Callable[..., None] = episode_roles.generator
     preload: str = "reliability.chaos.episode_roles"
@@ -77,7 +82,8 @@ class EpisodeWorld(World):
         names = ("episodes", "replays", "late", "dead")
         steps = [event["at_s"] for event in self.events() if event["event"] == "step"]
         pauses = [after - before for before, after in pairwise(steps)]
-        counts = {name: sum(event[name] for event in self._episodes()) for name in names}
+        lasting = {event["version"]: event for event in self._episodes()}.values()  # not the repeated steps
+        counts = {name: sum(event[name] for event in lasting) for name in names}
         return {**counts, "pause_s": round(max(pauses, default=0.0), 2)}
 
     def _episodes(self) -> list[dict[str, Any]]:
@@ -97,18 +103,31 @@ def marked(mark: str) -> list[int]:
 
 
 def processes(world: World, kind: str) -> list[psutil.Process]:
-    """Of all generators that are awake: `agent`, `fork server`, or `worker`, which plays or runs tools."""
-    children = [child for pid in world.pids("generator") for child in _children(psutil.Process(pid))]
+    """Of all generators that are awake.
+
+    The kinds are `agent`, `fork server`, `worker`, which plays or runs tools, `MCP server`, and `sandbox`,
+    process 1 of the box in which programs run.
+    """
+    by_parent: dict[int, list[psutil.Process]] = defaultdict(list)
+    for one in psutil.process_iter(["ppid"]):
+        by_parent[one.info["ppid"]].append(one)
+
+    def below(parents: Iterable[psutil.Process]) -> list[psutil.Process]:
+        return [child for one in parents for child in by_parent[one.pid]]
+
+    children = [child for pid in world.pids("generator") for child in by_parent[pid]]
     if kind == "agent":
         return [one for one in children if game.__file__ in _words(one)]
     servers = [one for one in children if "episode_worker" in " ".join(_words(one))]
-    return servers if kind == "fork server" else [child for one in servers for child in _children(one)]
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return process.children()
-    return []
+    if kind == "fork server":
+        return servers
+    workers = below(servers)
+    if kind == "worker":
+        return workers
+    if kind == "MCP server":
+        return [one for one in below(workers) if _words(one)[2:] == [game.__file__, game.SERVER]]
+    boxes = [one for one in below(workers) if _words(one)[:1] == ["bwrap"]]
+    return [one for one in below(boxes) if inside.__file__ in _words(one)]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -118,7 +137,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def hurt(kind: str, number: signal.Signals, world: EpisodeWorld, draw: random.Random) -> None:
-    """Kill or stop one process of a kind. A stopped worker never goes on."""
+    """Kill or stop one process of a kind. What has no time in `SLEEPS_S` never goes on."""
     found: list[psutil.Process] = []
     while not found:
         world.wait(lambda: bool(processes(world, kind)), START_S, kind)
@@ -142,13 +161,20 @@ def kill_generator(world: EpisodeWorld, draw: random.Random) -> None:
 
 EPISODES = Scenario(
     name="episodes",
-    faults={kill_generator: 1.0, faults.pause_generator: 1.0}
+    faults={
+        kill_generator: 1.0,
+        faults.pause_generator: 1.0,
+        faults.kill_learner: 1.0,
+        faults.pause_learner: 1.0,
+    }
     | {
         partial(hurt, kind, number): 1.0
-        for kind in ("worker", "fork server", "agent")
+        for kind in ("worker", "fork server", "agent", "MCP server", "sandbox")
         for number in (signal.SIGKILL, signal.SIGSTOP)
     },
     gap_s=0.4,
     share=1.0,
+    in_rounds=True,
     world=EpisodeWorld,
+    obstacle=Bubblewrap(Path(SCRATCH[0])).problem,
 )

@@ -3,15 +3,16 @@
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import psutil
 from redis.exceptions import RedisError
 
+from .hosts import obstacle
 from .roles import RUN
 from .world import START_S, World
 
@@ -200,10 +201,14 @@ class Scenario:
     """How many strike together, drawn from these."""
     hang_s: float = float("inf")
     """Silence after which a process is replaced. Finite: each fault strikes once before any strikes again."""
+    in_rounds: bool = False
+    """Each fault strikes once in every round, instead of by weight."""
     always: Fault = field(default=lambda world, draw: None)
     """Set up before the first fault."""
     world: type[World] = World
     """The run that is struck."""
+    obstacle: Callable[[], str | None] = field(default=lambda: None)
+    """Why it cannot run on this machine."""
 
 
 _PROCESSES = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}
@@ -219,7 +224,7 @@ SCENARIOS = (
         name="zombies", faults={pause_generator: 4.0, pause_learner: 1.0, usurp: 1.2, second_learner: 0.6}, gap_s=0.4, share=0.12
     ),
     Scenario(name="partitions", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True),
-    Scenario(name="links", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True, is_spread=True),
+    Scenario(name="links", faults={partition: 1.0}, gap_s=0.3, share=0.15, calm=True, is_spread=True, obstacle=obstacle),
     Scenario(
         name="one-by-one", gap_s=0.2, share=0.12, calm=True,
         faults=_PROCESSES | {lose_power: 1.0, wipe: 0.5, fill_disk: 0.5},
@@ -240,9 +245,11 @@ def strike(world: World, scenario: Scenario, seed: int, seconds: float, *, most:
     kinds, weights = zip(*scenario.faults.items(), strict=True)
     scenario.always(world, draw)
     until_s = time.monotonic() + seconds
-    in_turn = iter(
+    in_turn: Iterator[Fault] = iter(
         [kinds[0], *draw.sample(kinds[1:], len(kinds) - 1)] if scenario.hang_s < float("inf") else ()
     )
+    if scenario.in_rounds:
+        in_turn = chain.from_iterable(iter(lambda: draw.sample(kinds, len(kinds)), None))
     for _ in range(most):
         if time.monotonic() > until_s:
             return

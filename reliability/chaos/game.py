@@ -1,4 +1,4 @@
-"""A game whose reward proves that it was played to its end, as environment, as tool and as agent.
+"""A game whose reward proves that it was played to its end, as environment, tool, server of a tool and agent.
 
 The reward is 1 plus a checksum of everything that the model said, so it is never 0. The user code of the
 scenario `episodes`: the standard library only, because other processes load this file alone.
@@ -15,6 +15,8 @@ from collections.abc import Sequence
 TURNS = 3
 """Answers of the model in an episode that ends by itself; with tools it ends at an answer without a call."""
 LETTERS = "abcdefghijklmno"
+SERVER = "server"
+"""Argument of this file that makes it a server."""
 _LINGER_S = 600.0
 
 
@@ -55,6 +57,32 @@ def mix(text: str) -> str:
     return reply([text])
 
 
+def serve() -> None:
+    """Offer `mix` as a server of the Model Context Protocol, on standard input and output."""
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tools = [{"name": "mix", "description": "Mix the letters of a text.", "inputSchema": schema}]
+    for line in sys.stdin:
+        asked = json.loads(line)
+        given = asked.get("params", {})
+        if asked["method"] == "initialize":
+            result: dict[str, object] | None = {
+                "protocolVersion": given["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "game", "version": "1"},
+            }
+        elif asked["method"] == "tools/list":
+            result = {"tools": tools}
+        elif asked["method"] == "tools/call":
+            time.sleep(0.05)
+            result = {"content": [{"type": "text", "text": mix(**given["arguments"])}]}
+        else:
+            result = None
+        if "id" in asked:
+            answer = {"result": result} if result else {"error": {"code": -32601, "message": "unknown"}}
+            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}) + "\n")
+            sys.stdout.flush()
+
+
 def agent() -> None:
     """The game as a program, with a child that leaves the session of its parent and stays if it can."""
     if os.fork() == 0:
@@ -89,4 +117,4 @@ def _answer(messages: list[dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    agent()
+    serve() if SERVER in sys.argv else agent()

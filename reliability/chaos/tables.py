@@ -13,21 +13,19 @@ Run = Mapping[str, Any]
 def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     """Return the tables of the weights plane."""
     stricken, visitors, aborted = (found.get(name, []) for name in ("stricken", "visitors", "aborted"))
-    yield "| fault | injected | aim | seeds | learner errors | failed updates of others | tokens of mixed weights |"
-    yield "|---|---|---|---|---|---|---|"
-    injected = {
-        kind: sum(run["injected"].get(kind, 0) for run in stricken) for kind in ("SIGKILL", "SIGSTOP")
-    }
-    late = sum(count for run in stricken for kind, count in run["injected"].items() if kind.endswith("late"))
-    what = (
-        f"receiver killed ({injected['SIGKILL']}) or stopped ({injected['SIGSTOP']}) in the middle of an "
-        "update"
+    yield (
+        "| fault | transport | injected | aim | seeds | learner errors | failed updates of others | tokens of "
+        "mixed weights |"
     )
-    yield _row(what, sum(injected.values()) + late, 100, stricken, "failed_updates_of_the_others")
-    leaves = f"{_sum(visitors, 'leaves', 'left')} left, {_sum(visitors, 'leaves', 'died')} died"
-    what = f"generator joins, takes an update and goes ({leaves})"
-    yield _row(what, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
-    yield _row("transfer ended at a random tensor", _sum(aborted, "failed_updates"), 100, aborted, "")
+    yield "|---|---|---|---|---|---|---|---|"
+    for transport in dict.fromkeys(run["transport"] for runs in found.values() for run in runs):
+        yield from _weights_faults(
+            transport,
+            *(
+                [run for run in runs if run["transport"] == transport]
+                for runs in (stricken, visitors, aborted)
+            ),
+        )
     yield ""
     yield (
         "| seed, transport (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
@@ -54,12 +52,25 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
         )
 
 
-def _row(what: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
+def _weights_faults(
+    transport: str, stricken: Sequence[Run], visitors: Sequence[Run], aborted: Sequence[Run]
+) -> Iterator[str]:
+    killed, stopped = (_sum(stricken, "injected", kind) for kind in ("SIGKILL", "SIGSTOP"))
+    what = f"receiver killed ({killed}) or stopped ({stopped}) in the middle of an update"
+    yield _row(what, transport, killed + stopped, 100, stricken, "failed_updates_of_the_others")
+    left, died = (_sum(visitors, "leaves", way) for way in ("left", "died"))
+    what = f"generator joins, takes an update and goes ({left} left, {died} died)"
+    yield _row(what, transport, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
+    cut = _sum(aborted, "by", "connections cut")
+    what = "transfer ended at a random tensor" + f", {cut} of them on the wire" * (cut > 0)
+    yield _row(what, transport, _sum(aborted, "failed_updates"), 100, aborted, "")
+
+
+def _row(what: str, transport: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
     failed = str(_sum(runs, others)) if others else ""
     mixed = _sum(runs, "mixed_tokens") + sum(run.get("wrong_weights", 0) for run in runs)
-    return (
-        f"| {what} | {count} | {aim} | {_seeds(runs)} | {_sum(runs, 'learner_errors')} | {failed} | {mixed} |"
-    )
+    errors = _sum(runs, "learner_errors")
+    return f"| {what} | {transport} | {count} | {aim} | {_seeds(runs)} | {errors} | {failed} | {mixed} |"
 
 
 def bounds(found: Mapping[str, Run]) -> Iterator[str]:

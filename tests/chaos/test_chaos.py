@@ -10,7 +10,6 @@ from reliability.chaos.episodes import EPISODES
 from reliability.chaos.faults import SCENARIOS, Scenario, strike, wipe
 from reliability.chaos.hardening import DEADLY, FILES, HARDENING, POISON
 from reliability.chaos.helpers import marked
-from reliability.chaos.hosts import obstacle
 from reliability.chaos.page import PAGE, results, rewritten
 from reliability.chaos.poison import GROUPS, fates, send_message
 from reliability.chaos.world import START_S, World
@@ -25,7 +24,7 @@ CHOSEN = [scenario if scenario.name in FAST else slow(scenario) for scenario in 
 
 @pytest.mark.parametrize("scenario", CHOSEN, ids=[scenario.name for scenario in SCENARIOS])
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
-    if scenario.is_spread and (reason := obstacle()):
+    if reason := scenario.obstacle():
         pytest.skip(reason)
     with World(
         tmp_path / "run", SEED, fsync=scenario.fsync, is_spread=scenario.is_spread, hang_s=scenario.hang_s
@@ -61,6 +60,8 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
 @pytest.mark.slow
 def test_no_fault_of_an_environment_scores_an_episode_or_leaves_a_process(tmp_path: Path) -> None:
     """`python -m reliability.chaos --only episodes` does it hundreds of times."""
+    if reason := EPISODES.obstacle():
+        pytest.skip(reason)
     with EPISODES.world(tmp_path / "run", SEED) as world:
         world.start()
         strike(world, EPISODES, SEED, START_S, most=20)
