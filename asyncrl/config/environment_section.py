@@ -62,6 +62,12 @@ class EnvironmentConfig(Part):
         return bool(self.uses or self.command)
 
     @property
+    def program(self) -> str:
+        """The first word of `command`, of which `python` is the interpreter of `python` if that is set."""
+        word = self.command[0]
+        return str(self.python) if self.python is not None and word in ("python", "python3") else word
+
+    @property
     def sequences(self) -> int:
         """Most sequences of an episode: a turn whose history was rewritten begins another one.
 

@@ -39,8 +39,8 @@ class AgentEnvironment:
 
     async def start(self) -> None:
         """Begin to serve the model. Raises EnvironmentFault if there is no such program or address."""
-        if shutil.which(self._program) is None:
-            found = f"environment.command: there is no program {self._program}"
+        if shutil.which(self._config.program) is None:
+            found = f"environment.command: there is no program {self._config.program}"
             raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
         try:
             await self.endpoint.start()
@@ -81,15 +81,9 @@ class AgentEnvironment:
         if self._scratch is not None:
             await self._scratch.end()
 
-    @property
-    def _program(self) -> str:
-        """The first word of the command; `python` is `environment.python` if that is set."""
-        name, python = self._config.command[0], self._config.python
-        return str(python) if python is not None and name in ("python", "python3") else name
-
     async def _spawn(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
         """Start the program in a process group of its own. Raises EnvironmentFault."""
-        name, arguments = self._program, self._config.command[1:]
+        name, arguments = self._config.program, self._config.command[1:]
         # Not asyncio's pipe: then the end of the program would wait for all that hold the pipe.
         output, theirs = os.pipe()
         try:

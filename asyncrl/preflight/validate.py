@@ -97,9 +97,9 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
 
 def _environment_problems(config: Config) -> Iterator[Mistake]:
     """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
-    uses, key, command = config.environment.uses, "environment.uses", config.environment.command
-    if command and shutil.which(command[0]) is None:
-        text = f"found no program `{command[0]}`; give its path, or a name on PATH"
+    uses, key = config.environment.uses, "environment.uses"
+    if config.environment.command and shutil.which(program := config.environment.program) is None:
+        text = f"found no program `{program}`; give its path, or a name on PATH"
         yield Mistake(("environment.command",), text)
     for name in (uses,) if isinstance(uses, str) else uses:
         if is_named(name):

@@ -552,6 +552,14 @@ def test_a_built_in_tool_may_stand_beside_ones_own():
     assert "found no `sub` in play.py" in str(said_of(GOOD, chat, "environment.uses=[python, play.py:sub]"))
 
 
+def test_the_program_of_an_agent_must_be_there(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    command = ["reward.functions=[odd]", "environment.command=[python, agent.py]"]
+    found = str(said_of(GOOD, *command))
+    assert "environment.command" in found and "found no program `python`" in found
+    assert "no program" not in str(said_of(GOOD, *command, f"environment.python={sys.executable}"))
+
+
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     Path("run.yaml").write_text(GOOD)
     validated_config(
