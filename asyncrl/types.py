@@ -54,6 +54,9 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
     messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
+    held_out: int | None = (
+        None  # its place in data.eval, from 0: it seeds its episodes, in place of the ticket
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,9 +71,7 @@ class Turns:
     def __post_init__(self) -> None:
         lengths = {len(one) for one in (self.ends, self.rewards, self.states, self.order) if one is not None}
         if len(lengths) > 1 or (np.diff(self.ends, prepend=0) <= 0).any():
-            raise ValueError(
-                f"turns end at {self.ends}, with columns of {lengths} entries; needed are rising ends"
-            )
+            raise ValueError(f"turns end at {self.ends}, with columns of {lengths} entries; ends must rise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,8 +81,7 @@ class Rollout:
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
     action_mask: NDArray[np.bool_]  # True where the policy sampled the token, False for tool and user text
-    # ln pi_behaviour of each token, in nats, after temperature; 0 where the token is not an action.
-    behaviour_logprobs: NDArray[np.float32]
+    behaviour_logprobs: NDArray[np.float32]  # ln pi_behaviour, in nats, after temperature; 0 for no action
     version_spans: tuple[VersionSpan, ...]  # the weights that sampled each token, run-length encoded
     finish_reason: str  # `stop`, or why the response was cut off: `length`; of episodes also other limits
     reward: float = 0.0  # weighted sum of `reward_parts`, before shaping; never overwritten

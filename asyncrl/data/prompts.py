@@ -7,7 +7,7 @@ stops the run before it begins.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config.sections import DataConfig, ModelConfig, SamplingConfig
@@ -73,7 +73,8 @@ class PromptSource:
         # Learner and generators must have read the same data; they compare this.
         self.fingerprint = fingerprints(self.rows.fingerprint, held_out.fingerprint if held_out else None)
         self._train = render.prompts(self.rows)
-        self._eval = render.prompts(held_out) if held_out else []
+        prompts = render.prompts(held_out) if held_out else []
+        self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(prompts)]
         too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)

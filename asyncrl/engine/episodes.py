@@ -81,7 +81,7 @@ class EpisodeSampler:
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
-        started_s, size, seed = time.monotonic(), limits.rollouts, group_seed(self._seed, ticket_id)
+        started_s, size, seed = time.monotonic(), limits.rollouts, seed_of(self._seed, ticket_id, prompt)
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
         with self.clock.group(), ungrouped():
             async with asyncio.TaskGroup() as tasks:
@@ -217,6 +217,11 @@ def _weighted(turns: Turns | None, weight: float) -> Turns | None:
     if turns is None or turns.rewards is None:
         return turns
     return replace(turns, rewards=turns.rewards * np.float32(weight))
+
+
+def seed_of(run_seed: int, ticket_id: int, prompt: Prompt) -> int:
+    """The seed of a group. A held-out prompt has the same in all evaluations, which can then be compared."""
+    return group_seed(run_seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
 
 
 def group_seed(run_seed: int, ticket_id: int) -> int:

@@ -19,6 +19,7 @@ class Caller:
         self._requests = Requests(step_s, self._lose)
         self._worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._fault: asyncio.Task[EnvironmentFault] | None = None
+        self._is_spent = False
 
     async def start(self, server: ForkServer) -> None:
         """Start the worker. Raises EnvironmentFault."""
@@ -37,7 +38,7 @@ class Caller:
     @property
     def is_lost(self) -> bool:
         """Whether the worker is gone."""
-        return self._fault is not None
+        return self._fault is not None or self._is_spent
 
     def ask(self, request: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
         """Return the future of a reply, which raises EnvironmentFault if the worker is lost."""
@@ -57,6 +58,14 @@ class Caller:
         self._requests.close()
         if self._worker.done():
             self._worker.result().kill()
+
+    def retire(self) -> None:
+        """Kill a worker that takes no further request; the open ones, which did not begin, go to `lost`."""
+        self._is_spent = True
+        left = self._requests.close()
+        self.close()
+        if self._lost:
+            self._lost(left)
 
     def _lose(self, reason: str, left: list[Call]) -> None:
         doing = f"`{left[0].request.get('name', left[0].request['do'])}`" if left else "between two requests"

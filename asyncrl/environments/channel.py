@@ -99,13 +99,15 @@ class Requests:
             if self._timer is None:  # one timer for all requests: it looks again when the oldest is due
                 self._timer = loop.call_later(self._limit_s, self._look)
 
-    def close(self) -> None:
-        """Close the channel and forget what is open."""
+    def close(self) -> list[Call]:
+        """Close the channel, and return what is not answered."""
         self.channel.close()
+        left = list(self._open)
         self._open.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        return left
 
     def _answered(self, message: dict[str, Any]) -> None:
         call = self._open.popleft()  # IndexError: nothing was asked
@@ -125,6 +127,4 @@ class Requests:
             self._timer = loop.call_later(left_s, self._look)
 
     def _lose(self, reason: str) -> None:
-        left = list(self._open)
-        self.close()
-        self._lost(reason, left)
+        self._lost(reason, self.close())

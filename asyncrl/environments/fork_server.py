@@ -42,6 +42,9 @@ AGAIN_S = 1.0
 END_S = 5.0
 # Libraries start no threads when they are imported, because a process with threads cannot fork safely.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "RAYON")}
+# Sets have the same order in every process, so that episodes with one seed are equal: not only those that one
+# fork server has forked.
+ONE_HASH = {"PYTHONHASHSEED": "0"}
 # RLIMIT_*, soft and hard.
 LIMITS = {"CORE": 0, "NOFILE": 1024}
 
@@ -207,7 +210,7 @@ class _Program:
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
                     pass_fds=[descriptor],
-                    env=ONE_THREAD | dict(variables),
+                    env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
             self._keep(self._follow_output(self._process))

@@ -4,7 +4,8 @@ in   {do: reset, columns, seed} | {do: step, text} | {do: call, name, arguments,
      {do: reward} | {do: done} | {do: close}
 out  {value, seconds}, with `tuple` if user code returned one, and for a call `length`, the number of
      characters before `value` was cut to `limit`
-     {error, where, fault, seconds} if user code raised; `fault` if no argument can be the cause
+     {error, where, fault, memory, seconds} if user code raised; `fault` if no argument can be the cause,
+     `memory` if the process had no memory left; a worker of tools then ends
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS
 
 MAX_REASON_CHARACTERS = 2000
 # Exceptions of a tool that say nothing about its arguments, whatever the model wrote.
-FAULTS = (ConnectionError, TimeoutError, MemoryError, ImportError)
+FAULTS = (ConnectionError, TimeoutError, ImportError)
 FAULT_NUMBERS = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO})
 
 
@@ -55,10 +56,13 @@ class Player:
                 reply["seconds"] = time.perf_counter() - started_s
                 frame = packed(reply)
             except BaseException as error:  # noqa: BLE001 - reported to the parent
-                frame = packed(described(error) | {"seconds": time.perf_counter() - started_s})
+                reply = described(error) | {"seconds": time.perf_counter() - started_s}
+                frame = packed(reply)
             if os.getpid() != own_pid:
                 os._exit(0)  # a child that user code forked returned to this loop: it must not reply
             self._channel.sendall(frame)
+            if reply.get("memory") and self._tools is not None:
+                os._exit(0)  # what filled the memory may still be there: another worker goes on
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         random.seed(seed)
@@ -104,12 +108,16 @@ class Player:
 
 def described(error: BaseException) -> dict[str, Any]:
     """Return an error of user code, its file and line, and whether it is a fault."""
+    is_full = isinstance(error, MemoryError)
+    if is_full:  # what its functions hold
+        traceback.clear_frames(error.__traceback__)
     frames = traceback.extract_tb(error.__traceback__)
     is_broken = isinstance(error, OSError) and error.errno in FAULT_NUMBERS
     is_fault = isinstance(error, FAULTS) or not isinstance(error, Exception) or is_broken
     return {
         "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS],
         "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+        "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
     }
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.environments.caller import Caller
@@ -74,6 +75,7 @@ class ToolPool:
                 continue
             try:
                 worker.submit(call)
+                call.reply.add_done_callback(partial(_retire, worker))
             except EnvironmentFault as fault:
                 call.reply.set_exception(fault)
 
@@ -100,3 +102,9 @@ class ToolPool:
                 call = self._waiting.popleft()
                 if not call.reply.done():
                     call.reply.set_exception(fault)
+
+
+def _retire(worker: Caller, reply: asyncio.Future[dict[str, Any]]) -> None:
+    """Replace a worker without memory, because what filled it may still be there."""
+    if not reply.cancelled() and not reply.exception() and reply.result().get("memory"):
+        worker.retire()

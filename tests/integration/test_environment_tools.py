@@ -239,7 +239,7 @@ def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, sa
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        *((how, "raised") for how in ("ConnectionError", "TimeoutError", "MemoryError", "ImportError", "SystemExit")),
+        *((how, "raised") for how in ("ConnectionError", "TimeoutError", "ImportError", "SystemExit")),
         *((how, "raised") for how in ("ENOSPC", "EMFILE", "EIO", "fault", "sandbox")),
         ("die", "died"),
     ],
@@ -255,6 +255,50 @@ def test_a_tool_that_is_broken_is_a_fault_whatever_the_model_wrote(tmp_path, how
             assert after.shown[-1][-1]["content"] == "5"
 
     asyncio.run(scenario())
+
+
+KEEPS = '''
+import os
+
+KEPT = []
+
+class Store:
+    def reset(self):
+        return None
+
+    def fill(self, mib: int, where: str) -> str:
+        """Fill the memory.
+
+        Args:
+            mib: How much.
+            where: Where it is kept.
+        """
+        found = KEPT if where == "module" else []
+        for _ in range(16 * mib): found.append(bytearray(1 << 16))
+        return f"{len(found)} {os.getpid()}"
+
+fill = Store().fill
+'''
+
+
+@pytest.mark.parametrize("where", ["call", "module"])
+@pytest.mark.parametrize("name", ["fill", "Store"])
+def test_a_model_that_asks_for_too_much_memory_reads_so(tmp_path, name, where):
+    """Also if the memory stays full: another process goes on, without the calls of other episodes failing."""
+
+    async def scenario():
+        async with environment(tmp_path, KEEPS, name, memory_gib=0.5) as played:
+            small, large = ("fill", {"mib": 1, "where": "call"}), ("fill", {"mib": 900, "where": where})
+            asked = [calls(large, *[small] * 5), calls(small), ""]
+            talk = ScriptedTalk(asked)
+            outcome = await play(played, talk, prompt=ASK)
+            return outcome, [one["content"] for one in talk.shown[-1] if one["role"] == "tool"]
+
+    outcome, (first, *others) = asyncio.run(scenario())
+    assert first.startswith("error: MemoryError") and outcome.metrics["tools/raised"] >= 1
+    if (name, where) != ("Store", "module"):  # its object is that of the episode
+        assert len(others) == 6 and all(one.startswith("16 ") for one in others)
+        assert outcome.metrics["tools/raised"] == 1
 
 
 def test_calls_behind_one_that_kills_its_worker_are_made_by_another(tmp_path):

@@ -359,6 +359,35 @@ def test_an_episode_that_is_cancelled_leaves_no_process(tmp_path):
     asyncio.run(scenario())
 
 
+HASHES = """
+class Hashes:
+    def reset(self):
+        return " ".join({"red", "green", "blue", "black", "white", "grey"})
+    def step(self, response):
+        return "", 0.0, True
+"""
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_one_seed_gives_one_beginning_in_every_process(tmp_path, threads):
+    """Hashes decide the order of a set. Two generators have two fork servers; without forks, an episode has
+    an interpreter of its own."""
+    code = HASHES + (THREADS if threads else "")
+
+    async def scenario():
+        said = []
+        for _ in range(2):
+            async with environment(tmp_path, code, "Hashes") as played:
+                talks = [ScriptedTalk([""]) for _ in range(2)]
+                for episode, talk in enumerate(talks):
+                    await play(played, talk, seed=7, episode=episode)
+                said += [talk.shown[0] for talk in talks]
+        return said
+
+    said = asyncio.run(scenario())
+    assert len(said) == 4 and len(set(map(str, said))) == 1
+
+
 def test_an_import_that_starts_threads_gives_every_episode_an_interpreter(tmp_path, caplog):
     async def scenario():
         async with environment(tmp_path, GUESS + THREADS, "Guess") as played:

@@ -1,6 +1,7 @@
 """Episodes over an engine whose every probability is known: what is recorded, and what ends, fails or counts."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,6 +145,20 @@ def test_episodes_of_a_group_share_a_seed_and_other_tickets_and_runs_have_others
     assert sorted(episode for _, episode, *_ in environment.calls) == [0, 1, 2]
     seeds = {group_seed(run, ticket) for run in range(20) for ticket in range(20)}
     assert len(seeds) == 400 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_episodes_of_a_held_out_row_begin_alike_in_every_evaluation():
+    """Each round has tickets of its own."""
+    made, environment = sampler(three_turns)
+    rows = [replace(PROMPT, held_out=index) for index in range(3)]
+    seeds = []
+    for round_ in range(2):
+        for row in rows:
+            environment.calls.clear()
+            asyncio.run(made.group(row, 1 + 3 * round_ + row.held_out, LIMITS, SPEC))
+            seeds.append({seed for seed, *_ in environment.calls})
+    assert seeds[:3] == seeds[3:] and len(set.union(*seeds)) == 3
+    assert not set.union(*seeds) & {group_seed(7, ticket) for ticket in range(100)}
 
 
 def test_a_greedy_episode_is_played_for_its_reward_only():

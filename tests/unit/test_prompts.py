@@ -138,6 +138,8 @@ def test_eval_prompts_come_in_file_order_and_at_most_as_many_as_there_are(tmp_pa
     prompts = source(model, train, eval=held_out)
     assert [prompt.text for prompt in prompts.eval_prompts(2)] == ["x", "y"]
     assert [prompt.text for prompt in prompts.eval_prompts(9)] == ["x", "y", "z"]
+    assert [prompt.held_out for prompt in prompts.eval_prompts(9)] == [0, 1, 2]
+    assert prompts.prompt(1).held_out is None
     assert source(model, train).eval_prompts(9) == []
 
 
