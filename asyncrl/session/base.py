@@ -32,8 +32,11 @@ class Renderer(Protocol):
         """
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; no special token is added."""
+    def encode(self, text: str, *, inside: bool = False) -> list[int]:
+        """Return the ids of `text`; no special token is added.
+
+        With `inside` they are those that it has behind other text: some tokenizers put a blank before a text.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -11,6 +11,9 @@ from asyncrl.session.base import Message
 # disagree, so the first form is taken in which the template writes a call.
 _FORMS = (("", False), (None, False), ("", True), (None, True))
 
+# A blank in the tokens of SentencePiece, and texts to put before another one whose tokens do not join it.
+BLANK, _ANCHORS = "\u2581", ("\n", "0", "a", ".")
+
 _FUNCTION = {"name": "some_name", "arguments": {"some_key": "some_value"}}
 _CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}
 PROBE: tuple[Message, Message] = (
@@ -32,6 +35,7 @@ class TemplateRenderer:
         self.special_texts = frozenset(token.content for token in added if token.special)
         # Some tokenizers append an end token to every text, too.
         self.opening_ids = tuple(one for one in tokenizer("")["input_ids"] if one not in self.stop_ids)
+        self._opens_with_blank = self._begins_with_blank(self._ids("a"))
         self._form = next((form for form in _FORMS if self._writes_calls(form)), _FORMS[0])
 
     def _writes_calls(self, form: tuple[str | None, bool]) -> bool:
@@ -70,9 +74,23 @@ class TemplateRenderer:
                 f"last ones are: {roles}; change the messages, or set a template that allows them"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, inside: bool = False) -> list[int]:
+        if not inside or not self._opens_with_blank:
+            return self._ids(text)
+        for anchor in _ANCHORS:
+            before, both = self._ids(anchor), self._ids(anchor + text)
+            found = both[len(before) :]
+            # The anchor must have the same tokens with the text behind it, and no blank may be between them.
+            if both[: len(before)] == before and (text[:1] == " " or not self._begins_with_blank(found)):
+                return found
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _begins_with_blank(self, ids: Sequence[int]) -> bool:
+        return "".join(self._tokenizer.convert_ids_to_tokens(list(ids[:1]))).startswith(BLANK)
 
     def decode(self, ids: Sequence[int]) -> str:
         decode = self._tokenizer.decode

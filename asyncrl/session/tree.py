@@ -81,7 +81,7 @@ class Session:
         """
         breaker = Breaker(self._renderer.special_texts)
         parent = self._turns[-1] if self._turns else None
-        ids = tuple(self._renderer.encode(breaker.text(text) if parent else text))
+        ids = tuple(self._renderer.encode(breaker.text(text) if parent else text, inside=parent is not None))
         opening = self._renderer.opening_ids
         if parent is None and ids[: len(opening)] != opening:
             ids = (*opening, *ids)

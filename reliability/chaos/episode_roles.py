@@ -69,7 +69,7 @@ class Letters:
     special_texts = frozenset({"!"})
     opening_ids = ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, inside: bool = False) -> list[int]:
         return [EOS if one == "!" else 1 + (ord(one) - ord("a")) % len(game.LETTERS) for one in text]
 
     def decode(self, ids: Sequence[int]) -> str:

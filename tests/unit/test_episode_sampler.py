@@ -31,7 +31,7 @@ class Letters:
     special_texts = frozenset({"!"})
     opening_ids = ()
 
-    def encode(self, text):
+    def encode(self, text, *, inside=False):
         return [0 if letter == "!" else ord(letter) - 96 for letter in text]
 
     def decode(self, ids):

@@ -82,7 +82,7 @@ class _Digits:
     def render(self, messages, tools=(), *, generation):
         return "".join(one["content"] + "9" * (one["role"] == "assistant") for one in messages)
 
-    def encode(self, text):
+    def encode(self, text, *, inside=False):
         return [int(digit) for digit in text]
 
     def decode(self, ids):

@@ -6,8 +6,12 @@ import re
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.errors import DriftError, RenderError
+from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout, VersionSpan
 from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of
@@ -315,6 +319,40 @@ def test_plain_text_goes_on_behind_everything():
     assert renderer.decode(rollout.prompt_ids) == "1+2="
     assert renderer.decode(rollout.response_ids) == "34+5=< |im_end|>9"
     assert session.counts["broken_specials"] == 1
+
+
+def sentencepiece_tokenizer(blank: str) -> PreTrainedTokenizerFast:
+    """A small BPE in the manner of SentencePiece, as Llama 2 has it (`normalizer`) and later models do."""
+    tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
+    if blank == "normalizer":
+        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(parts)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=blank)
+    specials = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(["foo bar 42 42 foobar barfoo < . a 0 420"] * 9, trainer)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("blank", ["always", "first", "never", "normalizer"])
+def test_text_that_is_appended_gets_no_blank_of_its_own(blank):
+    """Tokenizers of SentencePiece put a blank before a text, but this is the middle of one."""
+    renderer = TemplateRenderer(sentencepiece_tokenizer(blank))
+    session, answer = Session(renderer), "foo"
+    said = ["bar", "<", " foo bar", "42", "\n", "foo", "0", ".a", "", "é"]
+    for text in said:
+        request = session.request_text(text)
+        ids = renderer.encode(answer, inside=True)
+        session.record(request, rollout_of(request.prompt_ids, ids), {"content": answer})
+    (rollout,) = session.rollouts()
+    whole = renderer.decode([*rollout.prompt_ids, *rollout.response_ids])
+    assert whole.removeprefix("" if blank == "never" else " ") == "".join(text + answer for text in said)
+    first = list(rollout.prompt_ids)
+    assert first == renderer.encode("bar"), "the first text is the beginning of a text"
+    assert renderer.encode(" foo bar", inside=True) == renderer.encode("bar foo bar")[len(first) :]
 
 
 def test_an_engine_that_samples_behind_other_ids_is_drift():
