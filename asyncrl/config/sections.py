@@ -55,7 +55,8 @@ class DataConfig(Part):
     """Source of the prompts."""
 
     train: str
-    """JSONL or parquet file, directory, or Hugging Face dataset (`owner/name` or `owner/name:config`)."""
+    """JSONL or parquet file, directory, or Hugging Face dataset (`owner/name` or `owner/name:config`); or
+    `seeds:N`, rows with a column `seed` from 0 to N - 1, for an environment that makes its tasks."""
     eval: str | None = None
     """Held-out prompts, in the same formats."""
     prompt_field: str = "prompt"

@@ -6,6 +6,7 @@ be another.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ from asyncrl.extras import install_command
 
 Row = Mapping[str, Any]
 FORMATS = (".jsonl", ".json", ".parquet")
+# Begins a source of rows `{seed: 0}`, `{seed: 1}`, ... for environments that make their tasks.
+SEEDS, MOST_SEEDS = "seeds:", 1_000_000
 
 
 class Rows(Sequence[Row]):
@@ -107,7 +110,12 @@ class DataFiles:
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
-    """Read a JSONL, JSON or parquet file, or `split` of a Hugging Face dataset. Raises DataError."""
+    """Read a JSONL, JSON or parquet file, or `split` of a Hugging Face dataset, or make rows of `seeds:N`.
+
+    Raises DataError.
+    """
+    if source.startswith(SEEDS):
+        return Rows(_seeds(source), source)
     path = Path(source)
     if not path.is_file():
         if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
@@ -125,6 +133,14 @@ def load_rows(source: str, split: str = "train") -> Rows:
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a readable file") from error
     raise DataError(f"dataset {path} has the suffix `{path.suffix}`; supported are {', '.join(FORMATS)}")
+
+
+def _seeds(source: str) -> list[Row]:
+    count = source.removeprefix(SEEDS)
+    if not re.fullmatch("[1-9][0-9]{0,6}", count) or int(count) > MOST_SEEDS:
+        allowed = f"allowed is {SEEDS}N with N from 1 to {MOST_SEEDS:,}, for example {SEEDS}100000"
+        raise DataError(f"found {source:.40}; {allowed}")
+    return [{"seed": seed} for seed in range(int(count))]
 
 
 def _read_jsonl(path: Path) -> Rows:

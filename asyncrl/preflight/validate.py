@@ -16,7 +16,7 @@ from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
-from asyncrl.data.dataset import FORMATS, DataFiles, Row, Rows, load_rows
+from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
@@ -202,9 +202,10 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         ("data.train", config.data.train, config.data.split),
         ("data.eval", config.data.eval, config.data.eval_split),
     ):
-        if source is None or not is_local(source) or not Path(source).is_file():
+        is_made = source is not None and source.startswith(SEEDS)
+        if source is None or not (is_made or (is_local(source) and Path(source).is_file())):
             continue
-        if (suffix := Path(source).suffix) not in FORMATS:
+        if not is_made and (suffix := Path(source).suffix) not in FORMATS:
             text = f"found the suffix `{suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
             yield Mistake((key,), text)
             continue

@@ -113,6 +113,19 @@ def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, mes
         load_rows(str(tmp_path / name))
 
 
+def test_seeds_are_rows_without_a_file():
+    rows = load_rows("seeds:3")
+    assert list(rows) == [{"seed": 0}, {"seed": 1}, {"seed": 2}] and rows.place(2) == "seeds:3, row 3"
+    assert rows.fingerprint != load_rows("seeds:4").fingerprint
+    assert len(load_rows("seeds:1000000")) == 1_000_000
+
+
+@pytest.mark.parametrize("number", ["", "0", "-1", "01", "1.5", "x", "1000001", "9" * 5000, "\u0663", " 3"])
+def test_a_number_of_seeds_that_is_none_is_refused(number):
+    with pytest.raises(DataError, match=r"allowed is seeds:N with N from 1 to 1,000,000"):
+        load_rows(f"seeds:{number}")
+
+
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/nowhere/else", "nowhere.parquet"])
 def test_a_missing_file_is_not_looked_for_on_the_hub(source):
     with pytest.raises(DataError, match="does not exist"):

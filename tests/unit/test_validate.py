@@ -450,6 +450,13 @@ def test_columns_of_a_template_are_looked_for():
     assert "run.yaml:8  data.template: wants column `context`" in line
 
 
+def test_rows_of_seeds_are_looked_at_like_a_file():
+    made = GOOD.replace("data/train.jsonl", "seeds:20")
+    assert made != GOOD
+    assert any("which seeds:20 lacks; it has seed" in line for line in said_of(made))
+    assert any("found seeds:x; allowed is seeds:N" in line for line in said_of(GOOD, "data.train=seeds:x"))
+
+
 def test_a_width_in_a_template_that_makes_endless_prompts_is_told_of_once():
     lines = said_of(GOOD.replace("  prompt_field: question", "  template: '{question:>999999999999}'"))
     assert ["width or precision 999999999999, at most 1000 is allowed" in line for line in lines] == [
