@@ -100,6 +100,10 @@ class EnvironmentFault(AsyncRLError):
         self.reason = reason
 
 
+class OutOfMemory(AsyncRLError):
+    """A step of the learner needs more memory than its GPU has."""
+
+
 class CheckpointError(AsyncRLError):
     """A checkpoint that is missing, incomplete, or belongs to another run."""
 

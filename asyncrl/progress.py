@@ -169,6 +169,11 @@ def begin(doing: str, pace: Pace = Pace.NORMAL) -> None:
     beat()
 
 
+def doing() -> str:
+    """Return what `begin` reported last."""
+    return _own.doing[1].decode(errors="ignore")
+
+
 def beat() -> None:
     """Report that the working thread of this process makes progress."""
     if _own.memory is not None:

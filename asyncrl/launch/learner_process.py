@@ -5,8 +5,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -18,16 +18,17 @@ from asyncrl.batch.resolve import make_recipe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import reward_parts
+from asyncrl.config.sections import LearnerConfig, reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
+from asyncrl.errors import OutOfMemory
 from asyncrl.launch.learner_parts import Lead, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.saving import Saving
 from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.learner import run_learner
-from asyncrl.progress import Pace, begin
+from asyncrl.progress import Pace, begin, doing
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys, forget_secrets, run_keys
@@ -90,7 +91,7 @@ def train(
     """Load the newest checkpoint, train to the last step or until `stop` is set, and save."""
     begin("load the model", Pace.SLOW)
     hooks = Hooks.load(config.learner.hooks)
-    with ExitStack() as stack:
+    with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
         log.info("loading the model")
         recipe = recipe_of(config, rendezvous, device)
         trainer = trainer_of(config, recipe, rendezvous, device)
@@ -133,6 +134,26 @@ def train(
         run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()
         begin("end", Pace.SLOW)
+
+
+@contextmanager
+def naming_memory(learner: LearnerConfig, rank: int) -> Iterator[None]:
+    """Raise OutOfMemory with the keys to change in place of torch's error, also while the model is loaded."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        keys = [f"lower learner.tokens_per_microbatch ({learner.tokens_per_microbatch})"]
+        keys += [f"learner.logprob_chunk_tokens ({learner.logprob_chunk_tokens})"]
+        if learner.gradient_checkpointing is not True:
+            keys += ["set learner.gradient_checkpointing: true"]
+        keys += ["give generators on the same GPU a smaller generator.gpu_memory_utilization"]
+        if not learner.offload_optimizer:
+            keys += ["in a new run set learner.offload_optimizer: true with learner.zero_stage: 3"]
+        raise OutOfMemory(
+            f"rank {rank} of the learner was at {doing()!r} ({str(error).splitlines()[0]}). The same step "
+            f"would need as much again: {', '.join(keys)}; `asyncrl plan` shows what takes how much. Then "
+            "`asyncrl up` resumes the run"
+        ) from error
 
 
 def rendezvous_of(config: Config, environment: Mapping[str, str]) -> Rendezvous:
