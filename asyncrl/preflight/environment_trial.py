@@ -14,6 +14,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.engine.episodes import require_same_start
 from asyncrl.environments.base import Answer, BudgetSpent, Message, Outcome, ToolCall
 from asyncrl.environments.environments import Environments
+from asyncrl.environments.named import TOOLS
 from asyncrl.environments.tool_schemas import example
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.types import Prompt
@@ -48,7 +49,7 @@ def try_environment(
     answers: Sequence[str],
 ) -> Trial:
     """Start `FILE[:NAME]`, begin it twice, and play one episode. Raises ConfigError for a wrong target."""
-    uses = target if ":" in target else _names(Path(target))
+    uses = target if ":" in target or target in TOOLS else _names(Path(target))
     config = EnvironmentConfig(uses=uses, **settings)
     trial = Trial(uses if isinstance(uses, str) else ", ".join(uses))
     try:

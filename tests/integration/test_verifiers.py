@@ -54,9 +54,15 @@ def test_the_library_scores_and_stops_the_episode(python: Path) -> None:
     talks = {name: ScriptedTalk(script) for name, script in scripts.items()}
     talks["cut"], talks["late"] = ScriptedTalk([unknown], max_turns=1), ScriptedTalk([], max_turns=0)
     games = [(talk, {"task": TASK, "answer": "7"}, 0) for talk in talks.values()]
-    faulty = [(ScriptedTalk(["boom"]), {"task": TASK}, 0), (ScriptedTalk([]), {"task": TASK | {"a": "x"}}, 0)]
+    faulty = [
+        (ScriptedTalk(["boom"]), {"task": TASK}, 0),
+        (ScriptedTalk([]), {"task": TASK | {"a": -1}}, 0),
+        (ScriptedTalk([]), {"task": TASK | {"a": "x"}}, 0),
+    ]
     uses = "verifiers:verifiers_sums"
-    *outcomes, raised, unread = asyncio.run(played(uses, *games, *faulty, faults=True, python=python))
+    *outcomes, raised, unprepared, unread = asyncio.run(
+        played(uses, *games, *faulty, faults=True, python=python)
+    )
     assert [(one.reward, one.finish_reason) for one in outcomes] == [
         (2.0, "stop"), (0.0, "stop"), (0.0, "turns"), (0.0, "stop"), (None, "turns")
     ]  # fmt: skip
@@ -68,6 +74,7 @@ def test_the_library_scores_and_stops_the_episode(python: Path) -> None:
     assert last(talks["wrong"].shown[1]) == "error: there is no tool sub; the tools are none"
     assert len(talks["stopped"].shown) == 1, "the second turn was refused"
     assert "verifiers_sums failed: TaskError: " in str(raised) and "ValueError: boom" in str(raised)
+    assert "verifiers_sums failed: TaskError: task setup: OSError: no table" in str(unprepared)
     assert "validation error for SumData" in str(unread)
 
 

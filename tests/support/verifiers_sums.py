@@ -39,6 +39,10 @@ class SumTask(vf.Task[SumData, Counted, SumTaskConfig]):
     def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
         return [Calculator(config.tools)] if config.with_tools else []
 
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.a < 0:
+            raise OSError("no table")
+
     @vf.stop
     async def asked_to_stop(self, trace: vf.Trace) -> bool:
         return bool(trace.assistant_messages) and "stop" in trace.last_reply
