@@ -137,6 +137,12 @@ def _there_is_one_environment(environment: EnvironmentConfig) -> Iterator[Mistak
         yield Mistake(("environment.uses", "environment.command"), f"{text}; drop one of them")
 
 
+def _agents_name_models(environment: EnvironmentConfig) -> Iterator[Mistake]:
+    if environment.frozen and environment.uses:
+        text = "environment.frozen is set, but only agents (environment.command) name a model in their calls"
+        yield Mistake(("environment.frozen", "environment.uses"), f"{text}; drop it")
+
+
 def _tools_are_rendered(environment: EnvironmentConfig, model: ModelConfig) -> Iterator[Mistake]:
     """Only a chat template says how a model is shown tools."""
     if isinstance(environment.uses, tuple) and environment.uses and not model.chat_template:
@@ -265,6 +271,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _something_scores,
     _an_environment_is_used,
     _there_is_one_environment,
+    _agents_name_models,
     _tools_are_rendered,
     _a_curriculum_can_judge,
     _one_store,

@@ -26,6 +26,9 @@ class EnvironmentConfig(Part):
     address: str = "127.0.0.1"
     """Address at which agents call the endpoint: one that every generator's host has, and that containers or
     other machines of the agents reach. The calls are not encrypted."""
+    frozen: tuple[str, ...] = ()
+    """Names of models whose calls an agent makes without being trained on the answers, such as a judge's: the
+    policy answers them, and samples show the answers."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
     that of the run. In `command`, the program `python` is this interpreter; by default the one on PATH."""

@@ -30,7 +30,7 @@ class AgentEnvironment:
 
     def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
         """`variables` are patterns of environment variables, `run.environment`, that agents get."""
-        self.endpoint = Endpoint(config.address)
+        self.endpoint = Endpoint(config.address, frozen=config.frozen)
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
         self._variables = variables

@@ -11,7 +11,7 @@ import json
 import logging
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import h11
@@ -47,11 +47,12 @@ _STREAM = (b"content-type", b"text/event-stream")
 class Endpoint:
     """Serves the episodes of one generator."""
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        """Listen on `address` after `start`, on a free port."""
+    def __init__(self, address: str = "127.0.0.1", *, frozen: Collection[str] = ()) -> None:
+        """Listen on `address` after `start`, on a free port. Answers of `frozen` models are not trained."""
         self.episodes = OpenEpisodes()
         self.url = ""  # without a path
         self._address = address
+        self._frozen = frozenset(frozen)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -136,8 +137,9 @@ class Endpoint:
             body = await exchange.body(headers)
         except Refused as refused:
             raise episode.noted(refused) from None
-        train = headers.get("x-asyncrl-train", "yes").lower() != "no"
         call = episode.read(dialect, body, path)
+        wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
+        train = wants and call.model not in self._frozen
         answering = asyncio.ensure_future(
             episode.answer(
                 dialect,

@@ -302,6 +302,8 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(advantage="turn_gae"), "but there is no environment"),
     (algorithm(advantage="gigpo") | {"environment": {"uses": "e.py:E"}}, None),
     (algorithm(advantage="turn_rloo") | {"environment": {"command": ["agent"]}}, None),
+    ({"environment": {"command": ["agent"], "frozen": ["judge"]}}, None),
+    ({"environment": {"uses": "e.py:E", "frozen": ["judge"]}}, "frozen is set, but only agents"),
     (
         algorithm(advantage="gigpo") | {"environment": {"command": ["agent"]}},
         "gigpo, which compares turns from the same state, but an agent (environment.command) names no states",

@@ -226,6 +226,26 @@ def test_the_ids_that_an_engine_sampled_are_trained_as_they_are(streams):
     assert trained == sum(len(turn.sampled_ids) for turn in turns[:5])
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+def test_answers_of_a_frozen_model_are_not_trained(path):
+    talk = ScriptedTalk(TEXT, TEXT)
+
+    async def run():
+        endpoint = Endpoint(frozen=("judge",))
+        await endpoint.start()
+        try:
+            key = endpoint.open(talk).key
+            for model in ("judge", "policy"):
+                body = {"model": model, "messages": QUESTION, "input": "x", "max_tokens": 9}
+                body |= {"prompt": "two words" * (model == "policy")} if "/completions" in path else {}
+                assert (await post(endpoint, key, body, path)).status_code == 200
+        finally:
+            await endpoint.close()
+
+    asyncio.run(run())
+    assert [asked["train"] for asked in talk.asked] == [False, True]
+
+
 def test_max_tokens_lowers_the_runs_limit_only():
     async def play(endpoint, episode):
         client = chat_client(endpoint, episode)
