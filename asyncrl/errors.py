@@ -100,7 +100,7 @@ class EnvironmentFault(AsyncRLError):
         self.reason = reason
 
 
-class OutOfMemory(AsyncRLError):
+class MemoryFullError(AsyncRLError):
     """A step of the learner needs more memory than its GPU has."""
 
 

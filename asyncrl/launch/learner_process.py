@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
-from asyncrl.errors import OutOfMemory
+from asyncrl.errors import MemoryFullError
 from asyncrl.launch.learner_parts import Lead, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.roles import join_store, run_role
@@ -138,7 +138,7 @@ def train(
 
 @contextmanager
 def naming_memory(learner: LearnerConfig, rank: int) -> Iterator[None]:
-    """Raise OutOfMemory with the keys to change in place of torch's error, also while the model is loaded."""
+    """Raise MemoryFullError with the keys to change in place of torch's error, also at the start."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -149,7 +149,7 @@ def naming_memory(learner: LearnerConfig, rank: int) -> Iterator[None]:
         keys += ["give generators on the same GPU a smaller generator.gpu_memory_utilization"]
         if not learner.offload_optimizer:
             keys += ["in a new run set learner.offload_optimizer: true with learner.zero_stage: 3"]
-        raise OutOfMemory(
+        raise MemoryFullError(
             f"rank {rank} of the learner was at {doing()!r} ({str(error).splitlines()[0]}). The same step "
             f"would need as much again: {', '.join(keys)}; `asyncrl plan` shows what takes how much. Then "
             "`asyncrl up` resumes the run"

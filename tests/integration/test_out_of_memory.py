@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.errors import OutOfMemory
+from asyncrl.errors import MemoryFullError
 from asyncrl.launch.learner_process import naming_memory
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.progress import begin
 from asyncrl.supervisor import USER_ERROR
+from asyncrl.telemetry.deaths import last_message
 from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
@@ -75,7 +76,9 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
             [sys.executable, "-c", STEP, *arguments], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == USER_ERROR, done.stderr
-        assert f"OutOfMemory: rank 0 of the learner was at 'train' ({SAID})" in done.stderr
+        # What the supervisor says of the run's end.
+        said = last_message(done.stderr)
+        assert said.startswith(f"MemoryFullError: rank 0 of the learner was at 'train' ({SAID})"), said
         assert "lower learner.tokens_per_microbatch (16384)" in done.stderr
         StepDeaths(record)  # as the next start does
         assert list(json.loads(record.read_text())["steps"]["5"].values()) == [deaths]
@@ -95,7 +98,7 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
 )
 def test_the_message_names_the_keys_that_can_still_lower_it(learner, named, not_named) -> None:
     begin("train")
-    with pytest.raises(OutOfMemory) as caught, naming_memory(LearnerConfig(**learner), 3):
+    with pytest.raises(MemoryFullError) as caught, naming_memory(LearnerConfig(**learner), 3):
         raise torch.OutOfMemoryError(f"{SAID}\nIf reserved but unallocated memory is large try ...")
     message = str(caught.value)
     assert message.startswith(f"rank 3 of the learner was at 'train' ({SAID})")
