@@ -63,6 +63,7 @@ NOT_TYPED = {
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.environments": "half a minute of measuring: its parts are in tests/integration/test_environments.py",
+    "python -m bench.endpoint": "minutes: its parts are in tests/unit/test_endpoint.py and test_duty.py",
     "python -m bench.sandbox": "half a minute of measuring: tests/integration/test_program_box.py runs such programs",
     "python -m bench.decoder": "a minute of measuring: tests/unit/test_wire.py decodes such frames",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_vllm_engine.py",
