@@ -62,7 +62,8 @@ class Lane:
 class GeneratorSettings:
     """Numbers of the loop."""
 
-    max_running: int  # the engine's slots; most sequences held at the same time, but for idle episodes
+    max_running: int  # the engine's slots; most sequences held at the same time, but for episodes
+    most_held: int  # episodes at the same time
     lease_s: float
     heartbeat_s: float
     probe_limit: float  # largest accepted difference of a probe's log-probability, in nats
@@ -98,8 +99,7 @@ class Generator:
         )
         # Number of sequences of each ticket that is held, by lane and ticket id.
         self._held: dict[str, dict[int, int]] = {lane.name: {} for lane in self.lanes}
-        slots = self.settings.max_running
-        self._duty = Duty(engine=self.engine, clock=self.sampler.clock, max_running=slots)
+        self._duty = Duty(self.engine, self.sampler.clock, self.settings.max_running, self.settings.most_held)
         self._heartbeats = Heartbeats(
             engine=self.engine,
             sampler=self.sampler,

@@ -9,7 +9,7 @@ The three take turns, and each ratio is to the engine in the same round. "cpu_us
 generator's process.
 
 "slots": the share of the engine's slots in use while each turn waits for a tool ten times as long as it
-samples, with as many episodes in flight as `engine/duty.py` allows, and with more. The engine is the one in
+samples, with two limits on the episodes in flight. The engine is the one in
 memory, whose answers take a second, because only times matter.
 
 "bytes": the size of an encoded group per token, with three turns and with one.
@@ -28,9 +28,9 @@ import numpy as np
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.endpoint.agent_server import Endpoint
-from asyncrl.engine import duty as duties
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.duty import Duty
 from asyncrl.engine.episodes import EpisodeSampler
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.talk import Budget, SessionTalk
@@ -49,7 +49,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 SLOTS, SLOT_TOKENS, TOKEN_S, TURNS, GROUP = 16, 32, 0.03, 3, 4  # of the second figure
-LIMITS = (duties.MOST_PER_SLOT, 16)  # episodes in flight per slot, at most
+LIMITS = (4, 16)  # `environment.episodes_per_slot`
 TOOL_TIMES = 10.0  # waiting for a tool / sampling a turn
 SETTLE_S = 70.0  # longer than the window of `engine/duty.py`
 
@@ -199,6 +199,23 @@ async def measure_calls(model, calls, rounds):
     }
 
 
+class Slotted(FakeEngine):
+    """The engine in memory with `SLOTS` slots; further requests wait in its queue, as in vLLM's."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._free = asyncio.Semaphore(SLOTS)
+        self.busy = 0
+
+    async def _respond(self, prompt_ids, spec):
+        async with self._free:
+            self.busy += 1
+            try:
+                return await super()._respond(prompt_ids, spec)
+            finally:
+                self.busy -= 1
+
+
 class Waiting:
     """An environment with a tool that takes about `tool_s` before each turn of `tokens`."""
 
@@ -212,10 +229,9 @@ class Waiting:
         return Outcome(finish_reason="stop", reward=0.0)
 
 
-async def measure_slots(asked, most_per_slot):
+async def measure_slots(asked, episodes_per_slot):
     """The share of `SLOTS` slots in use after `SETTLE_S`, and the duty that was measured."""
-    duties.MOST_PER_SLOT = most_per_slot
-    engine = FakeEngine(vocabulary=400, seed=1, token_s=TOKEN_S)
+    engine = Slotted(vocabulary=400, seed=1, token_s=TOKEN_S)
     model, seconds = Model(engine, asked.model, SLOT_TOKENS), asked.seconds
     began_s = time.perf_counter()
     talks = [model.talk() for _ in range(SLOTS)]
@@ -229,7 +245,7 @@ async def measure_slots(asked, most_per_slot):
     )  # fmt: skip
     spec = SamplingSpec(temperature=1.0, max_response_tokens=TURNS * limit)
     limits = GroupLimits(vocabulary=10**6, rollouts=GROUP, max_tokens=10**6)
-    duty = duties.Duty(engine=model.engine, clock=sampler.clock, max_running=SLOTS)
+    duty = Duty(model.engine, sampler.clock, SLOTS, SLOTS * episodes_per_slot)
     prompt, playing, used = Prompt(token_ids=(), text="", row={}), set(), []
     began_s, tickets = time.perf_counter(), 0
     while (passed_s := time.perf_counter() - began_s) < SETTLE_S + seconds:
@@ -238,7 +254,7 @@ async def measure_slots(asked, most_per_slot):
             tickets += 1
             playing.add(asyncio.create_task(sampler.group(prompt, tickets, limits, spec)))
         if passed_s > SETTLE_S:
-            used.append(min(model.engine.stats().running_requests / SLOTS, 1.0))
+            used.append(engine.busy / SLOTS)
         await asyncio.sleep(0.05)
     share, episodes = duty.share, sampler.clock.episodes
     for one in playing:
@@ -306,7 +322,7 @@ async def measured_calls(asked):
 
 async def measured_slots(asked):
     """The second figure, for each limit."""
-    return {f"at most {limit} episodes per slot": await measure_slots(asked, limit) for limit in LIMITS}
+    return {f"{limit} episodes per slot, at most": await measure_slots(asked, limit) for limit in LIMITS}
 
 
 def main():

@@ -294,7 +294,9 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
         staging=NoStaging(),
         control=control,
         tracker=NoTracker(),
-        settings=GeneratorSettings(max_running=256, lease_s=60.0, heartbeat_s=1.0, probe_limit=1e-4),
+        settings=GeneratorSettings(
+            max_running=256, most_held=256, lease_s=60.0, heartbeat_s=1.0, probe_limit=1e-4
+        ),
     )
 
 

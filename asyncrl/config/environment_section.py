@@ -39,6 +39,9 @@ class EnvironmentConfig(Part):
     """Time limit of one reset, step or tool call."""
     episode_s: Positive = 600.0
     """Time limit of an episode, after which it is cut off and counts as truncated."""
+    episodes_per_slot: PositiveInt = 4
+    """Most episodes that a generator holds for each of its `generator.max_running` slots, while others wait
+    for their environment. With slow tools more keep the engine busy; each may be a process."""
     replays: NonNegativeInt = 2
     """Further attempts at an episode whose environment failed; then its ticket fails. It never scores 0."""
     weight: float = 1.0

@@ -68,8 +68,8 @@ FREE: dict[str, str] = {
     "data.curriculum": "solved",
     "reward": "functions timeout_s workers attempts sandbox memory_gib",
     "reward.functions": "function weight name",
-    "environment": "uses command address frozen python max_turns step_s episode_s replays weight workers "
-    "memory_gib max_observation_characters history",
+    "environment": "uses command address frozen python max_turns step_s episode_s "
+    "episodes_per_slot replays weight workers memory_gib max_observation_characters history",
     "batch": "groups group_size minibatches epochs",
     "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
     "staleness": "max_lag window_groups policy",

@@ -273,8 +273,8 @@ class GeneratorConfig(Part):
     tensor_parallel: PositiveInt = 1
     """GPUs per generator; must divide the number of attention heads."""
     max_running: PositiveInt = 256
-    """Sequences in flight per generator; tickets are leased to fill it. Of episodes, up to 4 times as many
-    are in flight while others wait for their environment."""
+    """Sequences in flight per generator; tickets are leased to fill it. Of episodes, more are in flight while
+    others wait for their environment (`environment.episodes_per_slot`)."""
     gpu_memory_utilization: Share | None = None
     """Share of a GPU's memory that each generator may use. By default the generators of a GPU divide 0.85,
     or 0.4 if the learner is on it too."""

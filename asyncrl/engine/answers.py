@@ -30,8 +30,17 @@ class AnswerReader:
         self._parse = _parse_of(tokenizer, tool_parser)
         self._opener = _opener(renderer) if self._parse else ""
 
-    def require_calls(self) -> None:
-        """Raise ConfigError if no tool call can be parsed."""
+    def require_tools(self, tools: Sequence[Message]) -> None:
+        """Raise ConfigError if the model would not see these tools, or its calls could not be parsed."""
+        self._require_calls()
+        shown = self._renderer.render([{"role": "user", "content": ""}], tools, generation=True)
+        if hidden := [name for tool in tools if (name := tool["function"]["name"]) not in shown]:
+            raise ConfigError(
+                f"model.path: the chat template does not show the tools {', '.join(hidden)} to the model; "
+                "write one that does to chat_template.jinja in the model's directory, or take another model"
+            )
+
+    def _require_calls(self) -> None:
         if self._parse is None:
             raise ConfigError(
                 "model.tool_parser: there are tools, but nothing parses the model's calls, because the "
@@ -41,7 +50,7 @@ class AnswerReader:
     def read(self, prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
         """Return the answer. Raises ConfigError if there are tools and nothing parses calls."""
         if tools:
-            self.require_calls()
+            self._require_calls()
         ids = rollout.response_ids.tolist()
         if ids[-1:] and ids[-1] in self._renderer.stop_ids:
             ids.pop()

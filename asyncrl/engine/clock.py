@@ -14,7 +14,7 @@ class Clock:
     stalled_s: float = 0.0  # the engine was paused for weights, or all that could start waits for newer ones
     sampling: int = 0  # groups
     waiting: int = 0  # tickets that wait for newer weights
-    episodes: int = 0  # being played in an environment
+    episodes: int = 0  # of groups that are played in an environment
     _paused: bool = False
     _since_s: float = field(default_factory=time.monotonic)
 
@@ -31,24 +31,17 @@ class Clock:
         self._paused = paused
 
     @contextmanager
-    def group(self) -> Iterator[None]:
-        """One more group is sampled during the body."""
+    def group(self, episodes: int = 0) -> Iterator[None]:
+        """One more group is sampled during the body; with an environment, of this many episodes."""
         self.settle()
         self.sampling += 1
+        self.episodes += episodes
         try:
             yield
         finally:
             self.settle()
             self.sampling -= 1
-
-    @contextmanager
-    def episode(self) -> Iterator[None]:
-        """One more episode is played during the body."""
-        self.episodes += 1
-        try:
-            yield
-        finally:
-            self.episodes -= 1
+            self.episodes -= episodes
 
     @contextmanager
     def wait(self) -> Iterator[None]:

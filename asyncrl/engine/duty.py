@@ -10,8 +10,6 @@ from asyncrl.engine.base import Engine
 from asyncrl.engine.clock import Clock
 
 WINDOW_S = 60.0
-# Episodes in flight are at most this many times the engine's slots, also if they hardly ever sample.
-MOST_PER_SLOT = 4
 
 
 class _Mark(NamedTuple):
@@ -19,20 +17,22 @@ class _Mark(NamedTuple):
 
     at_s: float
     request_s: float  # seconds, added up over requests to the engine
-    episode_s: float  # seconds, added up over episodes that are played
+    episode_s: float  # seconds, added up over the episodes of groups that are played
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Duty:
-    """The duty of episodes: the share of their time in which they sample, and do not wait.
+    """The duty of episodes: the share of their group's time in which they sample, and do not wait.
 
-    Duty d is measured over the last minute, so `max_running / d` episodes in flight fill the slots. Single
+    They wait for the environment, and at their end for the other episodes of the group. Duty d is measured
+    over the last minute, so `max_running / d` episodes fill the slots; at most `most_held` are held. Single
     responses have no duty; as many are held as there are slots.
     """
 
     engine: Engine
     clock: Clock
     max_running: int
+    most_held: int
     now: Callable[[], float] = time.monotonic
     _marks: deque[_Mark] = field(init=False)
 
@@ -57,7 +57,7 @@ class Duty:
         self._marks.append(_Mark(now_s, last.request_s + request_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
-        share = 1.0 if self.share is None else max(self.share, 1.0 / MOST_PER_SLOT)
+        share = 1.0 if self.share is None else max(self.share, self.max_running / self.most_held)
         return int(self.max_running / share) - held
 
     def metrics(self) -> Mapping[str, float]:

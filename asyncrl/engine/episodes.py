@@ -83,7 +83,7 @@ class EpisodeSampler:
     ) -> Group:
         started_s, size, seed = time.monotonic(), limits.rollouts, seed_of(self._seed, ticket_id, prompt)
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
-        with self.clock.group(), ungrouped():
+        with self.clock.group(len(specs)), ungrouped():
             async with asyncio.TaskGroup() as tasks:
                 playing = [
                     tasks.create_task(self.play(prompt, one, seed=seed, episode=index))
@@ -117,8 +117,7 @@ class EpisodeSampler:
         faults: list[str] = []
         while len(faults) <= self._config.replays:
             try:
-                with self.clock.episode():
-                    played = await self._attempt(prompt, spec, seed=seed, episode=episode)
+                played = await self._attempt(prompt, spec, seed=seed, episode=episode)
             except EnvironmentFault as fault:
                 faults.append(str(fault))
                 log.warning("the environment failed, attempt %d: %s", len(faults), fault)

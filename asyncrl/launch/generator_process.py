@@ -125,6 +125,7 @@ async def _generate(
             tracker=tracker,
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
+                most_held=config.generator.max_running * config.environment.episodes_per_slot,
                 lease_s=config.generator.lease_s,
                 heartbeat_s=config.control.heartbeat_s,
                 probe_limit=config.weights.probe_limit,

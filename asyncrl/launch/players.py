@@ -62,8 +62,8 @@ class Players:
         model = self.config.model
         renderer = TemplateRenderer(prompts.tokenizer, stop_ids(model))
         reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser)
-        if self.environment.description["tools"]:
-            reader.require_calls()
+        if isinstance(self.environment, Environments) and (tools := self.environment.schemas):
+            reader.require_tools(tools)  # an agent brings its own
         return EpisodeSampler(
             engine,
             self.scorer,

@@ -212,6 +212,7 @@ class Life:
             tracker=Nowhere(),
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
+                most_held=config.generator.max_running * config.environment.episodes_per_slot,
                 lease_s=config.generator.lease_s,
                 heartbeat_s=1.0,
                 probe_limit=1e-3,

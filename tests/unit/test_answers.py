@@ -98,9 +98,20 @@ def test_without_tools_the_text_is_what_was_sampled_without_special_tokens():
 def test_tools_without_a_parser_are_refused():
     reader, _ = reader_of("none")
     with pytest.raises(ConfigError, match=r"model\.tool_parser: there are tools"):
-        reader.require_calls()
+        reader.require_tools([TOOL])
     with pytest.raises(ConfigError, match="name one of vLLM's tool parsers"):
         read("none", "x")
+
+
+@pytest.mark.parametrize("name", sorted(STOPS))
+def test_tools_that_a_template_would_hide_from_the_model_are_refused(name):
+    renderer = renderer_of(name)
+    reader = AnswerReader(tokenizer_of("qwen3"), renderer, "hermes")
+    if name not in WITHOUT_TOOLS | {"deepseekv3"}:  # which shows calls, but no tools
+        reader.require_tools([TOOL])
+        return
+    with pytest.raises(ConfigError, match=r"model\.path: the chat template does not show the tools add to"):
+        reader.require_tools([TOOL])
 
 
 def test_an_unknown_parser_is_refused_with_the_names_of_all():

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.engine.clock import Clock
-from asyncrl.engine.duty import MOST_PER_SLOT, WINDOW_S, Duty
+from asyncrl.engine.duty import WINDOW_S, Duty
+
+PER_SLOT = 4
 
 
 class Measured:
@@ -14,7 +16,7 @@ class Measured:
     def __init__(self, max_running: int = 12) -> None:
         self.now_s, self.requests, self.clock = 0.0, 0, Clock()
         engine = SimpleNamespace(stats=lambda: SimpleNamespace(running_requests=self.requests))
-        self.duty = Duty(engine=engine, clock=self.clock, max_running=max_running, now=lambda: self.now_s)
+        self.duty = Duty(engine, self.clock, max_running, PER_SLOT * max_running, now=lambda: self.now_s)
 
     def after(self, seconds: float, *, requests: int, episodes: int, held: int = 0) -> int:
         """The room after so much time with these requests and episodes."""
@@ -35,7 +37,7 @@ def test_it_starts_with_a_slot_per_sequence_and_stays_there_without_episodes():
 )
 def test_room_is_slots_over_duty_and_at_most_four_times_the_slots(requests, room):
     one = Measured()
-    assert one.after(10.0, requests=requests, episodes=12) == room <= MOST_PER_SLOT * 12
+    assert one.after(10.0, requests=requests, episodes=12) == room <= PER_SLOT * 12
     found = one.duty.metrics()
     assert found == pytest.approx(
         {"engine/occupancy": min(requests / 12, 1), "episodes/duty": min(requests / 12, 1)}

@@ -104,6 +104,22 @@ def group_of(made, **more):
     return asyncio.run(made.group(PROMPT, 5, LIMITS, SPEC, **more))
 
 
+def test_episodes_count_until_the_last_of_their_group_has_ended():
+    """They keep their place until then, so `engine.duty.Duty` sees them as waiting."""
+    seen = []
+
+    async def play(talk, episode):
+        if episode == 1:  # as a slow environment
+            await asyncio.sleep(0.05)
+        await talk.complete("ab")
+        seen.append(made.clock.episodes)
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    made, _ = sampler(play)
+    group_of(made)
+    assert seen == [LIMITS.rollouts] * LIMITS.rollouts and made.clock.episodes == 0
+
+
 def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_them_as_context():
     scorer = Lengths()
     made, _ = sampler(three_turns, scorer=scorer, weight=10.0)

@@ -19,7 +19,6 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.duty import MOST_PER_SLOT
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import EngineError, RewardError, StoreError, TransferError, WireError
@@ -33,6 +32,7 @@ from asyncrl.wire.group_frames import decode_group
 from tests.support.nowhere import Nowhere
 
 B, G = 2, 3
+PER_SLOT = 4
 PROBE = (1, 2, 3, 4)
 
 
@@ -132,7 +132,11 @@ class World:
             control=self.control,
             tracker=Nowhere(),
             settings=GeneratorSettings(
-                max_running=max_running, lease_s=30.0, heartbeat_s=0.01, probe_limit=1e-3
+                max_running=max_running,
+                most_held=max_running * PER_SLOT,
+                lease_s=30.0,
+                heartbeat_s=0.01,
+                probe_limit=1e-3,
             ),
             on_version=on_version,
         )
@@ -215,7 +219,7 @@ def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkey
     respond, may_sample = sampler.group, threading.Event()
 
     async def play(*arguments: Any, **options: Any) -> Group:
-        with sampler.clock.episode():
+        with sampler.clock.group(G):
             while not may_sample.is_set():
                 await asyncio.sleep(0.01)
         return await respond(*arguments, **options)
@@ -224,9 +228,9 @@ def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkey
     held = world.generator._held["train"]
 
     async def script(world: World) -> None:
-        await world.until(lambda: len(held) == 2 * MOST_PER_SLOT)
+        await world.until(lambda: len(held) == 2 * PER_SLOT)
         await asyncio.sleep(0.1)
-        assert len(held) == 2 * MOST_PER_SLOT
+        assert len(held) == 2 * PER_SLOT
         assert world.generator._duty.metrics() == {"engine/occupancy": 0.0, "episodes/duty": 0.0}
         may_sample.set()
         await world.until(lambda: world.learner.audit().ready == 10 * B)
