@@ -206,6 +206,7 @@ async def generate(
         tracker=Nowhere(),
         settings=GeneratorSettings(
             max_running=max_running,
+            most_held=4 * max_running,
             lease_s=RULES.lease_s,
             heartbeat_s=CONTROL.heartbeat_s,
             probe_limit=1e-3,

@@ -279,7 +279,9 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         staging=WatchedStaging(Path(endpoint.removeprefix("ipc://")).parent / "w", told, rng, options),
         control=client,
         tracker=nothing,  # type: ignore[arg-type]
-        settings=GeneratorSettings(max_running=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S, probe_limit=1e-3),
+        settings=GeneratorSettings(
+            max_running=4, most_held=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S, probe_limit=1e-3
+        ),
     ).run(hello)
     told("left", **client.tally())
 
