@@ -186,7 +186,7 @@ def test_a_killed_process_is_a_failed_update_and_the_next_one_has_another(stage)
     second.kill()  # between two updates
     wait_until_gone(second.pid)
     assert sender.replies() == []
-    prepare_nccl(sender)
+    assert sender.prepare("nccl")
     assert "died" in next_reply(sender).reason
     sender.give_up()
     assert update(sender, stage[1]())[2] == {"sum": expected_sum(1)}
