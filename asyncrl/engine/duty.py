@@ -57,8 +57,18 @@ class Duty:
         self._marks.append(_Mark(now_s, last.request_s + request_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
-        share = 1.0 if self.share is None else max(self.share, self.max_running / self.most_held)
-        return int(self.max_running / share) - held
+        return int(self.max_running / max(self._sure_share(), self.max_running / self.most_held)) - held
+
+    def _sure_share(self) -> float:
+        """The duty if episodes sampled in the part of a minute of full slots that was not played yet.
+
+        So the number of episodes grows over a minute. If it grew at once, they would all wait at the same
+        time, and then all want to sample at the same time.
+        """
+        first, last = self._marks[0], self._marks[-1]
+        played_s = last.episode_s - first.episode_s
+        unplayed_s = max(0.0, self.max_running * WINDOW_S - played_s)
+        return min((last.request_s - first.request_s + unplayed_s) / (played_s + unplayed_s), 1.0)
 
     def metrics(self) -> Mapping[str, float]:
         """Return occupancy and duty while episodes are played."""

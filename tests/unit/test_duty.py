@@ -37,7 +37,7 @@ def test_it_starts_with_a_slot_per_sequence_and_stays_there_without_episodes():
 )
 def test_room_is_slots_over_duty_and_at_most_four_times_the_slots(requests, room):
     one = Measured()
-    assert one.after(10.0, requests=requests, episodes=12) == room <= PER_SLOT * 12
+    assert one.after(WINDOW_S, requests=requests, episodes=12) == room <= PER_SLOT * 12
     found = one.duty.metrics()
     assert found == pytest.approx(
         {"engine/occupancy": min(requests / 12, 1), "episodes/duty": min(requests / 12, 1)}
@@ -47,7 +47,7 @@ def test_room_is_slots_over_duty_and_at_most_four_times_the_slots(requests, room
 def test_duty_is_that_of_the_last_minute_weighted_by_time():
     one = Measured()
     one.after(10.0, requests=12, episodes=12)
-    assert one.after(30.0, requests=0, episodes=12) == 48
+    assert one.after(30.0, requests=0, episodes=12) == 24, "a third of a minute is not known yet"
     assert one.duty.share == pytest.approx(0.25)
     for _ in range(7):
         room = one.after(WINDOW_S / 6, requests=6, episodes=12)
@@ -55,6 +55,15 @@ def test_duty_is_that_of_the_last_minute_weighted_by_time():
     for _ in range(7):
         one.after(WINDOW_S / 6, requests=0, episodes=0)
     assert one.duty.share is None
+
+
+def test_the_number_grows_over_a_minute_also_if_no_episode_samples():
+    one, held, known_s = Measured(), 12, 0.0
+    for _ in range(60):
+        known_s += held / 12
+        held += one.after(1.0, requests=0, episodes=held, held=held)
+        assert held == min(48, int(12 / max(1 - known_s / 60, 0.25) + 1e-9)), known_s
+    assert held == 48
 
 
 def test_a_full_engine_lowers_the_number_of_episodes_again():

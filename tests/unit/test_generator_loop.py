@@ -225,6 +225,7 @@ def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkey
         return await respond(*arguments, **options)
 
     monkeypatch.setattr(sampler, "group", play)
+    monkeypatch.setattr("asyncrl.engine.duty.WINDOW_S", 0.2)
     held = world.generator._held["train"]
 
     async def script(world: World) -> None:
