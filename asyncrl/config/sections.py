@@ -301,7 +301,7 @@ class WeightsConfig(Part):
     deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the transfer is given up and tried again."""
     bucket_mib: PositiveInt = 64
-    """Size of the buckets in which parameters are sent."""
+    """Size of the buckets in which `nccl` sends parameters."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
     """Length of the fixed sequence that learner and generator score after every update."""
     probe_limit: Positive = 0.05

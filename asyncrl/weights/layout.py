@@ -1,13 +1,13 @@
 """The position of every parameter in one flat uint8 buffer: pure arithmetic on names, dtypes and shapes.
 
-Tensors start at multiples of 64 bytes, so that any dtype can be viewed. The unit of transfer is a bucket: the
-byte range of some consecutive whole tensors. Only the specs and the bucket size cross the wire.
+Tensors start at multiples of 64 bytes, so that any dtype can be viewed. Only the specs and the bucket size
+cross the wire.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import xxhash
@@ -23,27 +23,19 @@ _PIECE_WORDS = 1 << 21
 _ODD = 0x5851F42D4C957F2D
 
 
-class Bucket(NamedTuple):
-    """Tensors `first` .. `end` - 1, bytes `start_byte` .. `end_byte` - 1 of the buffer, with padding."""
-
-    first: int
-    end: int
-    start_byte: int
-    end_byte: int
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The plan of one buffer, made by `plan` or `from_plain`."""
 
     specs: tuple[TensorSpec, ...]
-    # First byte of each tensor, a multiple of 64.
+    # First byte of each tensor, a multiple of 64; then the end of the last one, with padding.
     offsets: tuple[int, ...]
-    total_bytes: int
-    # In order, without gaps, covering all tensors.
-    buckets: tuple[Bucket, ...]
-    # Bound on the size of a bucket; only a bucket of a single larger tensor exceeds it.
+    # Size of the buckets in which tensors go over NCCL.
     bucket_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.offsets[-1]
 
     @classmethod
     def plan(cls, specs: Sequence[TensorSpec], bucket_bytes: int) -> Self:
@@ -59,13 +51,7 @@ class Layout:
             seen.add(spec.name)
             end = offsets[-1] + _size_bytes(spec)
             offsets.append(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        return cls(
-            specs=tuple(specs),
-            offsets=tuple(offsets[:-1]),
-            total_bytes=offsets[-1],
-            buckets=tuple(_cut(offsets, bucket_bytes)),
-            bucket_bytes=bucket_bytes,
-        )
+        return cls(tuple(specs), tuple(offsets), bucket_bytes)
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for a message: about 60 bytes per tensor."""
@@ -129,15 +115,14 @@ def device_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], bucket: Bucket | None = None) -> None:
-    """Compare the checksums of all tensors, or of one bucket. Raises TransferError if one differs."""
+def verify(buffer: Tensor, layout: Layout, expected: Sequence[int], index: int | None = None) -> None:
+    """Compare the checksums of all tensors, or of one. Raises TransferError if one differs."""
     if len(expected) != len(layout.specs):
         raise TransferError(
             f"weights: got {len(expected)} checksums for {len(layout.specs)} tensors; one each is needed"
         )
-    first, end = (bucket.first, bucket.end) if bucket else (0, len(layout.specs))
-    for index in range(first, end):
-        require_equal(layout.specs[index].name, checksum(layout.view(buffer, index)), expected[index])
+    for each in range(len(layout.specs)) if index is None else (index,):
+        require_equal(layout.specs[each].name, checksum(layout.view(buffer, each)), expected[each])
 
 
 def require_equal(name: str, found: int, expected: int) -> None:
@@ -147,17 +132,6 @@ def require_equal(name: str, found: int, expected: int) -> None:
             f"weights: tensor {name!r} has checksum {found & _MASK:#018x}, the learner sent "
             f"{expected & _MASK:#018x}; these weights must not be used, transfer them again"
         )
-
-
-def _cut(offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Cut the tensors into buckets; the last entry of `offsets` is the end of the last tensor."""
-    buckets, first = [], 0
-    for index in range(1, len(offsets)):
-        is_last = index == len(offsets) - 1
-        if is_last or offsets[index + 1] - offsets[first] > bucket_bytes:
-            buckets.append(Bucket(first, index, offsets[first], offsets[index]))
-            first = index
-    return buckets
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:

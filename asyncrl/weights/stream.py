@@ -201,14 +201,14 @@ def fetch(
         with contextlib.closing(socket.create_connection((host, port), timeout=_left_s(until_s))) as channel:
             channel.sendall(request)
             _require_size(channel, layout.total_bytes, until_s)
-            for bucket in layout.buckets:
-                while arrived < bucket.end_byte:
+            for index, end in enumerate(layout.offsets[1:]):
+                while arrived < end:
                     channel.settimeout(_left_s(until_s))
-                    if not (count := channel.recv_into(memory[arrived : bucket.end_byte])):
+                    if not (count := channel.recv_into(memory[arrived:])):
                         raise ConnectionError("the learner closed the connection")
                     arrived += count
                     on_progress()
-                verify(buffer, layout, checksums, bucket)
+                verify(buffer, layout, checksums, index)
     except OSError as error:  # TimeoutError is one, too
         raise TransferError(
             f"weights over tcp from {host}:{port}: {arrived:,} of {layout.total_bytes:,} bytes arrived "

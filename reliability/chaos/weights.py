@@ -136,24 +136,24 @@ def tensors_of(order: UpdateOrder) -> Iterator[torch.Tensor]:
 
 
 class WatchedStaging(HostStaging):
-    """Says which bucket it is at, and takes its time there."""
+    """Says which tensor it is at, and takes its time there."""
 
     def __init__(self, files: Path, told: Told, rng: random.Random, options: dict[str, Any]) -> None:
         super().__init__(files)
         self._relay = Relay(Path(options["directory"], options.get("shares", uuid.uuid4().hex)))
         self._told, self._rng, self._options = told, rng, options
-        self._bucket = self._tells_at = 0
+        self._tensor = self._tells_at = 0
         self._kind = "begun"
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         self._told("ordered", version=order.version, transport=order.transport)
-        self._bucket, self._tells_at = 0, self._rng.randrange(len(LAYOUT.buckets))
+        self._tensor, self._tells_at = 0, self._rng.randrange(len(LAYOUT.specs))
         cut = self._rng.random() < self._options.get("wire_fails", 0.0)
         self._kind = "cut me" if cut else "begun"
 
         def verify_slot(buffer: torch.Tensor, plan: layout.Layout, sums: Any) -> None:
-            for bucket in plan.buckets:
-                self._verify(order, buffer, plan, sums, bucket)
+            for index in range(len(plan.specs)):
+                self._verify(order, buffer, plan, sums, index)
 
         with (
             mock.patch.object(stream, "verify", lambda *arguments: self._verify(order, *arguments)),
@@ -162,11 +162,11 @@ class WatchedStaging(HostStaging):
             return super().stage(order)
 
     def _verify(self, order: UpdateOrder, *arguments: Any) -> None:
-        if self._bucket == self._tells_at:
-            self._told(self._kind, version=order.version, bucket=self._bucket)
-            time.sleep(0.5 if self._kind == "cut me" else self._options.get("bucket_s", 0.0))
-        self._bucket += 1
-        time.sleep(self._options.get("bucket_s", 0.0))
+        if self._tensor == self._tells_at:
+            self._told(self._kind, version=order.version, tensor=self._tensor)
+            time.sleep(0.5 if self._kind == "cut me" else self._options.get("tensor_s", 0.0))
+        self._tensor += 1
+        time.sleep(self._options.get("tensor_s", 0.0))
         layout.verify(*arguments)
 
 
@@ -470,7 +470,7 @@ class Patient:
         learner.remove(self.member)
         self.state, self.member, self.seen = (
             "returning",
-            learner.add(self.member.name, bucket_s=0.02, shares="sick"),
+            learner.add(self.member.name, tensor_s=0.01, shares="sick"),
             Counter(),
         )
         return f"SIGKILL{late}"
@@ -505,7 +505,7 @@ def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any
     before = {member.name: Counter(member.counts) for member in well}
     struck: Counter[str] = Counter()
     back_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
-    sick = [Patient(learner.add(f"sick{i}", bucket_s=0.02, shares="sick")) for i in range(3)]
+    sick = [Patient(learner.add(f"sick{i}", tensor_s=0.01, shares="sick")) for i in range(3)]
     while (goes_on := _goes_on(sum(struck.values()), injections, until_s)) or any(
         each.state != "well" for each in sick
     ):
@@ -587,7 +587,7 @@ def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> 
 
 
 def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
-    """Transfers end at a random bucket, on the wire, or at a random tensor, in the engine."""
+    """Transfers end at a random tensor, on the wire or in the engine."""
     members = [learner.add(f"g{i}", wire_fails=0.5, load_fails=0.3, shares="all") for i in range(3)]
     cut: Counter[str] = Counter()
     handled: Counter[str] = Counter()

@@ -359,7 +359,7 @@ def test_a_transfer_that_fails_leaves_the_old_weights_in_use(world, tmp_path):
         await apply(engine, Sender().order(1, model))
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
         nobody = Sender(deadline_s=1.0).order(2, model, absent=True)
-        # In the second bucket: the first was fine.
+        # Not in the first tensor.
         spoilt = Sender().order(3, scrambled(model, 3), spoil=8)
         reasons = ["0 of .* bytes arrived", "checksum"]
         for update, reason in zip([nobody, spoilt], reasons, strict=True):

@@ -74,7 +74,7 @@ async def main(endpoint, generator_id, options):
 
 
 def receive(order, options):
-    def on_bucket():
+    def on_tensor():
         if order.version == options.get("hang_on"):
             say(hanging=order.version)
             time.sleep(1000)
@@ -82,7 +82,7 @@ def receive(order, options):
     if order.transport == "slot" and options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1
         raise TransferError("told to fail")
-    return receiving.receive(order, on_bucket)
+    return receiving.receive(order, on_tensor)
 
 
 def work(endpoint, generator_id, options, output):

@@ -26,11 +26,11 @@ def staging(pid):
         return HostStaging(Path("/"))
 
 
-def receive(order, on_bucket=lambda: None):
-    """Sum of all bytes received, or TransferError. `on_bucket` is called before each bucket is verified."""
+def receive(order, on_tensor=lambda: None):
+    """Sum of all bytes received, or TransferError. `on_tensor` is called before a tensor is verified."""
 
     def verify(*args):
-        on_bucket()
+        on_tensor()
         layout.verify(*args)
 
     with mock.patch.object(stream, "verify", verify), mock.patch.object(arrival, "verify", verify):

@@ -26,8 +26,6 @@ needs_stories = pytest.mark.skipif(
 )
 
 STAGING = HostStaging(Path("/"))
-BUCKET_BYTES = 100_000
-"""Several buckets even for the smallest model."""
 
 
 @contextmanager
@@ -137,7 +135,7 @@ def flat(model, leave_out=()):
         TensorSpec(name=name, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
         for name, p in tensors
     ]
-    layout = Layout.plan(specs, BUCKET_BYTES)
+    layout = Layout.plan(specs, 1 << 20)
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     for index, (_, tensor) in enumerate(tensors):
         layout.view(buffer, index).copy_(tensor)
