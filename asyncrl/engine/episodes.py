@@ -151,6 +151,7 @@ class EpisodeSampler:
             text = "the episode ended without an answer of the model that can be trained on"
             raise EnvironmentFault(text, reason="silent")
         counts = {f"chat/{name}": float(count) for name, count in session.counts.items()}
+        played_s = time.monotonic() - began_s
         return Episode(
             rollouts=tuple(replace(one, finish_reason=outcome.finish_reason) for one in rollouts),
             outcome=outcome,
@@ -162,6 +163,7 @@ class EpisodeSampler:
                 **outcome.metrics,
                 "unparsed_calls": float(talk.unparsed),
                 "model_s": talk.model_s,
+                "environment_s": max(0.0, played_s - talk.model_s),
                 "turns": float(len(session.turns)),
             },
         )

@@ -31,11 +31,6 @@ class Caller:
         return len(self._requests)
 
     @property
-    def busy_s(self) -> float:
-        """Time in which user code ran."""
-        return self._requests.busy_s
-
-    @property
     def is_lost(self) -> bool:
         """Whether the worker is gone."""
         return self._fault is not None or self._is_spent

@@ -82,8 +82,6 @@ class Requests:
         self._open: deque[Call] = deque()
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        # Time in which user code ran.
-        self.busy_s = 0.0
 
     def __len__(self) -> int:
         """Return the number of requests that are not answered."""
@@ -112,9 +110,8 @@ class Requests:
     def _answered(self, message: dict[str, Any]) -> None:
         call = self._open.popleft()  # IndexError: nothing was asked
         self._since_s = asyncio.get_running_loop().time()
-        self.busy_s += float(message["seconds"])
-        if "error" not in message and "value" not in message:
-            raise ValueError("a reply without a value")
+        if not isinstance(message["seconds"], float) or not message.keys() & {"value", "error"}:
+            raise ValueError("a reply without a value or its time")
         if not call.reply.done():
             call.reply.set_result(message)
 

@@ -66,7 +66,7 @@ class Environments:
             outcome = await self._play_alone(talk, conversation, worker.ask, start)
         finally:
             worker.close()
-        return replace(outcome, metrics=conversation.metrics | {"environment_s": worker.busy_s})
+        return replace(outcome, metrics=conversation.metrics)
 
     async def close(self) -> None:
         """Kill all processes."""

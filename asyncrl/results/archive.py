@@ -16,7 +16,7 @@ from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History, Row, Series, Tail, json_object, numbers
-from asyncrl.telemetry.state import sample_from
+from asyncrl.telemetry.state import FAULTS, sample_from
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
 LEARNER = "learner"
@@ -84,14 +84,20 @@ class Archive:
         """Number of action tokens of all trained steps."""
         return sum(value for _, value in self.series("tokens"))
 
-    @property
-    def sampled_tokens(self) -> float:
-        """Number of tokens sampled by all generators, each of which counts from 0 after a restart."""
+    def counted(self, name: str) -> float:
+        """Return the sum of a counter over all generators, each of which counts from 0 after a restart."""
         total = 0.0
         for rows in self.generators.values():
-            counts = [0.0, *(row.get("sampled_tokens", 0.0) for row in rows)]
+            counts = [0.0, *(row.get(name, 0.0) for row in rows)]
             total += sum(now - before if now >= before else now for before, now in pairwise(counts))
         return total
+
+    @property
+    def faults(self) -> dict[str, float]:
+        """Number of failures of the environment by reason."""
+        counters = {name for rows in self.generators.values() for row in rows for name in row}
+        names = sorted(name for name in counters if name.startswith(FAULTS))
+        return {name.removeprefix(FAULTS): self.counted(name) for name in names}
 
     @property
     def alarms(self) -> dict[str, list[tuple[int, int]]]:

@@ -1,7 +1,7 @@
 """The charts of a run and the metrics in each. A chart without values is left out."""
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -34,6 +34,9 @@ CURVES = (
     Curve("Cut off, and masked for it", ("completions/truncated_share", "completions/masked_share"), "share"),
     Curve("Turns of an episode", ("episodes/turns_mean", "episodes/turns_max", "episodes/sequences_mean")),
     Curve("Endings of episodes", ("episodes/ended_share/*",), "share"),
+    Curve("Tool calls of an episode", ("environment/tools/*", "environment/observations/cut")),
+    Curve("Seconds of an episode", ("environment/model_s", "environment/environment_s"), "s"),
+    Curve("How turns continue their conversation", ("environment/chat/*",), "turns of an episode"),
     Curve("Environment", ("environment/*",)),
     Curve("Generator against learner, by turn", ("mismatch/turn/*",), "nats", log=True),
     Curve("Entropy", ("policy/entropy",), "nats"),
@@ -78,9 +81,11 @@ STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 def learning_charts(archive: Archive) -> list[Chart]:
     """Draw reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
     charts = []
+    shown: set[str] = set()  # a metric is in the first chart that names it
     for curve in CURVES:
         found: dict[str, Series] = {}
-        for name, series in _series(archive, curve.names).items():
+        for name, series in _series(archive, curve.names, but=shown).items():
+            shown.add(name)
             # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
             # pass@1 equals the accuracy. Constant series, such as zeros, are shown for each metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
@@ -183,10 +188,10 @@ def _of_generators(archive: Archive, name: str) -> dict[str, Points]:
     }
 
 
-def _series(archive: Archive, patterns: Sequence[str]) -> dict[str, Series]:
-    """Return the series of all metrics that match, in the order of the patterns."""
+def _series(archive: Archive, patterns: Sequence[str], *, but: Collection[str] = ()) -> dict[str, Series]:
+    """Return the series of all metrics that match, in the order of the patterns, without those in `but`."""
     names = [name for pattern in patterns for name in archive.names if fnmatchcase(name, pattern)]
-    return {name: archive.series(name) for name in names}
+    return {name: archive.series(name) for name in names if name not in but}
 
 
 def _histogram(archive: Archive, where: str) -> Mapping[str, float]:

@@ -71,13 +71,16 @@ def _summary(archive: Archive) -> Section:
         ("step", f"{archive.step} of {archive.total_steps or '?'}"),
         ("wall time", duration(archive.wall_s)),
         ("trained tokens", f"{archive.trained_tokens:,.0f}"),
-        ("sampled tokens", f"{archive.sampled_tokens:,.0f}"),
+        ("sampled tokens", f"{archive.counted('sampled_tokens'):,.0f}"),
         ("groups trained", f"{sum(value for _, value in archive.series('groups/trained')):,.0f}"),
         ("groups rejected", f"{sum(archive.history.rejected.values()):,}"),
         ("learner waited", f"{sum(learner) / len(learner):.0%} of its steps" if learner else "-"),
     ]
     if audit:
         facts.insert(7, ("groups lost", f"{audit.missing:,} of {audit.issued:,}"))
+    if faults := archive.faults:
+        shown = ", ".join(f"{reason} {count:,.0f}" for reason, count in faults.items())
+        facts.append(("faults of the environment", shown))
     message = archive.status.message if archive.status else ""
     tables = [headline_table(archive), *_alarms(archive)]
     return Section(title="Summary", note=message, facts=facts, tables=tables)

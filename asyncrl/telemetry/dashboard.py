@@ -33,7 +33,7 @@ def render(state: DashboardState, width: int, height: int | None = None) -> Grou
     """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
     figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
-    figures += [*_figures(state, width), *_ledger(state, width)]
+    figures += [*_figures(state, width), *_episodes(state, width), *_ledger(state, width)]
     left = height - len(figures) if height else UNLIMITED_LINES
     curve_lines = _curves(state, width, min(10, left - 8))
     left -= len(curve_lines)
@@ -101,11 +101,10 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     compute = f"{of('perf/learner_tflops_per_s')} TFLOP/s"
     if gpu := state.fullest_gpu:
         compute = f"mfu {percent('perf/mfu')}  {data_size(gpu[0])} of {data_size(gpu[1])}"
-    turns = f"  turns {of('episodes/turns_mean')}" if state.series("episodes/turns_mean") else ""
     learning = [
         ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
         ("held-out", of("eval/accuracy") + record),
-        ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}{turns}"),
+        ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
         ("mismatch", f"k3 {of('mismatch/k3', 2)}  ess {of('mismatch/ess', 2)}"),
         ("weights", f"probe {of('weights/probe_max', 2)}  {of('weights/transfer_gb_per_s', 2)} GB/s"),
@@ -125,6 +124,24 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
         line.pad_right(column - line.cell_len)
         lines.append(one_line(line.append_text(Text.assemble((f"{right[0]:<10}", "dim"), right[1])), width))
     return lines
+
+
+def _episodes(state: DashboardState, width: int) -> list[Text]:
+    """Return one line about the episodes of an environment: turns, tool calls, seconds and faults."""
+    if state.latest("episodes/turns_mean") is None:
+        return []
+    wrong = [state.latest(f"environment/tools/{mistake}") for mistake in ("invalid", "late", "raised")]
+    shown = {
+        "turns {}": state.latest("episodes/turns_mean"),
+        "calls {}": state.latest("environment/tools/calls"),
+        "wrong {}": sum(known) if (known := [one for one in wrong if one is not None]) else None,
+        "model {} s": state.latest("environment/model_s"),
+        "environment {} s": state.latest("environment/environment_s"),
+    }
+    parts = [form.format(number(value, 2)) for form, value in shown.items() if value is not None]
+    faults = "  ".join(f"{visible(reason)} {count:.0f}" for reason, count in sorted(state.faults.items()))
+    line = Text.assemble(("episode  ", "dim"), "  ".join(parts), (faults and f"  faults {faults}", "yellow"))
+    return [one_line(line, width)]
 
 
 def _ledger(state: DashboardState, width: int) -> list[Text]:

@@ -26,6 +26,7 @@ NOTES = 8
 ALLOCATED, PLANNED = "memory/allocated_bytes/", "memory/planned_bytes/"  # of a rank
 # Counters of the buffer that count work given up or repeated.
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
+FAULTS = "environment_faults_"  # of a generator, by reason
 LOG_BYTES = 1 << 16  # read at most this much of a log that exists already
 LOUD = ("warning", "error", "critical")
 # Loggers of our modules, some of which are started with -m. Many warnings of libraries are harmless here.
@@ -150,6 +151,15 @@ class DashboardState:
         booked = self.status.audit.counters if self.status and self.status.audit else {}
         counts = Counter(self.history.rejected)
         counts.update({name: count for name, count in booked.items() if name in DROPS})
+        return dict(counts)
+
+    @property
+    def faults(self) -> dict[str, float]:
+        """Failures of the environments of all generators since their start, by reason."""
+        counts: Counter[str] = Counter()
+        for member in self.members:
+            found = {name: count for name, count in member.metrics.items() if name.startswith(FAULTS)}
+            counts.update({name.removeprefix(FAULTS): count for name, count in found.items()})
         return dict(counts)
 
 

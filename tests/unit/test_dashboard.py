@@ -198,6 +198,25 @@ def test_on_gpus_the_fullest_one_is_shown_against_its_plan(tmp_path: Path) -> No
     assert "compute   mfu 31%  41.0 GiB of 40.0 GiB" in text
 
 
+def test_a_run_with_an_environment_has_a_line_about_its_episodes(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=3)
+    assert not any(line.startswith("episode") for line in picture(read_state(run.directory), 80, 24))
+    tools = {"tools/calls": 1.234, "tools/invalid": 0.1, "tools/late": 0.05, "tools/raised": 0.01}
+    seconds = {"model_s": 12.34, "environment_s": 0.567}
+    row = {f"environment/{name}": value for name, value in (tools | seconds).items()}
+    run.learner.log(row | {"episodes/turns_mean": 2.5, "time/step": 5.0}, step=4)
+    (line,) = [one for one in picture(read_state(run.directory), 80, 24) if one.startswith("episode")]
+    assert line == "episode  turns 2.5  calls 1.2  wrong 0.16  model 12 s  environment 0.57 s"
+    status = run.status()
+    members = [
+        replace(one, metrics={**one.metrics, "environment_faults_hung": 2.0, "environment_faults_died": 1.0})
+        for one in status.members[:2]
+    ]
+    write_status(run.directory / "status.json", replace(status, members=tuple(members)))
+    lines = picture(read_state(run.directory), 120)
+    assert any(one.endswith("environment 0.57 s  faults died 2  hung 4") for one in lines)
+
+
 def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=3)
     before = picture(read_state(run.directory), 80, 24)

@@ -154,6 +154,21 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
     assert encode_group(decode_group(encode_group(group))) == encode_group(group)
 
 
+def test_the_time_of_an_episode_is_the_models_or_the_environments():
+    async def play(talk, episode):
+        await asyncio.sleep(0.1)
+        await talk.complete("ab")
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    token_s = 0.01
+    made, _ = sampler(play, FakeEngine(token_s=token_s))
+    group = asyncio.run(made.group(PROMPT, 5, LIMITS, replace(SPEC, max_response_tokens=8)))
+    model_s, environment_s = (group.episode_metrics[name] for name in ("model_s", "environment_s"))
+    sampled = np.array([one.actions for one in group.rollouts])
+    assert (model_s > token_s * sampled * 0.99).all() and (environment_s > 0.099).all()
+    assert (model_s + environment_s <= group.sampling_s + 1e-3).all()
+
+
 def test_episodes_of_a_group_share_a_seed_and_other_tickets_and_runs_have_others():
     made, environment = sampler(three_turns)
     group_of(made)

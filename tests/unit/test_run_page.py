@@ -170,17 +170,55 @@ def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
 
 def test_counters_of_a_generator_that_started_again_are_added_up(tmp_path: Path) -> None:
     rows = [
-        {"time": 10.0, "alive_s": 5.0, "idle_s": 1.0, "sampled_tokens": 100.0},
-        {"time": 20.0, "alive_s": 15.0, "idle_s": 6.0, "sampled_tokens": 250.0},
+        {
+            "time": 10.0,
+            "alive_s": 5.0,
+            "idle_s": 1.0,
+            "sampled_tokens": 100.0,
+            "environment_faults_hung": 2.0,
+        },
+        {
+            "time": 20.0,
+            "alive_s": 15.0,
+            "idle_s": 6.0,
+            "sampled_tokens": 250.0,
+            "environment_faults_hung": 3.0,
+        },
         {"time": 40.0, "alive_s": 4.0, "idle_s": 1.0, "sampled_tokens": 30.0},
-        {"time": 50.0, "alive_s": 14.0, "idle_s": 1.0, "sampled_tokens": 90.0},
+        {
+            "time": 50.0,
+            "alive_s": 14.0,
+            "idle_s": 1.0,
+            "sampled_tokens": 90.0,
+            "environment_faults_died": 4.0,
+        },
     ]
     assert growth_shares(rows, "idle_s") == [(20.0, 0.5), (40.0, 0.25), (50.0, 0.0)]
     run = run_in(tmp_path, steps=0)
     tracker = JsonlTracker(run.directory / "metrics" / "g9.jsonl")
     for row in rows:
         tracker.log(row)
-    assert archive_of(run).sampled_tokens == 250 + 90
+    assert archive_of(run).counted("sampled_tokens") == 250 + 90
+    assert archive_of(run).faults == {"died": 4, "hung": 3}
+    assert "died 4, hung 3" in page_of(run).text_of["dd"]
+
+
+def test_what_an_environment_counts_is_in_one_chart_each(tmp_path: Path) -> None:
+    run = run_in(tmp_path, steps=0)
+    for step in (1, 2):
+        counts = {"tools/calls": step, "tools/late": 0.5, "model_s": 3.0, "chat/kept": 1.5, "own": 7.0 * step}
+        run.learner.log({f"environment/{name}": value for name, value in counts.items()}, step=step)
+    page = page_of(run)
+    names = {title: {*page.curves(title)} for title in page.text_of["figcaption"]}
+    assert (
+        names.items()
+        >= {
+            "Tool calls of an episode": {"environment/tools/calls", "environment/tools/late"},
+            "Seconds of an episode": {"environment/model_s"},
+            "How turns continue their conversation": {"environment/chat/kept"},
+            "Environment": {"environment/own"},
+        }.items()
+    )
 
 
 def test_what_was_dropped_is_set_beside_what_was_trained(tmp_path: Path) -> None:
