@@ -84,6 +84,11 @@ class SlotPublisher:
             "tcp": self._on_host,
             "disk": Slots(layout.total_bytes, directory=directory / "versions"),
         }
+        # In the training loop's own stream, its kernels would wait for a copy to the host.
+        self._for_sums, self._for_copies = (
+            torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._stamps = itertools.count(1)
         self._thread = ThreadPoolExecutor(1, "publish")
         self._published: Future[int] = Future()
@@ -178,7 +183,8 @@ class SlotPublisher:
         """Make the copied version the newest one; runs in the publisher's thread."""
         if copied:
             copied.synchronize()
-        sums = checksums(slot.buffer, self._layout)
+        with torch.cuda.stream(self._for_sums):
+            sums = checksums(slot.buffer, self._layout)
         with self._lock:
             self._slots.complete(Published(slot, next(self._stamps), self._layout, sums, order))
         return order.version
@@ -212,7 +218,8 @@ class SlotPublisher:
             with self._lock:
                 slot = place.begin()
             slot.reserve()
-            slot.buffer.copy_(newest.slot.buffer)
+            with torch.cuda.stream(self._for_copies):
+                slot.buffer.copy_(newest.slot.buffer)
         except OSError as error:
             with self._lock:
                 newest.unpin()

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from threading import Event
 
 import pytest
 import torch
 
 from asyncrl.errors import TransferError
+from asyncrl.weights import publisher as publisher_module
 from asyncrl.weights import sender as senders_module
 from asyncrl.weights import slots
 from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
@@ -28,6 +31,8 @@ def device(request, monkeypatch):
     """Both kinds of slots; a GPU's memory is replaced by memory of this process, its handle by a number."""
     if request.param == "cuda":
         zeros = torch.zeros
+        monkeypatch.setattr(torch.cuda, "Stream", object)
+        monkeypatch.setattr(torch.cuda, "stream", in_stream)
         monkeypatch.setattr(slots.torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
 
         def export(buffer):
@@ -39,6 +44,17 @@ def device(request, monkeypatch):
         slots._mappings.clear()
         _shared.clear()
     return request.param
+
+
+_used = threading.local()
+
+
+@contextmanager
+def in_stream(stream):
+    """In place of `torch.cuda.stream`; `_used.stream` is the thread's."""
+    _used.stream = stream
+    yield
+    _used.stream = None
 
 
 def tensors(version):
@@ -113,6 +129,29 @@ def test_a_slow_reader_keeps_its_slot_on_a_host_and_learns_of_its_loss_on_a_gpu(
             reading.require_unchanged()
         assert len(publisher._slots._slots) == 2
     assert read(order_of(slow)) == {5}
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_the_training_loops_stream_has_only_the_copy_into_the_slot(publisher, monkeypatch):
+    streams, copy = {}, torch.Tensor.copy_
+
+    def noted(name, function):
+        def call(*arguments):
+            streams[name] = getattr(_used, "stream", None)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(publisher_module, "checksums", noted("sums", checksums))
+    sender = publisher.open_sender(1)
+    publish(publisher, 1)
+    summed = streams["sums"]
+    monkeypatch.setattr(torch.Tensor, "copy_", noted("copy to the host", copy))
+    assert read(file_order(sender)) == {1}
+    monkeypatch.setattr(torch.Tensor, "copy_", noted("copy into the slot", copy))
+    publish(publisher, 2)
+    assert streams["copy into the slot"] is None
+    assert len({None, summed, streams["copy to the host"]}) == 3, streams
 
 
 def test_a_reader_that_was_given_up_does_not_count_twice(publisher):
