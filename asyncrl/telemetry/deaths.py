@@ -16,8 +16,13 @@ ERROR = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Gap|Fenced))\b: "
     r"(?P<text>.*\S)"
 )
-# Errors that only point to another failure.
-VAGUE = re.compile(r"see (?:root cause|the) |failed core proc|TimeoutError|cancelled", re.IGNORECASE)
+# Errors that only point to another failure; a rank that loses another one says "closed by peer" or the like.
+VAGUE = re.compile(
+    r"see (?:root cause|the) |failed core proc|TimeoutError|cancelled|by peer|remote (?:worker|process)",
+    re.IGNORECASE,
+)
+# How torch begins the lines of an exception that nobody caught in a rank.
+UNCAUGHT = re.compile(r"\[rank\d+\]:")
 
 
 def last_error(text: str) -> str:
@@ -33,8 +38,11 @@ def last_error(text: str) -> str:
 
 
 def last_message(text: str) -> str:
-    """Return the last error and all lines below it, which may list more mistakes; without errors, the end."""
-    lines = text.rstrip().splitlines()[-LINES:]
+    """Return the last error and all lines below it, which may list more mistakes; without errors, the end.
+
+    The process has caught the error: what other ranks did not catch, because they lost it, is left out.
+    """
+    lines = [line for line in text.rstrip().splitlines() if not UNCAUGHT.match(line)][-LINES:]
     for index in reversed(range(len(lines))):
         if found := ERROR.search(_plain(lines[index])):
             return "\n".join([f"{found['name']}: {found['text']}", *lines[index + 1 :]])

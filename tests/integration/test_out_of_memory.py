@@ -1,6 +1,7 @@
 """A GPU whose memory is full in a step: one message that says what to change, no restart, and a death counted."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import MemoryFullError
 from asyncrl.launch.learner_process import naming_memory
+from asyncrl.launch.ranks import begin as begin_ranks
+from asyncrl.launch.ranks import end_ranks, wait_for_ranks
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.progress import begin
 from asyncrl.supervisor import USER_ERROR
@@ -20,12 +23,23 @@ from tests.support.models import tiny_qwen2
 pytestmark = pytest.mark.integration
 
 SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
-# torch raises this error for GPUs only, so a loss raises it, in the middle of DeepSpeed's step.
-FULL = f"import torch\n\ndef full(batch, logprobs_T):\n    raise torch.OutOfMemoryError({SAID!r})\n"
+# torch raises this error for GPUs only, so a loss raises it in the last rank, in the middle of DeepSpeed's step.
+FULL = f"""
+import os
+import torch
+from asyncrl.algo.losses import ppo_clip
+
+def full(batch, logprobs_T):
+    if int(os.environ["RANK"]) + 1 < int(os.environ["WORLD_SIZE"]):
+        return ppo_clip(batch, logprobs_T)
+    raise torch.OutOfMemoryError({SAID!r})
+"""
 
 
 STEP = """
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.batch.hooks import Hooks
@@ -36,29 +50,34 @@ from asyncrl.launch.learner_process import naming_memory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner
+from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from tests.support.fake_learner import SETTINGS
 from tests.support.learner_world import World
 
 model, loss, record = sys.argv[1:]
+rank, ranks, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.stdin.readline())
 
 
 class Surroundings(World):
     def collect(self, version):
-        StepDeaths(Path(record)).begin(version, [b"group"])
+        if rank == 0:
+            StepDeaths(Path(record)).begin(version, [b"group"])
         return super().collect(version)
 
 
 def role():
-    learner = LearnerConfig(device="cpu", steps=6)
+    learner = LearnerConfig(device="cpu", steps=6, ranks=ranks, threads=1)
     trainer = DeepSpeedTrainer(
-        ModelConfig(path=model, dtype="float32"), learner, temperature=1.0, optimizer_steps=1, device=SETTINGS.device
+        ModelConfig(path=model, dtype="float32"), learner, temperature=1.0, optimizer_steps=1,
+        device=SETTINGS.device, rendezvous=Rendezvous(rank=rank, ranks=ranks, local_rank=rank, port=port)
     )
+    settings = replace(SETTINGS, share=rank, shares=ranks)
     algorithm = AlgorithmConfig(policy_loss=loss)
     recipe = make_recipe(
-        algorithm, BatchConfig(groups=4), CriticConfig(), SETTINGS, max_response_tokens=8, reward_parts=()
+        algorithm, BatchConfig(groups=4), CriticConfig(), settings, max_response_tokens=8, reward_parts=()
     )
-    with naming_memory(learner, 0):
+    with naming_memory(learner, rank):
         run_learner(trainer, Surroundings(), recipe, Hooks(), version=5, steps=6)
 
 
@@ -67,21 +86,33 @@ run_role(role)
 
 
 def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_death(tmp_path: Path) -> None:
-    """The exit status is that of a mistake of the user, which the supervisor neither restarts nor counts."""
+    """The exit status is that of a mistake of the user, which the supervisor neither restarts nor counts. If
+    one rank of several is full, the others lose it in a collective, and say so in the same file."""
     (tmp_path / "full.py").write_text(FULL)
-    record = tmp_path / "step.json"
+    record, output = tmp_path / "step.json", tmp_path / "learner.out"
     arguments = [str(tiny_qwen2(tmp_path / "model")), f"{tmp_path}/full.py:full", str(record)]
-    for deaths in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-c", STEP, *arguments], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == USER_ERROR, done.stderr
+    for ranks in (1, 2):
+        with output.open("wb") as file:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-c", STEP, *arguments],
+                    stdin=subprocess.PIPE,
+                    stderr=file,
+                    env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                )
+                for rank in range(ranks)
+            ]
+        try:
+            begin_ranks(processes)
+            assert wait_for_ranks(processes) == USER_ERROR, output.read_text()
+        finally:
+            end_ranks(processes)
         # What the supervisor says of the run's end.
-        said = last_message(done.stderr)
-        assert said.startswith(f"MemoryFullError: rank 0 of the learner was at 'train' ({SAID})"), said
-        assert "lower learner.tokens_per_microbatch (16384)" in done.stderr
+        said = last_message(output.read_text())
+        assert said.startswith(f"MemoryFullError: rank {ranks - 1} of the learner was at 'train' ({SAID})")
+        assert "lower learner.tokens_per_microbatch (16384)" in said
         StepDeaths(record)  # as the next start does
-        assert list(json.loads(record.read_text())["steps"]["5"].values()) == [deaths]
+        assert list(json.loads(record.read_text())["steps"]["5"].values()) == [ranks], "one death more"
     assert StepDeaths(record).reason(b"group") is None
 
 

@@ -45,6 +45,24 @@ def test_an_error_that_points_back_is_told_with_the_first():
     )
 
 
+RANKS = """\
+2026-11-23 23:20:03.263 ERROR   learner v0 asyncrl.launch.roles: {error}
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "asyncrl/launch/learner_process.py", line 211, in <module>
+[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:58595. GLHF!
+"""
+
+
+def test_the_rank_that_knows_the_cause_is_quoted_and_not_those_that_lost_it():
+    text = RANKS.format(error="MemoryFullError: rank 1 was at 'train'\n  lower this")
+    text += 40 * "[rank0]:   File\n"
+    assert last_message(text) == "MemoryFullError: rank 1 was at 'train'\n  lower this"
+    assert last_error(RANKS.format(error="CheckpointError: no disk")) == (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:58595. GLHF! "
+        "(first: CheckpointError: no disk)"
+    )
+
+
 def test_every_life_has_its_own_words_and_those_in_a_row_are_counted(tmp_path: Path):
     path = tmp_path / "g0.out"
     path.write_text("OldError: of the run before\n")
