@@ -16,8 +16,8 @@ class _Mark(NamedTuple):
     """Sums up to a time."""
 
     at_s: float
-    request_s: float  # seconds, added up over requests to the engine
-    episode_s: float  # seconds, added up over the episodes of groups that are played
+    sampling_s: float  # seconds, added up over requests that have a slot
+    episode_s: float  # seconds, added up over the episodes of groups that are played and wait for no slot
 
 
 @dataclass(slots=True)
@@ -25,8 +25,9 @@ class Duty:
     """The duty of episodes: the share of their group's time in which they sample, and do not wait.
 
     They wait for the environment, and at their end for the other episodes of the group. Duty d is measured
-    over the last minute, so `max_running / d` episodes fill the slots; at most `most_held` are held. Single
-    responses have no duty; as many are held as there are slots.
+    over the last minute, so `max_running / d` episodes fill the slots; at most `most_held` are held. Time in
+    the engine's queue does not count: else a burst of episodes would look like a high duty, few would
+    follow, and the two would alternate. Single responses have no duty; as many are held as there are slots.
     """
 
     engine: Engine
@@ -44,7 +45,7 @@ class Duty:
         """Return the duty, at most 1; None if no episode was played in the last minute."""
         first, last = self._marks[0], self._marks[-1]
         played_s = last.episode_s - first.episode_s
-        return min((last.request_s - first.request_s) / played_s, 1.0) if played_s > 0 else None
+        return min((last.sampling_s - first.sampling_s) / played_s, 1.0) if played_s > 0 else None
 
     def room(self, held: int) -> int:
         """Return how many more sequences may be held, beside `held`; negative if fewer.
@@ -52,9 +53,11 @@ class Duty:
         What requests and episodes there are now counts for the time since the last call.
         """
         last, now_s = self._marks[-1], self.now()
-        request_s = self.engine.stats().running_requests * (now_s - last.at_s)
-        episode_s = self.clock.episodes * (now_s - last.at_s)
-        self._marks.append(_Mark(now_s, last.request_s + request_s, last.episode_s + episode_s))
+        requests = self.engine.stats().running_requests
+        queued = max(requests - self.max_running, 0)
+        sampling_s = (requests - queued) * (now_s - last.at_s)
+        episode_s = max(self.clock.episodes - queued, 0) * (now_s - last.at_s)
+        self._marks.append(_Mark(now_s, last.sampling_s + sampling_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
         return int(self.max_running / max(self._sure_share(), self.max_running / self.most_held)) - held
@@ -68,7 +71,7 @@ class Duty:
         first, last = self._marks[0], self._marks[-1]
         played_s = last.episode_s - first.episode_s
         unplayed_s = max(0.0, self.max_running * WINDOW_S - played_s)
-        return min((last.request_s - first.request_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        return min((last.sampling_s - first.sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
 
     def metrics(self) -> Mapping[str, float]:
         """Return occupancy and duty while episodes are played."""

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from asyncrl.engine.clock import Clock
@@ -66,8 +67,41 @@ def test_the_number_grows_over_a_minute_also_if_no_episode_samples():
     assert held == 48
 
 
+def test_slots_stay_busy_and_the_number_stays_steady_when_tools_take_ten_times_as_long():
+    """Groups of 4, turn after turn: up to 1.5 times 10 s for a tool, then a slot for 1 s, with a queue for slots."""
+    one, slots, random = Measured(max_running=16), 16, np.random.default_rng(3)
+    one.duty.most_held = 16 * slots
+    groups, busy, numbers = (
+        [],
+        [],
+        [],
+    )  # a group: of each episode, when it wants a slot or has had it, and turns
+    step_s, room = 0.1, 16
+    for step in range(3600):
+        now_s = step * step_s
+        for _ in range(room // 4):
+            groups.append([[now_s + wait, False, 3] for wait in random.uniform(5, 15, 4)])
+        episodes = [one for group in groups for one in group if one[2]]
+        for episode in episodes:
+            if episode[1] and episode[0] <= now_s:
+                episode[:] = [now_s + random.uniform(5, 15), False, episode[2] - 1]
+        used = sum(episode[1] for episode in episodes)
+        queue = sorted(
+            (one for one in episodes if not one[1] and one[2] and one[0] <= now_s), key=lambda one: one[0]
+        )
+        for episode in queue[: slots - used]:
+            episode[:] = [now_s + 1, True, episode[2]]
+        groups = [group for group in groups if any(turns for _, _, turns in group)]
+        held = 4 * len(groups)
+        room = one.after(step_s, requests=used + len(queue), episodes=held, held=held)
+        if now_s >= 120:
+            busy.append(min(used + len(queue), slots) / slots)
+            numbers.append(held)
+    assert np.mean(busy) >= 0.9
+    assert max(numbers) < 1.3 * min(numbers)
+
+
 def test_a_full_engine_lowers_the_number_of_episodes_again():
-    """Requests that wait in the engine's queue count: the duty is what episodes want, not what they get."""
     one = Measured()
     held = 12
     for _ in range(600):
