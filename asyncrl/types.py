@@ -54,9 +54,7 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
     messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
-    held_out: int | None = (
-        None  # its place in data.eval, from 0: it seeds its episodes, in place of the ticket
-    )
+    held_out: int | None = None  # its place in data.eval, from 0; it seeds the prompt's episodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,6 +148,8 @@ class Group:
     episode_of: NDArray[np.int32] | None = None
     # What the environment counted: an entry per episode, NaN where it has none.
     episode_metrics: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    # Number of episodes that the group goes without, by the reason why all their attempts failed.
+    missing: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         of = self.episode_of

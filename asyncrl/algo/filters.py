@@ -15,15 +15,19 @@ class GroupOutcome:
     rewards: tuple[float, ...]  # before shaping and KL
     lengths: tuple[int, ...]  # in tokens that the policy sampled
     finish_reasons: tuple[str, ...]  # `stop`, or what cut it off: `length`, `turns` or `time`
+    missing: int = 0  # episodes that failed, and that the group goes without
 
 
 def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:
-    """Rejects a group whose rewards are all equal, for its advantages are zero. Keeps a group of one.
+    """Rejects a group whose rewards are all equal, for its advantages are zero.
+
+    Keeps a group of one, unless other episodes are missing.
 
     Source: Yu et al. 2025 (arXiv:2503.14476) sec. 3.2, dynamic sampling.
     """
-    is_flat = len(group.rewards) > 1 and max(group.rewards) - min(group.rewards) <= tolerance
-    return "zero_variance" if is_flat else None
+    is_compared = len(group.rewards) + group.missing > 1
+    is_flat = max(group.rewards) - min(group.rewards) <= tolerance
+    return "zero_variance" if is_compared and is_flat else None
 
 
 def reward_range(group: GroupOutcome, *, low: float, high: float) -> str | None:

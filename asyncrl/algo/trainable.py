@@ -26,6 +26,7 @@ MOST_VERSION = 1 << 31
 # Bounds on the number of reward parts of a rollout and of metrics of an episode, and on the length of a name
 # or an answer.
 MOST_PARTS, MOST_CHARACTERS = 64, 200
+NAME = f"1 to {MOST_CHARACTERS} letters, digits and `_ . / -`"
 # Upper bounds of a time of day (Unix seconds) and of a duration.
 LATEST_AT, LONGEST_S = 1e11, 1e9
 
@@ -84,12 +85,14 @@ def _metric_faults(group: Group) -> Iterator[str]:
     if len(group.episode_metrics) > MOST_PARTS:
         yield f"{len(group.episode_metrics)} episode metrics, {MOST_PARTS} are allowed"
     for name, values in group.episode_metrics.items():
-        # It becomes the name of a published metric.
-        if not 0 < len(name) <= MOST_CHARACTERS or not all(map(_is_plain, name)):
-            allowed = f"1 to {MOST_CHARACTERS} letters, digits and `_ . / -` are allowed"
-            yield f"an episode metric has the name {name[:MOST_CHARACTERS]!r}, {allowed}"
+        if not _is_name(name):
+            yield f"an episode metric has the name {name[:MOST_CHARACTERS]!r}, {NAME} are allowed"
         if (wrong := _outside(values[~np.isnan(values)], -MOST_REWARD, MOST_REWARD)) is not None:
             yield f"episode metric {name} is {wrong:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
+    for reason, episodes in group.missing.items():
+        if not _is_name(reason) or not 1 <= episodes <= MOST_VERSION:
+            where = f"missing[{reason[:MOST_CHARACTERS]!r}] is {episodes}"
+            yield f"{where}; a name of {NAME}, and 1 episode or more are allowed"
 
 
 def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
@@ -130,6 +133,11 @@ def _reward_faults(rollout: Rollout) -> Iterator[str]:
     for name, value in (("reward", rollout.reward), *parts.items()):
         if not abs(value) <= MOST_REWARD:
             yield f"{name[:MOST_CHARACTERS]} {value:g}, {-MOST_REWARD:g} to {MOST_REWARD:g} are allowed"
+
+
+def _is_name(text: str) -> bool:
+    """Whether the text can be the name of a published metric."""
+    return 0 < len(text) <= MOST_CHARACTERS and all(map(_is_plain, text))
 
 
 def _is_plain(character: str) -> bool:

@@ -56,6 +56,7 @@ def make_judge(
             rewards=tuple(episode[0].reward for episode in episodes),
             lengths=tuple(sum([rollout.actions for rollout in episode]) for episode in episodes),
             finish_reasons=tuple(episode[0].finish_reason for episode in episodes),
+            missing=sum(group.missing.values()),
         )
         return next((reason for accepts in filters if (reason := accepts(outcome)) is not None), None)
 

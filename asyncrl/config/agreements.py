@@ -162,6 +162,10 @@ def _a_curriculum_can_judge(data: DataConfig, batch: BatchConfig, store: StoreCo
         found = f"{key} is {curriculum.floor:g}, but batch.group_size is 1"
         text = f"{found}: one response always has equal rewards; use group_size >= 2, or drop the curriculum"
         yield Mistake((key, "batch.group_size"), text)
+    elif batch.missing_episodes >= batch.group_size - 1:
+        found = f"{key} is {curriculum.floor:g}, but batch.missing_episodes leaves one episode of a group"
+        text = f"{found}, whose rewards are always equal; set at most {batch.group_size - 2}"
+        yield Mistake((key, "batch.missing_episodes"), f"{text}, or drop the curriculum")
     if store.shards > 1:
         found = f"{key} is {curriculum.floor:g}, but store.shards is {store.shards}"
         text = f"{found}, which reject at different rates; set store.shards: 1, or drop the curriculum"

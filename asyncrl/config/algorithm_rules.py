@@ -20,6 +20,9 @@ GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plu
 GROUP_ADVANTAGES |= {"gpg", "maxrl", "lite_ppo", "gdpo", "optimal_token_baseline"}
 GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo"}
 
+# Advantages whose objective depends on the size of the group: pass@k for k episodes.
+WHOLE_GROUPS = {"grpo_passk"}
+
 # Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 
@@ -33,6 +36,22 @@ def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> I
         cure = "use group_size >= 2 or another advantage"
         text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; {cure}"
         yield Mistake(("batch.group_size", "algorithm.advantage"), text)
+
+
+def _groups_may_lack_episodes(
+    algorithm: AlgorithmConfig, batch: BatchConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
+    key, missing, name = "batch.missing_episodes", batch.missing_episodes, algorithm.advantage.name
+    found = f"{key} is {missing}"
+    if missing and not environment.is_used:
+        text = f"{found}, but only episodes of an environment can fail alone; drop it, or name an environment"
+        yield Mistake((key, "environment.uses"), text)
+    elif missing >= batch.group_size:
+        text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
+        yield Mistake((key, "batch.group_size"), f"{text}; allowed is at most {batch.group_size - 1}")
+    if missing and name in WHOLE_GROUPS:
+        text = f"{found}, but advantage `{name}` maximises pass@k, where k is the size of a whole group"
+        yield Mistake((key, "algorithm.advantage"), f"{text}; set it to 0, or take grpo or rloo")
 
 
 def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
@@ -253,6 +272,7 @@ def _is_own(choice: Choice) -> bool:
 
 ALGORITHM_RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _groups_can_be_compared,
+    _groups_may_lack_episodes,
     _stale_tokens_are_corrected,
     _rejections_reject,
     _normalised_weights_are_known,

@@ -43,7 +43,8 @@ class EnvironmentConfig(Part):
     """Most episodes that a generator holds for each of its `generator.max_running` slots, while others wait
     for their environment. With slow tools more keep the engine busy; each may be a process."""
     replays: NonNegativeInt = 2
-    """Further attempts at an episode whose environment failed; then its ticket fails. It never scores 0."""
+    """Further attempts at an episode whose environment failed; then its ticket fails, or its group goes
+    without it (`batch.missing_episodes`). It never scores 0."""
     weight: float = 1.0
     """Factor of the environment's own reward, the part `environment`, in the sum that is trained on."""
     workers: PositiveInt = 1

@@ -70,7 +70,7 @@ FREE: dict[str, str] = {
     "reward.functions": "function weight name",
     "environment": "uses command address frozen python max_turns step_s episode_s "
     "episodes_per_slot replays weight workers memory_gib max_observation_characters history",
-    "batch": "groups group_size minibatches epochs",
+    "batch": "groups group_size minibatches epochs missing_episodes",
     "sampling": "temperature max_prompt_tokens max_response_tokens stop top_p top_k min_p",
     "staleness": "max_lag window_groups policy",
     "algorithm": "policy_loss correction rejections proximal aggregation filters max_refills shaping "

@@ -144,6 +144,10 @@ class BatchConfig(Part):
     """Optimizer steps per batch; the policy version counts batches."""
     epochs: PositiveInt = 1
     """Passes over each batch."""
+    missing_episodes: NonNegativeInt = 0
+    """Most episodes that a group may go without, after `environment.replays` of each have failed. With 0 the
+    ticket fails and is sampled again: failures may depend on what the policy did, so leaving them out
+    selects."""
 
     @property
     def sequences(self) -> int:

@@ -44,6 +44,15 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class EpisodeFailed(RewardError):
+    """The environment failed in all attempts at an episode."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        """Give the reason of the last failure, as in EnvironmentFault."""
+        super().__init__(message)
+        self.reason = reason
+
+
 class EpisodeSampler:
     """Plays and scores whole groups of episodes, in which environment and model act in turn."""
 
@@ -60,10 +69,12 @@ class EpisodeSampler:
         generator_id: str,
         seed: int,
         max_sequences: int = MOST_SEQUENCES,
+        most_missing: int = 0,
     ) -> None:
         """Take the run's `seed`. Without a `scorer` the reward is the environment's.
 
-        An episode of `max_sequences` is cut off when it would begin another sequence.
+        An episode of `max_sequences` is cut off when it would begin another sequence. A group may go without
+        `most_missing` episodes that failed, if its limits do not ask for whole groups.
         """
         self._engine = engine
         self._scorer = scorer
@@ -75,6 +86,7 @@ class EpisodeSampler:
         self._generator_id = generator_id
         self._seed = seed
         self._max_sequences = max_sequences
+        self._most_missing = most_missing
         self.clock = Clock()
         self.faults: Counter[str] = Counter()
 
@@ -83,13 +95,25 @@ class EpisodeSampler:
     ) -> Group:
         started_s, size, seed = time.monotonic(), limits.rollouts, seed_of(self._seed, ticket_id, prompt)
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
+        # Statistics of whole groups need all episodes, and the advantage that asks for it the greedy one.
+        most_missing = 0 if limits.whole else min(self._most_missing, size - 1)
+        missing: Counter[str] = Counter()
+
+        async def play(index: int, one: SamplingSpec) -> Episode | None:
+            try:
+                return await self.play(prompt, one, seed=seed, episode=index)
+            except EpisodeFailed as failed:
+                if index >= size or missing.total() >= most_missing:
+                    raise
+                missing[failed.reason] += 1
+                log.warning("ticket %d goes without its episode %d: %s", ticket_id, index, failed)
+                return None
+
         with self.clock.group(len(specs)), ungrouped():
             async with asyncio.TaskGroup() as tasks:
-                playing = [
-                    tasks.create_task(self.play(prompt, one, seed=seed, episode=index))
-                    for index, one in enumerate(specs)
-                ]
-        episodes = [task.result() for task in playing]
+                playing = [tasks.create_task(play(index, one)) for index, one in enumerate(specs)]
+        episodes = [episode for task in playing if (episode := task.result()) is not None]
+        size -= missing.total()
         sampled_s = time.monotonic()
         unscored = _flattened(episodes)
         group = Group(
@@ -97,6 +121,7 @@ class EpisodeSampler:
             generator_id=self._generator_id,
             finished_version=finished_version(self._engine, unscored["rollouts"]),
             sampling_s=sampled_s - started_s,
+            missing=missing,
             **unscored,
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
@@ -112,7 +137,7 @@ class EpisodeSampler:
     async def play(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
         """One unscored episode; after a fault of the environment it is played again from the start.
 
-        Raises EngineError, and RewardError if every replay fails.
+        Raises EngineError, and EpisodeFailed if every replay fails.
         """
         faults: list[str] = []
         while len(faults) <= self._config.replays:
@@ -121,11 +146,12 @@ class EpisodeSampler:
             except EnvironmentFault as fault:
                 faults.append(str(fault))
                 log.warning("the environment failed, attempt %d: %s", len(faults), fault)
-                self.faults[fault.reason] += 1
+                self.faults[last := fault.reason] += 1
             else:
                 return replace(played, metrics={**played.metrics, "replays": float(len(faults))})
         reasons = "; ".join(f"{count} x {reason}" for reason, count in Counter(faults).items())
-        raise RewardError(f"the environment failed in all {len(faults)} attempts at an episode: {reasons}")
+        text = f"the environment failed in all {len(faults)} attempts at an episode: {reasons}"
+        raise EpisodeFailed(text, last)
 
     async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
         config, began_s = self._config, time.monotonic()

@@ -75,6 +75,7 @@ class Players:
             generator_id=generator_id,
             seed=self.config.run.seed,
             max_sequences=self._max_sequences,
+            most_missing=self.config.batch.missing_episodes,
         )
 
     @property

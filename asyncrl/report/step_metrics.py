@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
-from asyncrl.algo.trainable import UNTRAINABLE
+from asyncrl.algo.trainable import MOST_PARTS, UNTRAINABLE
 from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
@@ -122,6 +122,9 @@ def _intake_metrics(step: Step) -> dict[str, float]:
     lengths = {reason: _lengths(groups) for reason, groups in rejected.items()}
     taken = (*collected.groups, *(group for group, _ in collected.rejected))
     collapsed = Counter(_collapsed(group) for group in taken)
+    missing: Counter[str] = Counter()
+    for group in taken:
+        missing.update(group.missing)
     mean_lengths = {reason: float(np.mean(found)) for reason, found in lengths.items() if found}
     return {
         "groups/trained": len(collected.groups),
@@ -129,13 +132,15 @@ def _intake_metrics(step: Step) -> dict[str, float]:
         **{f"groups/rejected_{reason}": len(groups) for reason, groups in rejected.items()},
         **{f"groups/length_rejected_{reason}": length for reason, length in mean_lengths.items()},
         **{f"groups/collapsed_{where}": collapsed[where] for where in COLLAPSED},
+        **{f"episodes/missing/{reason}": episodes for reason, episodes in missing.most_common(MOST_PARTS)},
     }
 
 
 def _collapsed(group: Group) -> str | None:
     """Return where the rewards of a group lie if they are all equal: it then has no signal."""
     rewards = [episode[0].reward for episode in group.by_episode]
-    if len(rewards) < 2 or max(rewards) - min(rewards) > EQUAL:
+    played = len(rewards) + sum(group.missing.values())
+    if not rewards or played < 2 or max(rewards) - min(rewards) > EQUAL:
         return None
     for where, value in (("at_0", 0.0), ("at_1", 1.0)):
         if abs(rewards[0] - value) <= EQUAL:

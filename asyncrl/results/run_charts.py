@@ -37,6 +37,7 @@ CURVES = (
     Curve("Tool calls of an episode", ("environment/tools/*", "environment/observations/cut")),
     Curve("Seconds of an episode", ("environment/model_s", "environment/environment_s"), "s"),
     Curve("How turns continue their conversation", ("environment/chat/*",), "turns of an episode"),
+    Curve("Episodes that failed and are missing", ("episodes/missing/*",)),
     Curve("Environment", ("environment/*",)),
     Curve("Generator against learner, by turn", ("mismatch/turn/*",), "nats", log=True),
     Curve("Entropy", ("policy/entropy",), "nats"),

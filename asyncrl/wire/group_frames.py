@@ -110,6 +110,8 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         meta["times"] = [float(at) for at in group.times]
     if group.episode_metrics:
         meta["episode_metrics"] = list(group.episode_metrics)
+    if group.missing:
+        meta["missing"] = dict(group.missing)
     return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
 
 
@@ -158,6 +160,7 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
             dead_reason=_optional(meta, "dead_reason", str),
             episode_of=frame.arrays.get("episode_of"),
             episode_metrics=_episode_metrics(frame.arrays, meta),
+            missing=_missing(meta),
         )
     except (ValueError, IndexError) as error:
         raise WireError(f"the columns of the group contradict each other: {error}") from error
@@ -269,6 +272,13 @@ def _episode_metrics(
         return {}
     table = arrays["episode_metrics"].reshape(-1, len(names))
     return {name: table[:, index] for index, name in enumerate(names)}
+
+
+def _missing(meta: Mapping[str, Any]) -> dict[str, int]:
+    missing = _optional(meta, "missing", dict) or {}
+    if not all(type(reason) is str and type(episodes) is int for reason, episodes in missing.items()):
+        raise WireError(f"missing of the group is {reprlib.repr(missing)}; numbers by reason are needed")
+    return missing
 
 
 def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDArray[Any]]:

@@ -37,7 +37,7 @@ def intake(
     gate = Gate(
         lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8)
     )
-    one = Intake(buffer=buffer, ledger=Ledger(), gate=gate, judge=judge, **settings)
+    one = Intake(buffer=buffer, ledger=Ledger(), judge=judge, **{"gate": gate} | settings)
     one.recover(0)
     return one
 

@@ -279,6 +279,22 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
     ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),
     ({"environment": {"max_turns": 16}}, None),
+    ({"batch": {"missing_episodes": 1}}, "only episodes of an environment can fail alone; drop it"),
+    ({"batch": {"missing_episodes": 7}, "environment": {"uses": "e.py:E"}}, None),
+    (
+        {"batch": {"missing_episodes": 8}, "environment": {"uses": "e.py:E"}},
+        "batch.missing_episodes is 8, but of batch.group_size 8 at least one episode must be left",
+    ),
+    (
+        {"batch": {"missing_episodes": 1}, "environment": {"uses": "e.py:E"}}
+        | algorithm(advantage="grpo_passk"),
+        "`grpo_passk` maximises pass@k, where k is the size of a whole group; set it to 0, or take grpo",
+    ),
+    (
+        {"batch": {"missing_episodes": 7}, "environment": {"uses": "e.py:E"}}
+        | {"data": {"train": "t", "curriculum": {"floor": 0.1}}},
+        "leaves one episode of a group, whose rewards are always equal; set at most 6",
+    ),
     ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
     ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),
     (

@@ -1,6 +1,7 @@
 """Episodes over an engine whose every probability is known: what is recorded, and what ends, fails or counts."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,27 +19,11 @@ from asyncrl.lineage import Weights
 from asyncrl.rewards.base import Score
 from asyncrl.types import Prompt
 from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.letters import Letters, read, text_of
 
 LIMITS = GroupLimits(vocabulary=16, rollouts=3, max_tokens=200)
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=150)
 PROMPT = Prompt(token_ids=(1, 2), text="ab", row={"goal": "abc"})
-
-
-class Letters:
-    """A renderer with a token per letter; a message is its text, an answer ends with token 0."""
-
-    stop_ids = frozenset({EOS})
-    special_texts = frozenset({"!"})
-    opening_ids = ()
-
-    def encode(self, text, *, inside=False):
-        return [0 if letter == "!" else ord(letter) - 96 for letter in text]
-
-    def decode(self, ids):
-        return "".join("!" if one == 0 else chr(96 + one) for one in ids)
-
-    def render(self, messages, tools=(), *, generation):
-        return "".join(one["content"] + "!" * (one["role"] == "assistant") for one in messages)
 
 
 class Played:
@@ -67,16 +52,7 @@ class Lengths:
         return [Score(total=2.0 * one.row["turns"], parts={"turns": one.row["turns"]}) for one in inputs]
 
 
-def text_of(ids):
-    return Letters().decode([one for one in ids if one != EOS])
-
-
-def read(prompt_ids, rollout, tools):
-    ids = rollout.response_ids.tolist()
-    return Answer(text=text_of(ids), finish_reason=rollout.finish_reason, tokens=len(ids))
-
-
-def sampler(play, engine=None, scorer=None, **config):
+def sampler(play, engine=None, scorer=None, most_missing=0, **config):
     environment = Played(play)
     made = EpisodeSampler(
         engine or FakeEngine(),
@@ -88,6 +64,7 @@ def sampler(play, engine=None, scorer=None, **config):
         max_prompt_tokens=50,
         generator_id="g0",
         seed=7,
+        most_missing=most_missing,
     )
     return made, environment
 
@@ -352,6 +329,74 @@ def test_an_episode_whose_replays_all_fail_fails_the_ticket_with_the_reasons():
     made, _ = sampler(play, replays=1)
     with pytest.raises(RewardError, match="in all 2 attempts at an episode: 2 x broken pipe"):
         group_of(made)
+
+
+def broken(*episodes):
+    """An environment that fails in these episodes, each time for another reason, and rewards the others."""
+    attempts = Counter()
+
+    async def play(talk, episode):
+        attempts[episode] += 1
+        await talk.complete("ab")
+        if episode in episodes:
+            raise EnvironmentFault("broken pipe", reason=("hung", "died")[attempts[episode] % 2])
+        return Outcome(finish_reason="stop", reward=float(episode), metrics={"own": episode})
+
+    return play
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 2), (0, 1)])
+def test_a_group_may_go_without_episodes_that_failed_in_all_attempts(failing):
+    made, environment = sampler(broken(*failing), most_missing=2, replays=2)
+    group = group_of(made)
+    left = [episode for episode in range(3) if episode not in failing]
+    assert [one.reward for one in group.rollouts] == left == group.episode_metrics["own"].tolist()
+    assert group.episodes == len(left) and group.missing == {"died": len(failing)}, "the last reason counts"
+    assert trainable(group, LIMITS) is None
+    again = decode_group(encode_group(group))
+    assert again.missing == group.missing and encode_group(again) == encode_group(group)
+    played = Counter(episode for _, episode, *_ in environment.calls)
+    assert played == {episode: 3 if episode in failing else 1 for episode in range(3)}
+    assert made.faults == {"died": 2 * len(failing), "hung": len(failing)} and made.clock.episodes == 0
+
+
+def test_sequences_of_the_episodes_that_are_left_belong_to_them():
+    async def play(talk, episode):
+        for text in "ab"[: 1 + (episode > 0)]:
+            await talk.chat([{"role": "user", "content": text}])  # another conversation
+        if episode == 0:
+            raise EnvironmentFault("broken pipe")
+        return Outcome(finish_reason="stop", reward=float(episode))
+
+    made, _ = sampler(play, most_missing=1, replays=0)
+    group = group_of(made)
+    assert group.episode_of.tolist() == [0, 0, 1, 1]
+    assert [one.reward for one in group.rollouts] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("failing", "most_missing", "whole", "greedy"),
+    [
+        ((1,), 0, False, False),
+        ((0, 1), 1, False, False),
+        ((0, 1, 2), 3, False, False),  # one episode is left at least
+        ((1,), 2, True, False),  # statistics of held-out groups are over all of them
+        ((3,), 2, False, True),  # the greedy episode has no sibling
+    ],
+)
+def test_a_ticket_fails_when_more_is_missing_than_its_group_may_go_without(
+    failing, most_missing, whole, greedy
+):
+    made, _ = sampler(broken(*failing), most_missing=most_missing, replays=0)
+    with pytest.raises(RewardError, match="in all 1 attempts at an episode: 1 x broken pipe"):
+        asyncio.run(made.group(PROMPT, 5, replace(LIMITS, whole=whole), SPEC, greedy=greedy))
+    assert made.clock.episodes == 0
+
+
+def test_the_greedy_episode_is_not_taken_for_one_that_is_missing():
+    made, _ = sampler(broken(1), most_missing=1, replays=0)
+    group = group_of(made, greedy=True)
+    assert (group.greedy_reward, [one.reward for one in group.rollouts]) == (3.0, [0.0, 2.0])
 
 
 def test_an_episode_without_an_answer_is_a_fault_and_not_a_score():

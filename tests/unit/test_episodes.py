@@ -25,7 +25,7 @@ from asyncrl.config import registry
 from asyncrl.learner import Step
 from asyncrl.report.episode_metrics import episode_metrics
 from asyncrl.report.reports import eval_records
-from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.step_metrics import COLLAPSED, step_metrics
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known
@@ -351,6 +351,45 @@ def test_a_filter_sees_episodes():
     assert judge(group, 5) is None and judge(whole, 5) is None
     assert seen[0] == seen[1]
     assert seen[0].lengths == tuple(rollout.actions for rollout in whole.rollouts)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "gae", "remax"])
+def test_missing_episodes_change_nothing_for_those_that_are_left(advantage):
+    """Baselines and denominators are over the episodes that are there, and one that is left has no baseline."""
+    groups = random_groups(0, tools=True)
+    short = [replace(one, rollouts=one.rollouts[: 1 + index]) for index, one in enumerate(groups[:3])]
+    without = planned([*short, groups[3]], advantage)
+    plan = planned(
+        [*(replace(one, missing={"died": 3 - len(one.rollouts)}) for one in short), groups[3]], advantage
+    )
+    assert plan.rewards.sizes_S.tolist() == [1, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert plan.minibatches[0].counts == without.minibatches[0].counts
+    for one, other in zip(plan.sequences, without.sequences, strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)
+    if advantage in ("grpo", "rloo"):
+        assert not plan.sequences[0].advantages.any()
+
+
+def test_missing_episodes_are_counted_by_reason_in_all_groups_that_were_taken():
+    step = played(3)
+    first, second, *rest = step.collected.groups
+    groups = (replace(first, missing={"died": 2}), replace(second, missing={"died": 1, "hung": 4}), *rest)
+    rejected = replace(first, rollouts=first.rollouts[:1], episode_of=None, missing={"hung": 3})
+    collected = replace(step.collected, groups=groups, rejected=((rejected, "zero_variance"),))
+    before, found = step_metrics(step), step_metrics(replace(step, collected=collected))
+    assert (found["episodes/missing/died"], found["episodes/missing/hung"]) == (3, 7)
+    assert not any(name.startswith("episodes/missing") for name in before)
+    flat = sum(
+        found[f"groups/collapsed_{where}"] - before[f"groups/collapsed_{where}"] for where in COLLAPSED
+    )
+    assert flat == 1, "the only episode that is left of a group has nothing to be compared with"
+
+
+def test_a_filter_sees_how_many_episodes_are_missing():
+    seen = []
+    judge = make_judge([seen.append], drop_older_than=None)
+    judge(replace(random_groups(0, tools=True)[0], missing={"died": 1, "hung": 2}), 5)
+    assert seen[0].missing == 3
 
 
 @pytest.mark.parametrize("reason", ["length", "turns", "time"])

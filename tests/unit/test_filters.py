@@ -1,5 +1,7 @@
 """Group filters on plain floats."""
 
+import dataclasses
+
 import pytest
 
 from asyncrl.algo.filters import GroupOutcome
@@ -26,6 +28,12 @@ def outcome(*rewards: float) -> GroupOutcome:
 )
 def test_zero_variance(rewards, reason):
     assert registry.resolve("filter", "zero_variance", {})(outcome(*rewards)) == reason
+
+
+def test_the_rest_of_a_group_whose_other_episodes_are_missing_has_no_signal():
+    judged = registry.resolve("filter", "zero_variance", {})
+    assert judged(dataclasses.replace(outcome(1.0), missing=1)) == "zero_variance"
+    assert judged(dataclasses.replace(outcome(1.0, 0.0), missing=1)) is None
 
 
 def test_zero_variance_tolerance_is_inclusive():

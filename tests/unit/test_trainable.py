@@ -131,6 +131,11 @@ POISON: dict[str, Group] = {
     "many episode metrics": group(episode_metrics={f"a{n}": np.zeros(2, np.float32) for n in range(65)}),
     "long name of an episode metric": group(episode_metrics={"a" * 201: np.zeros(2, np.float32)}),
     "name of no metric": group(episode_metrics={"a b\n": np.zeros(2, np.float32)}),
+    "missing for no reason": group(missing={"": 1}),
+    "missing for a reason that names no metric": group(missing={"a b\n": 1}),
+    "missing for a long reason": group(missing={"a" * 201: 1}),
+    "missing -1": group(missing={"died": -1}),
+    "missing 2^62": group(missing={"died": 2**62}),
     "empty name of an episode metric": group(episode_metrics={"": np.zeros(2, np.float32)}),
 }
 
@@ -151,6 +156,8 @@ def test_the_judge_lets_pass_what_is_at_the_bounds():
     assert trainable(at_bounds, LIMITS) is None
     assert trainable(group(rollout()), LIMITS) is None
     assert "exactly 2" in str(trainable(group(rollout()), WHOLE))
+    short = group(rollout(), missing={"died": 1})
+    assert trainable(short, LIMITS) is None and "exactly 2" in str(trainable(short, WHOLE))
 
 
 def test_episodes_are_counted_and_not_their_rollouts():

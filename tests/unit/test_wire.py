@@ -89,6 +89,7 @@ def episodes(draw):
         finished_version=3,
         episode_of=draw(st.just(of) | st.none()) if count == len(many) else of,
         episode_metrics=draw(st.dictionaries(names, metric, max_size=3)),
+        missing=draw(st.dictionaries(names, st.integers(-1, 2**40), max_size=3)),
     )
 
 
