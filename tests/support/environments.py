@@ -22,7 +22,9 @@ def children() -> set[psutil.Process]:
 
 def fork_server() -> psutil.Process:
     """The fork server of the only environment."""
-    [server] = [one for one in psutil.Process().children() if "asyncrl.environments" in str(one.cmdline())]
+    # A process that has just died has no command line, for which `as_dict` gives None.
+    lines = {one: str(one.as_dict(["cmdline"])["cmdline"]) for one in psutil.Process().children()}
+    [server] = [one for one, line in lines.items() if "asyncrl.environments" in line]
     return server
 
 
