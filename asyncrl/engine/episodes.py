@@ -176,6 +176,9 @@ class EpisodeSampler:
         if not rollouts:
             text = "the episode ended without an answer of the model that can be trained on"
             raise EnvironmentFault(text, reason="silent")
+        if self._scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
+            found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"
+            raise EnvironmentFault(f"{found}; give a reward, or name a function", reason="returned")
         counts = {f"chat/{name}": float(count) for name, count in session.counts.items()}
         played_s = time.monotonic() - began_s
         return Episode(

@@ -95,6 +95,9 @@ class ForkServer:
 
     async def start(self) -> Mapping[str, Any]:
         """Import the user's file, and return its description. Raises EnvironmentFault."""
+        if shutil.which(python := _python_of(self._config)) is None:
+            found = f"environment.python: there is no program {python}"
+            raise EnvironmentFault(f"{found}; give the path of a Python interpreter", reason="start")
         self._scratch = Scratch("asyncrl-environment-")
         program = await self._running()
         if not program.forks:
@@ -201,7 +204,7 @@ class _Program:
         """Start the process, and wait for the import. Raises EnvironmentFault and OSError."""
         uses = [config.uses] if isinstance(config.uses, str) else list(config.uses)
         memory = {"AS": int(config.memory_gib * 2**30)} if config.memory_gib else {}
-        python, descriptor = str(config.python or sys.executable), self._theirs.fileno()
+        python, descriptor = _python_of(config), self._theirs.fileno()
         try:
             with self._theirs:
                 self._process = await asyncio.create_subprocess_exec(
@@ -353,3 +356,7 @@ class _Program:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _python_of(config: EnvironmentConfig) -> str:
+    return str(config.python or sys.executable)

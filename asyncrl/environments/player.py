@@ -25,6 +25,7 @@ from asyncrl.environments.json_frames import packed, read_frame
 from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS
 
 MAX_REASON_CHARACTERS = 2000
+OURS = os.path.dirname(__file__) + os.sep
 # Exceptions of a tool that say nothing about its arguments, whatever the model wrote.
 FAULTS = (ConnectionError, TimeoutError, ImportError)
 FAULT_NUMBERS = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO})
@@ -112,11 +113,13 @@ def described(error: BaseException) -> dict[str, Any]:
     if is_full:  # what its functions hold
         traceback.clear_frames(error.__traceback__)
     frames = traceback.extract_tb(error.__traceback__)
+    # The line that the user wrote, and not ours behind it.
+    last = ([one for one in frames if not one.filename.startswith(OURS)] or frames)[-1:]
     is_broken = isinstance(error, OSError) and error.errno in FAULT_NUMBERS
     is_fault = isinstance(error, FAULTS) or not isinstance(error, Exception) or is_broken
     return {
         "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS],
-        "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+        "where": "".join(f"{one.filename}:{one.lineno}" for one in last),
         "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
     }

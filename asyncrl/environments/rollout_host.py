@@ -19,6 +19,7 @@ from asyncrl.environments.player import described
 from asyncrl.environments.user_code import describe_tool
 
 READ_BYTES = 1 << 18
+_MESSAGE = '{"role": ..., "content": ...}'
 _SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
 
 
@@ -41,8 +42,11 @@ class Session:
         """Return the model's answer to a conversation. `tools` are functions or JSON schemas.
 
         Raises BudgetSpent if no turn is left. A rollout may let it pass; then the episode has no reward.
-        Raises TypeError for a tool that is neither.
+        Raises TypeError for a tool that is neither, and for what is not a list of messages.
         """
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+            found = f"found {messages!r:.80}; session.chat takes a list of messages {_MESSAGE}"
+            raise TypeError(f"{found}; a model without a chat template takes text, by session.complete")
         for tool in tools:
             if isinstance(tool, Mapping) and "function" not in tool:
                 raise TypeError(f"found the tool {tool!r:.80}; as a schema it is {_SCHEMA}")
@@ -52,13 +56,20 @@ class Session:
     async def complete(self, text: str) -> Answer:
         """Return the model's answer to everything before, with `text` appended as it is.
 
-        Raises BudgetSpent if no turn is left.
+        Raises BudgetSpent if no turn is left, and TypeError for what is not text.
         """
+        if not isinstance(text, str):
+            text = f"found {text!r:.80}; session.complete takes text, and session.chat takes messages"
+            raise TypeError(text)
         return await self._host.ask({"text": text, "episode": self._number})
 
     def score_turn(self, reward: float, state: int | None = None) -> None:
         """Give the last turn a reward, and the hash (64 bits) of the state that it started from."""
         self._host.tell({"reward": reward, "state": state, "episode": self._number})
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 class RolloutHost:

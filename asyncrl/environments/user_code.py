@@ -69,7 +69,14 @@ def _kind(targets: Sequence[Any]) -> str:
     first = targets[0]
     if not any(inspect.isclass(target) for target in targets):
         names = list(inspect.signature(first).parameters)
-        is_rollout = inspect.iscoroutinefunction(first) and names[:1] == ["session"]
+        is_async = inspect.iscoroutinefunction(first)
+        is_rollout = is_async and names[:1] == ["session"]
+        if (
+            names[:1] == ["session"]
+            and not is_async
+            and "session" not in getattr(first, "__annotations__", {})
+        ):
+            raise TypeError(f"found `def {first.__name__}(session)`; a rollout is an `async def`")
         if is_rollout and len(targets) > 1:
             raise TypeError(f"`{first.__name__}` is a rollout; name a rollout alone")
         return "rollout" if is_rollout else "tools"

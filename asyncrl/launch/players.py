@@ -47,6 +47,7 @@ class Players:
             if self.environment:
                 await self.environment.start()
                 self._require_states(self.environment)
+                self._require_reward(self.environment)
                 if isinstance(self.environment, Environments):  # what an agent says first may name the day
                     await require_same_start(self.environment, prompts.prompt(1))
         except BaseException:
@@ -92,6 +93,15 @@ class Players:
                 f"algorithm.advantage is {name}, which compares turns from the same state, but "
                 f"environment.uses {self.config.environment.uses} names no states; only a rollout function "
                 "does, by session.score_turn(reward, state); write one, or take turn_rloo, rloo or grpo",
+                reason="start",
+            )
+
+    def _require_reward(self, environment: Environments | AgentEnvironment) -> None:
+        """Raise EnvironmentFault for functions as tools, which give no reward, if no function scores."""
+        if self.scorer is None and environment.description.get("kind") == "tools":
+            raise EnvironmentFault(
+                f"reward.functions is [], and environment.uses {self.config.environment.uses} are tools, "
+                "which give no reward: nothing scores an episode; name a reward function",
                 reason="start",
             )
 

@@ -141,6 +141,8 @@ async def rollout(session, prompt, how="sum", **columns):
     if how == "silent": return 1.0
     messages = list(prompt)
     if how == "schema": await session.chat(messages, tools=[{"name": "add"}])
+    if how == "text": await session.chat("hello")
+    if how == "list": await session.complete(messages)
     while True:
         answer = await session.chat(messages, tools=[add])
         messages.append(answer.message)
@@ -472,6 +474,8 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
     [
         ("raise", "raised", r"the rollout raised KeyError: 'lost' \(.*mine.py:\d+\)"),
         ("schema", "raised", "TypeError: found the tool {'name': 'add'}; as a schema it is "),
+        ("text", "raised", r"found 'hello'; session.chat takes a list of messages .* \(.*mine.py:\d+\)"),
+        ("list", "raised", "session.complete takes text, and session.chat takes messages"),
         ("silent", "silent", "nothing was sampled"),
         ("nan", "returned", "must be finite"),
         ("words", "returned", r"`session.metrics, messages` returned str `many`"),

@@ -423,6 +423,15 @@ def test_a_file_that_cannot_be_used_fails_the_start(tmp_path, code, says):
         asyncio.run(scenario())
 
 
+def test_a_python_that_does_not_exist_is_refused_at_the_start(tmp_path):
+    async def scenario():
+        async with environment(tmp_path, GUESS, "Guess", python=tmp_path / "bin/python"):
+            raise AssertionError("it started")
+
+    with pytest.raises(EnvironmentFault, match=r"environment.python: there is no program .*bin/python; give"):
+        asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("name", ["Guess", "rollout"])
 def test_only_a_rollout_function_names_the_states_that_gigpo_compares(tmp_path, name):
     """Refused at the start of a generator, and not by a batch in the middle of a run."""

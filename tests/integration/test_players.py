@@ -33,7 +33,23 @@ def test_nothing_is_left_of_processes_that_cannot_start(tmp_path, monkeypatch, r
     async def start():
         await Players.of(config, tmp_path / "runs").start(None)
 
+    assert_refused(start, scratch, kind, "no license")
+
+
+def test_tools_without_a_reward_function_are_refused(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    config = config_of(reward={"functions": []}, environment={"uses": ["python"]})
+
+    async def start():
+        await Players.of(config, tmp_path / "runs").start(None)
+
+    assert_refused(start, scratch, EnvironmentFault, r"nothing scores an episode; name a reward function")
+
+
+def assert_refused(start, scratch, kind, says):
     before = set(psutil.Process().children())
-    with pytest.raises(kind, match="no license"):
+    with pytest.raises(kind, match=says):
         asyncio.run(start())
     assert set(psutil.Process().children()) <= before and list(scratch.iterdir()) == []

@@ -112,11 +112,13 @@ def test_score_is_at_temperature_one(world):
 
 
 AGENT = """
+import json, os
 from openai import OpenAI
 client, text = OpenAI(), "Once upon a time"
 for _ in range(2):
     answer = client.completions.create(model="any", prompt=text, max_tokens=20).choices[0].text
     text += answer + " Then she said"
+json.dump(1.0, open(os.environ["ASYNCRL_RESULT"], "w"))
 """
 
 

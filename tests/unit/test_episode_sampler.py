@@ -320,6 +320,21 @@ def test_a_faulted_episode_is_played_again_alone_and_never_scored():
     assert [one.reward for one in group.rollouts] == [1, 1, 1]
 
 
+def test_an_episode_that_nothing_scores_is_a_fault_but_not_if_it_was_cut_off():
+    def ending(finish_reason):
+        async def play(talk, episode):
+            await talk.complete("ab")
+            return Outcome(finish_reason=finish_reason)
+
+        return play
+
+    with pytest.raises(RewardError, match=r"gave no reward, and reward\.functions is \[\]"):
+        group_of(sampler(ending("stop"), replays=0)[0])
+    assert {one.reward for one in group_of(sampler(ending("turns"))[0]).rollouts} == {0.0}
+    scored = group_of(sampler(ending("stop"), scorer=Lengths())[0])
+    assert {one.reward for one in scored.rollouts} == {2.0}
+
+
 def test_an_episode_whose_replays_all_fail_fails_the_ticket_with_the_reasons():
     async def play(talk, episode):
         if episode == 1:

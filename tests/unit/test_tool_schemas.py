@@ -203,6 +203,9 @@ class Shelf:
 async def rollout(session, question, **columns): ...
 
 
+def forgetful(session, question): ...
+
+
 def test_what_a_user_names_is_told_apart_by_its_shape():
     found = describe([Shelf])
     assert found["kind"] == "tool_class" and [one["name"] for one in found["tools"]] == ["put", "read"]
@@ -217,7 +220,8 @@ def test_what_a_user_names_is_told_apart_by_its_shape():
 
 @pytest.mark.parametrize(
     ("targets", "says"),
-    [([Shelf, add], "class among several"), ([rollout, add], "rollout alone"), ([add, add], "its own name"), ([dict], "no method `reset`")],
+    [([Shelf, add], "class among several"), ([rollout, add], "rollout alone"), ([add, add], "its own name"), ([dict], "no method `reset`"),
+     ([forgetful], "a rollout is an `async def`")],
 )  # fmt: skip
 def test_what_fits_no_shape_is_refused(targets, says):
     with pytest.raises(TypeError, match=says):
