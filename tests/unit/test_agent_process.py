@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,7 +39,7 @@ ASK = """
 """
 
 
-def play(tmp_path, talk, program: str, *, cancel_when=lambda: False, **config):
+def play(tmp_path, talk, program: str, *, prompt="1+2?", cancel_when=lambda: False, **config):
     """Play one episode of an agent that is this Python text."""
     file = tmp_path / "agent.py"
     file.write_text(textwrap.dedent(ASK) + textwrap.dedent(program))
@@ -47,8 +48,8 @@ def play(tmp_path, talk, program: str, *, cancel_when=lambda: False, **config):
         environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, str(file)), **config))
         await environment.start()
         try:
-            row = {"question": "1+2?", "answer": 3}
-            playing = asyncio.ensure_future(environment.play(talk, row, prompt="1+2?", seed=7, episode=2))
+            row = {"question": "1+2?", "answer": "3"}
+            playing = asyncio.ensure_future(environment.play(talk, row, prompt=prompt, seed=7, episode=2))
             async with asyncio.timeout(100):
                 while not playing.done() and not cancel_when():
                     await asyncio.wait({playing}, timeout=0.05)
@@ -82,6 +83,19 @@ def test_an_agent_gets_its_row_and_writes_its_reward(tmp_path, monkeypatch):
     counts = {"model_calls": 1.0, "overridden_calls": 1.0, "retried_calls": 0.0, "refused_calls": 0.0}
     assert outcome.metrics == counts
     assert talk.asked[0]["messages"] == [{"role": "user", "content": "1+2?"}]
+
+
+def test_the_agent_of_the_guide_plays_a_row_with_messages(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    program = guide.split("## An agent\n")[1].split("The reward is")[0]
+    talk = ScriptedTalk(*(Answer(text=text) for text in ("5", "4", "it is 3")))
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2?"}]
+    outcome = play(tmp_path, talk, program, prompt=prompt)
+    assert (outcome.reward, outcome.parts, outcome.metrics["refused_calls"]) == (1.0, {"right": 1.0}, 0)
+    assert talk.asked[0]["messages"] == prompt
+    assert [one["content"] for one in talk.asked[2]["messages"]][2:] == [
+        "5", "Check your answer.", "4", "Check your answer."
+    ]  # fmt: skip
 
 
 def test_a_call_that_a_client_library_repeats_is_counted(tmp_path):
