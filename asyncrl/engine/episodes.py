@@ -291,7 +291,7 @@ class _Listener:
         self.said = text
         raise BudgetSpent("turns")
 
-    def score_turn(self, reward: float, state: int | None = None) -> None: ...
+    def score_turn(self, reward: float | None, state: int | None = None) -> None: ...
 
 
 def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:

@@ -75,7 +75,7 @@ class SessionTalk:
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
-    def score_turn(self, reward: float, state: int | None = None) -> None:
+    def score_turn(self, reward: float | None, state: int | None = None) -> None:
         if self._last is None:
             raise EnvironmentFault("the environment scored a turn before the first answer of the model")
         if state is not None and not isinstance(state, int):

@@ -29,7 +29,8 @@ async def play_text(
     talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any], *, rewards: bool
 ) -> Outcome:
     """Play a text environment: an answer is the argument of `step`, whose observation comes next."""
-    conversation.observe(read_reset(await asked(ask, "reset", **start)))
+    observation, state = read_reset(await asked(ask, "reset", **start))
+    conversation.observe(observation)
     total: float | None = None
     finish_reason = ""
     try:
@@ -38,7 +39,8 @@ async def play_text(
             step = read_step(await asked(ask, "step", text=answer.text))
             if step.reward is not None:
                 total = (total or 0.0) + step.reward
-                talk.score_turn(step.reward)
+            talk.score_turn(step.reward, state)
+            state = step.state
             if step.done:
                 # An answer that was cut off may have ended the episode by chance.
                 finish_reason = "turns" if step.truncated else answer.finish_reason
@@ -83,7 +85,8 @@ async def play_tool_class(
     rewards: bool,
 ) -> Outcome:
     """Play with the methods of one object as tools: calls run in order, and a lost object is a fault."""
-    conversation.observe(read_reset(await asked(ask, "reset", **start)))
+    observation, _ = read_reset(await asked(ask, "reset", **start))
+    conversation.observe(observation)
 
     async def answer_calls(answer: Answer) -> bool:
         for call in answer.tool_calls:

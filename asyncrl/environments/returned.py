@@ -1,8 +1,10 @@
 """Reads what user code returned. Another type than those that are allowed is a fault of the environment."""
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.base import Message
@@ -26,32 +28,45 @@ class Step:
     reward: float | None
     done: bool
     truncated: bool = False
+    state: int = field(default=0, compare=False)  # of the environment after the step, see `state_of`
 
 
-def read_reset(reply: Mapping[str, Any]) -> Observation:
-    """Return the first observation; Gymnasium returns a pair of it and a dict."""
-    value = reply["value"]
+def read_reset(reply: Mapping[str, Any]) -> tuple[Observation, int]:
+    """Return the first observation, and its state; Gymnasium returns a pair of the first and a dict."""
+    value, info = reply["value"], None
     if reply.get("tuple"):
         if len(value) != 2 or not isinstance(value[1], Mapping):
             raise _wrong("reset", value, "an observation, or (observation, info)")
-        value = value[0]
-    return read_observation("reset", value)
+        value, info = value
+    return read_observation("reset", value), state_of(value, info)
 
 
 def read_step(reply: Mapping[str, Any]) -> Step:
     """Return a step in one of the forms of `STEP`."""
+    info: object = None
     match reply["value"]:
         case [observation, reward, bool(done)]:
             step = (observation, reward, done, False)
-        case [observation, reward, bool(terminated), bool(truncated), _]:
+        case [observation, reward, bool(terminated), bool(truncated), info]:
             step = (observation, reward, terminated or truncated, truncated and not terminated)
-        case {"done": bool(done), **fields}:
-            observation = next((fields[name] for name in OBSERVATIONS if name in fields), None)
-            step = (observation, fields.get("reward", fields.get("rewards")), done, False)
+        case {"done": bool(done), **info}:
+            observation = next((info[name] for name in OBSERVATIONS if name in info), None)
+            step = (observation, info.get("reward", info.get("rewards")), done, False)
         case value:
             raise _wrong("step", value, STEP)
     observation, reward, done, truncated = step
-    return Step(read_observation("step", observation), read_reward("step", reward), done, truncated)
+    state = state_of(observation, info)
+    return Step(read_observation("step", observation), read_reward("step", reward), done, truncated, state)
+
+
+def state_of(observation: object, info: object) -> int:
+    """Return a hash of 64 bits, never 0, of what `info` names `state`, and without it of the observation.
+
+    Turns that begin with equal hashes began in the same state. `gigpo` compares them.
+    """
+    named = info.get("state") if isinstance(info, Mapping) else None
+    text = json.dumps(observation if named is None else [named], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) or 1
 
 
 def read_reward(method: str, value: object) -> float | None:

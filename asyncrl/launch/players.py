@@ -88,11 +88,12 @@ class Players:
     def _require_states(self, environment: Environments | AgentEnvironment) -> None:
         """Raise EnvironmentFault if the advantage needs states that this kind of environment never names."""
         name, kind = self.config.algorithm.advantage.name, environment.description.get("kind")
-        if kind != "rollout" and "turn_states_K" in registry.NEEDS.get(("advantage", name), ()):
+        needs = registry.NEEDS.get(("advantage", name), ())
+        if kind not in ("rollout", "text") and "turn_states_K" in needs:
             raise EnvironmentFault(
                 f"algorithm.advantage is {name}, which compares turns from the same state, but "
-                f"environment.uses {self.config.environment.uses} names no states; only a rollout function "
-                "does, by session.score_turn(reward, state); write one, or take turn_rloo, rloo or grpo",
+                f"environment.uses {self.config.environment.uses} has tools, which name no states; write a "
+                "class with `step` or a rollout function, or take turn_rloo, rloo or grpo",
                 reason="start",
             )
 

@@ -105,9 +105,10 @@ class _ScriptedTalk:
         self.spoken.append(("environment", text))
         return self._answer(())
 
-    def score_turn(self, reward: float, state: int | None = None) -> None:
+    def score_turn(self, reward: float | None, state: int | None = None) -> None:
         """Show the reward of the last turn."""
-        self.spoken.append(("reward", f"{reward:g}"))
+        if reward is not None:
+            self.spoken.append(("reward", f"{reward:g}"))
 
     def _show(self, messages: Sequence[Message]) -> None:
         for message in messages[self._shown :]:

@@ -73,7 +73,10 @@ def test_gymnasium(beside: Path) -> None:
     assert (outcome.reward, outcome.finish_reason) == (1.0, "stop")
     assert "from 0 to 3" in last(talk.shown[0]) and "[S]FFF" in last(talk.shown[0])
     assert "found no action" in last(talk.shown[1]) and "(Down)" in last(talk.shown[2])
-    outcome, _ = play(lake, ["1", "2"], python=beside)  # into a hole
+    outcome, talk = play(lake, ["3", "no action", "1", "3", "1", "2"], python=beside)  # at last into a hole
+    states = [state for _, state in talk.rewards]
+    assert len({*states[:3]}) == 1 and states[3] == states[5] not in states[:3], "places, not what was shown"
+    assert states[4] == states[0]
     assert (outcome.reward, outcome.finish_reason) == (0.0, "stop")
     outcome, talk = play(
         "gymnasium:Pendulum-v1?max_episode_steps=2", ["[0.5]", "[9, 9]", "[-1]"], python=beside

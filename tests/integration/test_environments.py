@@ -195,7 +195,8 @@ def test_an_episode_without_turns_left_is_cut_off_with_the_rewards_of_its_steps(
 
     outcome, rewards = asyncio.run(scenario())
     assert (outcome.finish_reason, outcome.reward) == ("turns", 3 * 0.25 + 0.5)
-    assert rewards == [(0.25, None)] * 3
+    first, second, third = (state for _, state in rewards)
+    assert [reward for reward, _ in rewards] == [0.25] * 3 and first != second == third
 
 
 def test_only_columns_that_are_named_reach_user_code(tmp_path):
@@ -432,13 +433,24 @@ def test_a_python_that_does_not_exist_is_refused_at_the_start(tmp_path):
         asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["Guess", "rollout"])
-def test_only_a_rollout_function_names_the_states_that_gigpo_compares(tmp_path, name):
+ROLLOUT = "async def rollout(session):\n    await session.complete('a')\n    session.score_turn(1.0, 7)\n"
+SHELF = """
+class Shelf:
+    def reset(self): return "a"
+    def put(self, name: str) -> str:
+        '''Put a book on the shelf.
+
+        Args:
+            name: The book's name.
+        '''
+        return name
+"""
+
+
+@pytest.mark.parametrize("name", ["Guess", "rollout", "Shelf"])
+def test_gigpo_is_refused_for_tools_which_name_no_states(tmp_path, name):
     """Refused at the start of a generator, and not by a batch in the middle of a run."""
-    (tmp_path / "mine.py").write_text(
-        GUESS
-        + "async def rollout(session):\n    await session.complete('a')\n    session.score_turn(1.0, 7)\n"
-    )
+    (tmp_path / "mine.py").write_text(GUESS + ROLLOUT + SHELF)
     config = config_of(
         algorithm={"advantage": "gigpo"},
         environment={"uses": f"{tmp_path}/mine.py:{name}"},
@@ -453,8 +465,8 @@ def test_only_a_rollout_function_names_the_states_that_gigpo_compares(tmp_path, 
         finally:
             await players.close()
 
-    refused = pytest.raises(EnvironmentFault, match=r"mine.py:Guess names no states; only a rollout")
-    with contextlib.nullcontext() if name == "rollout" else refused:
+    refused = pytest.raises(EnvironmentFault, match=r"mine.py:Shelf has tools, which name no states; write a")
+    with refused if name == "Shelf" else contextlib.nullcontext():
         asyncio.run(scenario())
 
 

@@ -16,7 +16,7 @@ class ScriptedTalk:
         self._left = max_turns
         self.shown: list[Any] = []
         self.tools: list[Sequence[Mapping[str, Any]]] = []
-        self.rewards: list[tuple[float, int | None]] = []
+        self.rewards: list[tuple[float | None, int | None]] = []
 
     async def chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
         self.tools.append(tools)
@@ -25,7 +25,7 @@ class ScriptedTalk:
     async def complete(self, text: str) -> Answer:
         return self._next(text)
 
-    def score_turn(self, reward: float, state: int | None = None) -> None:
+    def score_turn(self, reward: float | None, state: int | None = None) -> None:
         self.rewards.append((reward, state))
 
     def _next(self, shown: Any) -> Answer:

@@ -65,7 +65,37 @@ def test_another_step_is_a_fault_and_never_a_score(returned):
     ("returned", "first"), [("go", "go"), (("go", {"seed": 1}), "go"), (None, None), (MESSAGES, MESSAGES)]
 )
 def test_a_reset_returns_an_observation_alone_or_with_its_info(returned, first):
-    assert read_reset(through_json(returned)) == first
+    assert read_reset(through_json(returned))[0] == first
+
+
+def state(returned, read=lambda reply: read_step(reply).state):
+    return read(through_json(returned))
+
+
+def first_state(returned):
+    return state(returned, lambda reply: read_reset(reply)[1])
+
+
+def test_a_turn_begins_in_the_state_that_user_code_names_and_else_in_the_observation():
+    """Episodes that saw the same are compared, in whatever form they saw it."""
+    low = state(("low", 0.0, False))
+    assert low == state({"observations": "low", "reward": 1.0, "done": True}) == first_state("low")
+    assert low == state(("low", 1.0, True, False, {})) == state(("low", 0, False, False, {"state": None}))
+    assert first_state(("low", {"seed": 1})) == low
+    named = [
+        state(("low", 0.0, False, False, {"state": [3, 7]})),
+        state(("high", 1.0, True, False, {"state": [3, 7], "other": 1})),
+        state({"observations": "x", "reward": 1.0, "done": True, "state": [3, 7]}),
+        first_state(("go", {"state": [3, 7]})),
+    ]
+    assert len(set(named)) == 1
+    info = {"x": 1, "y": 2}
+    boards = [state(("", 0.0, False, False, {"state": one})) for one in (info, dict(reversed(info.items())))]
+    assert boards[0] == boards[1], "the order of a dict is not a part of the state"
+    others = [state((text, 0.0, False)) for text in ("low ", "high", "", None, MESSAGES, "[3, 7]")]
+    others += [state(("low", 0.0, False, False, {"state": one})) for one in ("low", 0, False, "", [7, 3])]
+    assert len({low, named[0], boards[0], *others}) == len(others) + 3
+    assert all(0 < one < 2**64 for one in (low, *named, *others))
 
 
 @pytest.mark.parametrize("returned", [3, ("go", "now"), ("go", {}, 1), {"role": "user", "content": "go"}])
@@ -177,6 +207,18 @@ def test_an_episode_that_environment_or_answer_cut_off_is_truncated(value, answe
 
     outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
     assert (outcome.finish_reason, outcome.reward) == (finish_reason, 1.0)
+
+
+def test_each_turn_has_the_state_before_it_and_the_reward_after_it():
+    steps = iter([("low", None, False), ("high", 0.5, False), ("low", None, False), ("won", 1.0, True)])
+    talk = ScriptedTalk(["go"] * 4)
+
+    async def ask(request):
+        return through_json("start" if request["do"] == "reset" else next(steps))
+
+    outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
+    states = [first_state(seen) for seen in ("start", "low", "high", "low")]
+    assert talk.rewards == list(zip([None, 0.5, None, 1.0], states, strict=True)) and outcome.reward == 1.5
 
 
 def test_the_prompt_of_a_row_is_not_changed():

@@ -3,17 +3,22 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from asyncrl.algo.trainable import GroupLimits, trainable
+from asyncrl.algo.turn_advantages import gigpo
+from asyncrl.batch.estimate import Estimator
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler, group_seed, require_same_start
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.environments.base import Answer, BudgetSpent, Outcome
+from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.loops import play_text
 from asyncrl.errors import EngineError, EnvironmentFault, RewardError
 from asyncrl.lineage import Weights
 from asyncrl.rewards.base import Score
@@ -459,6 +464,50 @@ def test_pythons_negative_hashes_are_states_and_other_values_are_faults():
     made, _ = sampler(named, replays=0)
     with pytest.raises(RewardError, match="the state of a turn is 'start'; allowed is a whole number"):
         group_of(made)
+
+
+# What `reset` returned, then the steps: reward, next observation, whether the episode is over. Episode 1 comes
+# back to `a`.
+WALKS = (
+    ("a", (0.0, "b", False), (1.0, "x", True)),
+    ("a", (0.5, "c", False), (0.0, "a", False), (1.0, "x", True)),
+    ("a", (None, "b", False), (0.0, "x", True)),
+)
+
+
+def test_gigpo_compares_the_turns_of_text_environments_that_follow_the_same_observation():
+    """By hand, with gamma 1, leave-one-out: R = 1, 1.5, 0; turns in `a` still got 1, 1.5, 1, 0, in `b` 1 and 0."""
+
+    async def play(talk, episode):
+        first, *steps = WALKS[episode]
+
+        async def ask(request):
+            if request["do"] == "reset":
+                return {"value": first}
+            reward, observation, done = steps.pop(0)
+            return {"value": [observation, reward, done]}
+
+        return await play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False)
+
+    made, _ = sampler(play)
+    group = decode_group(encode_group(group_of(made)))
+    estimator = Estimator(advantage=partial(gigpo, gamma=1.0), max_response_tokens=150, needs_turns=True)
+    _, advantages_T, _ = estimator.estimate([group], {}, 0.0)
+    expected = [
+        0.25 + (1 - 2.5 / 3),
+        0.25 + 1,
+        1.0 + (1.5 - 2 / 3),
+        1.0,
+        1.0 + (1 - 2.5 / 3),
+        -1.25 - 3.5 / 3,
+        -1.25 - 1,
+    ]
+    tokens = [
+        int(count)
+        for one in group.rollouts
+        for count in np.diff(np.cumsum(one.action_mask)[one.turns.ends - 1], prepend=0)
+    ]
+    np.testing.assert_allclose(advantages_T, np.repeat(expected, tokens), atol=1e-6)
 
 
 def test_a_fault_that_follows_from_the_engines_error_is_the_engines_and_is_not_played_again():

@@ -32,28 +32,36 @@ def environment(name: str) -> type:
     class Game:
         """One episode."""
 
-        def reset(self, seed: int) -> str:
+        def reset(self, seed: int) -> tuple[str, dict[str, str]]:
             """Begin, and say what an action is."""
             self._env = gymnasium.make(env_id, **options)
-            observation, _ = self._env.reset(seed=seed)
-            return f"An action is {described(space)}.\n{self._shown(observation)}"
+            self._state = as_text(self._env.reset(seed=seed)[0])
+            return f"An action is {described(space)}.\n{self._shown()}", {"state": self._state}
 
         def step(self, response: str) -> tuple[Any, ...]:
             """Take the action in a response."""
             action = read_action(space, response)
             if action is None:
-                return f"error: found no action; an action is {described(space)}", 0.0, False, False, {}
+                error = f"error: found no action; an action is {described(space)}"
+                return error, 0.0, False, False, {"state": self._state}
             observation, reward, terminated, truncated, _ = self._env.step(action)
-            return self._shown(observation), float(reward), bool(terminated), bool(truncated), {}
+            self._state = as_text(observation)
+            ended = bool(terminated), bool(truncated)
+            return self._shown(), float(reward), *ended, {"state": self._state}
 
-        def _shown(self, observation: Any) -> str:
+        def _shown(self) -> str:
             if self._env.render_mode == "ansi":
                 return COLOUR.sub("[", PLAIN.sub("]", str(self._env.render())))
-            if isinstance(observation, str):
-                return observation
-            return json.dumps(observation, default=lambda value: value.tolist())
+            return self._state
 
     return Game
+
+
+def as_text(observation: Any) -> str:
+    """Return a text as it is, and any other observation as JSON."""
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation, default=lambda value: value.tolist())
 
 
 def described(space: spaces.Space[Any]) -> str:
