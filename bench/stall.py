@@ -64,7 +64,7 @@ def send(arguments):
     layout, buffer = version_of(arguments.model, arguments.dtype)
     slot = Slot.create(layout.total_bytes)
     slot.buffer.copy_(buffer)
-    server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=60.0)
+    server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, deadline_s=60.0)
     sys.stdout.buffer.write(pack(server.source(1)))
     sys.stdout.buffer.flush()
     signal.pause()

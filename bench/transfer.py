@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         described["raw"] = listener.getsockname()
         if options.device == "cpu":
-            server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=60.0)
+            server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, deadline_s=60.0)
             described["source"] = server.source(1)
         sys.stdout.buffer.write(pack(described))
         sys.stdout.buffer.flush()

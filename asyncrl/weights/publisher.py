@@ -99,7 +99,7 @@ class SlotPublisher:
         self._nccl = NcclProcess()
         self._server: SlotServer | None = None
         if interface is not None:
-            self._server = SlotServer(interface, self._file_of, layout.total_bytes, stall_s=deadline_s)
+            self._server = SlotServer(interface, self._file_of, layout.total_bytes, deadline_s=deadline_s)
 
     @property
     def one_host(self) -> bool:

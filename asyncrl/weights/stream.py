@@ -1,6 +1,6 @@
 """Weights over TCP: the learner serves its slots, and a generator fetches one into its own memory.
 
-    learner    server = SlotServer(host, find, size_bytes, stall_s); server.source(stamp) goes into the order
+    learner    server = SlotServer(host, find, size_bytes, ...); server.source(stamp) goes into the order
     generator  fetch(source, buffer, layout, checksums, until_s=...)
 
     generator -> learner   key (32 bytes), stamp (8 bytes)
@@ -11,18 +11,16 @@ sends a slot's memory by itself. The key, drawn for each start of the learner, k
 encrypted. The checksums of the order tell whether the bytes are the learner's.
 """
 
+import asyncio
 import contextlib
 import hmac
 import logging
-import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -35,54 +33,36 @@ log = logging.getLogger(__name__)
 _REQUEST = struct.Struct("<32sQ")
 _SIZE = struct.Struct("<Q")
 _BACKLOG = 1024
-# Connections that have not presented the key yet. One more closes the oldest of them.
+# Connections without a request. One more closes the oldest of them.
 _MOST_STRANGERS = 256
 # Bound on one call of the kernel, so that no reader keeps the thread from the others.
 _PIECE_BYTES = 8 << 20
-_ROUND_S = 0.5
 # Pause after a connection that could not be accepted.
 _FULL_S = 0.2
 _END_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """A connection: first it presents its request, then it is sent a slot."""
-
-    channel: socket.socket
-    # Without progress until then, it is closed.
-    until_s: float
-    request: bytearray = field(default_factory=bytearray)
-    file: int = -1
-    sent: int = 0
-
-    @property
-    def is_stranger(self) -> bool:
-        return self.file < 0
-
-
 class SlotServer:
     """Serves whole slots from one thread. `find` returns the open file of a publication's slot, or -1."""
 
-    def __init__(self, host: str, find: Callable[[int], int], size_bytes: int, *, stall_s: float) -> None:
+    def __init__(self, host: str, find: Callable[[int], int], size_bytes: int, *, deadline_s: float) -> None:
         """Listen on one address of this host. Raises OSError.
 
         Args:
             host: the address; IPv6 without brackets.
             size_bytes: the size of every slot.
-            stall_s: a connection without progress for this long is closed.
+            deadline_s: a connection that lasts longer is closed.
         """
-        self._find, self._size_bytes, self._stall_s = find, size_bytes, stall_s
+        self._find, self._size_bytes, self._deadline_s = find, size_bytes, deadline_s
         self._key = secrets.token_bytes(32)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self._host, self._port = host, self._listener.getsockname()[1]
-        self._ending = os.eventfd(0, os.EFD_CLOEXEC)
-        self._readers: dict[int, _Reader] = {}
-        self._selector = selectors.DefaultSelector()
-        for file in (self._listener, self._ending):
-            self._selector.register(file, selectors.EVENT_READ)
+        # Open connections; with a task, those that have not presented the key yet, the oldest one first.
+        self._readers: dict[socket.socket, asyncio.Task[None] | None] = {}
+        self._loop = asyncio.SelectorEventLoop()
+        self._serving = self._loop.create_task(self._accept())
         self._thread = threading.Thread(target=self._run, name="asyncrl-weights-tcp", daemon=True)
         self._thread.start()
 
@@ -92,83 +72,64 @@ class SlotServer:
 
     def close(self) -> None:
         """End the thread and all connections."""
-        if self._ending >= 0:
-            os.eventfd_write(self._ending, 1)
-            self._thread.join(_END_S)
-            os.close(self._ending)
-            self._ending = -1
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:
-            while self._round():
-                pass
+            with contextlib.closing(self._loop), self._listener:
+                self._loop.run_until_complete(self._serving)
+        except asyncio.CancelledError:
+            pass
         except Exception:
             log.exception("no weights are served over TCP any more; restart the learner")
-        finally:
-            for file in [self._listener, *(reader.channel for reader in self._readers.values())]:
-                file.close()
-            self._selector.close()
 
-    def _round(self) -> bool:
-        """Serve what is ready; False once `close` has been called."""
-        for key, _ in self._selector.select(_ROUND_S):
-            if key.fd == self._ending:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
-            elif (reader := self._readers.get(key.fd)) is not None:
+    async def _accept(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
                 try:
-                    goes_on = self._hear(reader) if reader.is_stranger else self._send(reader)
-                except OSError:  # the other side has gone
-                    goes_on = False
-                if not goes_on:
-                    self._drop(reader)
-        now_s = time.monotonic()
-        for reader in [each for each in self._readers.values() if now_s > each.until_s]:
-            self._drop(reader)
-        return True
+                    channel, _ = await self._loop.sock_accept(self._listener)
+                except OSError as error:  # for example, too many open files
+                    log.warning("a connection for weights is not accepted yet: %s", error)
+                    await asyncio.sleep(_FULL_S)
+                    continue
+                strangers = [task for task in self._readers.values() if task]
+                if len(strangers) >= _MOST_STRANGERS:
+                    strangers[0].cancel()
+                self._readers[channel] = tasks.create_task(self._serve(channel))
+                await asyncio.sleep(0)  # starts the task, and lets others run while connections wait
 
-    def _accept(self) -> None:
-        strangers = [reader for reader in self._readers.values() if reader.is_stranger]
-        if len(strangers) >= _MOST_STRANGERS:
-            self._drop(strangers[0])
+    async def _serve(self, channel: socket.socket) -> None:
+        """Answer the request of a connection, and close it."""
+        request = b""
         try:
-            channel = self._listener.accept()[0]
-        except OSError as error:  # for example, too many open files
-            log.warning("a connection for weights is not accepted yet: %s", error)
-            time.sleep(_FULL_S)
-            return
-        channel.setblocking(False)
-        self._readers[channel.fileno()] = _Reader(channel, time.monotonic() + self._stall_s)
-        self._selector.register(channel, selectors.EVENT_READ)
+            async with asyncio.timeout(self._deadline_s):
+                while len(request) < _REQUEST.size:
+                    piece = await self._loop.sock_recv(channel, _REQUEST.size - len(request))
+                    if not piece:
+                        return
+                    request += piece
+                key, stamp = _REQUEST.unpack(request)
+                if not hmac.compare_digest(key, self._key):
+                    log.warning("weights are asked for with a wrong key from %s", channel.getpeername())
+                    return
+                self._readers[channel] = None
+                await self._send(channel, self._find(stamp))
+        except (OSError, asyncio.SendfileNotAvailableError):
+            pass  # the other side has gone, or its time is over
+        finally:
+            del self._readers[channel]
+            channel.close()
 
-    def _hear(self, reader: _Reader) -> bool:
-        """Read the request; False if the connection is to be closed."""
-        piece = reader.channel.recv(_REQUEST.size - len(reader.request))
-        reader.request += piece
-        if len(reader.request) < _REQUEST.size:
-            return bool(piece)
-        key, stamp = _REQUEST.unpack(reader.request)
-        if not hmac.compare_digest(key, self._key):
-            log.warning("weights are asked for with a wrong key from %s", reader.channel.getpeername())
-            return False
-        reader.file = self._find(stamp)
-        reader.channel.sendall(_SIZE.pack(0 if reader.is_stranger else self._size_bytes))
-        self._selector.modify(reader.channel, selectors.EVENT_WRITE)
-        return not reader.is_stranger
-
-    def _send(self, reader: _Reader) -> bool:
-        """Send what the connection takes now; False if the connection is to be closed."""
-        left = min(self._size_bytes - reader.sent, _PIECE_BYTES)
-        sent = os.sendfile(reader.channel.fileno(), reader.file, reader.sent, left)
-        reader.sent += sent
-        reader.until_s = time.monotonic() + self._stall_s
-        return sent > 0 and reader.sent < self._size_bytes
-
-    def _drop(self, reader: _Reader) -> None:
-        del self._readers[reader.channel.fileno()]
-        self._selector.unregister(reader.channel)
-        reader.channel.close()
+    async def _send(self, channel: socket.socket, file: int) -> None:
+        size_bytes = self._size_bytes if file >= 0 else 0
+        await self._loop.sock_sendall(channel, _SIZE.pack(size_bytes))
+        if size_bytes:
+            with open(file, "rb", buffering=0, closefd=False) as slot:
+                for start in range(0, size_bytes, _PIECE_BYTES):
+                    count = min(_PIECE_BYTES, size_bytes - start)
+                    await self._loop.sock_sendfile(channel, slot, start, count, fallback=False)
 
 
 def fetch(

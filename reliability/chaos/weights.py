@@ -422,10 +422,10 @@ class Learner:
 
     def cut_connections(self) -> bool:
         """Cut every transfer over TCP that is under way; False if there is none."""
-        readers = list(self.publisher._server._readers.values()) if self.publisher._server else []
-        for reader in readers:
+        readers = list(self.publisher._server._readers) if self.publisher._server else []
+        for channel in readers:
             with suppress(OSError):  # it has just ended
-                reader.channel.shutdown(socket.SHUT_RDWR)
+                channel.shutdown(socket.SHUT_RDWR)
         return bool(readers)
 
 

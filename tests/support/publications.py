@@ -39,7 +39,7 @@ class Learner:
         self.layout, self.asked = layout, []
         self.slots = {stamp: filled(layout, stamp) for stamp in range(1, versions + 1)}
         self.sums = {stamp: checksums(slot.buffer, layout) for stamp, slot in self.slots.items()}
-        self.server = SlotServer("127.0.0.1", self._find, layout.total_bytes, stall_s=WAIT_S)
+        self.server = SlotServer("127.0.0.1", self._find, layout.total_bytes, deadline_s=WAIT_S)
 
     def _find(self, stamp):
         self.asked.append(stamp)

@@ -165,17 +165,16 @@ async def apply(engine, update):
 
 
 class Held(SlotServer):
-    """Hears no request before the event `gate`."""
+    """Serves no request before the event `gate`."""
 
     def __init__(self, gate, *args, **kwargs):
         self._gate = gate
         super().__init__(*args, **kwargs)
 
-    def _hear(self, reader):
-        if not self._gate.is_set():
-            self._gate.wait(0.01)
-            return True
-        return super()._hear(reader)
+    async def _serve(self, channel):
+        while not self._gate.is_set():
+            await asyncio.sleep(0.01)
+        await super()._serve(channel)
 
 
 class Sender:
@@ -198,7 +197,7 @@ class Sender:
         gate = after or threading.Event()
         if not absent and after is None:
             gate.set()
-        server = Held(gate, "127.0.0.1", lambda stamp: slot.file, layout.total_bytes, stall_s=DEADLINE_S)
+        server = Held(gate, "127.0.0.1", lambda stamp: slot.file, layout.total_bytes, deadline_s=DEADLINE_S)
         self._kept.append((server, slot))
         details = {"source": server.source(version), **{k: made.details[k] for k in ("layout", "checksums")}}
         return order(version, "tcp", details, self.deadline_s)
