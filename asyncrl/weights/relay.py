@@ -4,8 +4,8 @@
                     file where that is
     the others      wait for the lock, open that slot, and keep a shared lock on it until their next order
 
-All locks are the kernel's, so they end with their process. The first one writes the time of each piece that
-arrives into the file; if that stands still, because the process is stopped, the others fetch for themselves.
+All locks are the kernel's, so they end with their process. The first one touches the file whenever a piece
+arrives; if its time stands still, because the process is stopped, the others fetch for themselves.
 A slot with a shared lock is not written, so an owner has as many slots as slow readers need, usually two.
 """
 
@@ -16,10 +16,10 @@ import json
 import logging
 import os
 import re
-import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ _POLL_S = 0.01
 # Head start of the process that has memory from the version before.
 _GRACE_S = 0.05
 _DAY_S = 86400.0
-_TIME = struct.Struct("<Q")
 # Of a description: within one page, so that it is written as a whole.
 _MOST_BYTES = 256
 
@@ -50,7 +49,7 @@ class Relay:
         self._path: Path | None = None
         self._own: list[Slot] = []
         self._held: int | None = None  # the file of another process's slot, with a shared lock
-        self._silent = b""  # the last sign of a process that we did not wait for
+        self._silent_ns = 0  # the file's time when we did not wait for its holder
 
     def bring(
         self, source: Mapping[str, Any], layout: Layout, checksums: Sequence[int], *, until_s: float
@@ -63,22 +62,20 @@ class Relay:
         # No other publication of any run has this stamp, and the name does not give the key away.
         digest = hashlib.sha256(repr((source.get("key"), source.get("stamp"))).encode()).digest()
         stamp, name = STAMP.unpack(digest[: STAMP.size])[0], hashlib.sha256(repr(source.get("key")).encode())
-        with self._turn(name.hexdigest(), until_s) as file:
-            if file is not None and (shared := self._open_shared(file, stamp, layout.total_bytes)):
+        file = self._turn(name.hexdigest(), until_s)
+        try:
+            if shared := self._open_shared(file, stamp, layout.total_bytes):
                 self._drop_idle()
                 return shared
             slot = self._writable(layout.total_bytes)
-
-            def on_progress() -> None:
-                if file is not None:
-                    os.pwrite(file, _TIME.pack(time.monotonic_ns()), 0)
-
-            fetch(source, slot.buffer, layout, checksums, until_s=until_s, on_progress=on_progress)
+            touch = partial(os.utime, file)
+            fetch(source, slot.buffer, layout, checksums, until_s=until_s, on_progress=touch)
             slot.complete(stamp)
             fcntl.flock(slot.file, fcntl.LOCK_UN)
-            if file is not None:
-                os.pwrite(file, json.dumps(slot.describe()).encode().ljust(_MOST_BYTES), _TIME.size)
-        return slot.describe()
+            os.pwrite(file, json.dumps(slot.describe()).encode().ljust(_MOST_BYTES), 0)
+            return slot.describe()
+        finally:
+            os.close(file)  # and so unlocks it
 
     def close(self) -> None:
         """Release all slots; other processes keep what they have open."""
@@ -89,19 +86,20 @@ class Relay:
         if self._path:
             self._path.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def _turn(self, name: str, until_s: float) -> Iterator[int | None]:
-        """The locked file of this run; None if this host has no place for it, or its holder does nothing."""
+    def _turn(self, name: str, until_s: float) -> int:
+        """The locked file of this run, to be closed.
+
+        It is an empty file of our own if this host has no place for one, or if the holder does nothing.
+        """
         try:
             file = self._open(name)
         except OSError as error:
             log.warning("weights are not shared with other generators of this host: %s", error)
-            yield None
-            return
-        try:
-            yield file if self._lock(file, until_s) else None
-        finally:
-            os.close(file)  # and so unlocks it
+        else:
+            if self._lock(file, until_s):
+                return file
+            os.close(file)
+        return os.memfd_create("asyncrl-alone", os.MFD_CLOEXEC)
 
     def _open(self, name: str) -> int:
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -111,12 +109,10 @@ class Relay:
         path = self._directory / name
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if self._path != path:
-            self._path = path
-            os.utime(file)
-            newest_s = os.fstat(file).st_mtime
+            self._path, oldest_s = path, time.time() - _DAY_S
             for other in self._directory.iterdir():  # of runs that were killed
                 with contextlib.suppress(FileNotFoundError):
-                    if other.stat().st_mtime < newest_s - _DAY_S:
+                    if other.stat().st_mtime < oldest_s:
                         other.unlink()
         return file
 
@@ -125,14 +121,14 @@ class Relay:
         said = _read(file)
         if said and not str(said.get("path")).startswith(f"/proc/{os.getpid()}/"):
             time.sleep(_GRACE_S)
-        seen, since_s = b"", time.monotonic()
+        seen_ns, since_s = 0, time.monotonic()
         silent_s = min(SILENT_S, (until_s - since_s) / 4)
         while not _locked(file, fcntl.LOCK_EX):
-            sign, now_s = os.pread(file, _TIME.size, 0), time.monotonic()
-            if sign != seen:
-                seen, since_s = sign, now_s
-            if now_s - since_s > silent_s or sign == self._silent != b"":
-                self._silent = sign
+            touched_ns, now_s = os.fstat(file).st_mtime_ns, time.monotonic()
+            if touched_ns != seen_ns:
+                seen_ns, since_s = touched_ns, now_s
+            if now_s - since_s > silent_s or touched_ns == self._silent_ns:
+                self._silent_ns = touched_ns
                 return False
             time.sleep(_POLL_S)
         return True
@@ -196,6 +192,6 @@ def _locked(file: int, kind: int) -> bool:
 def _read(file: int) -> dict[str, Any] | None:
     """The description in the file of a run; None if there is none."""
     with contextlib.suppress(ValueError):
-        said = json.loads(os.pread(file, _MOST_BYTES, _TIME.size))
+        said = json.loads(os.pread(file, _MOST_BYTES, 0))
         return said if isinstance(said, dict) else None
     return None

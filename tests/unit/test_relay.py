@@ -110,9 +110,9 @@ def test_what_the_file_says_is_not_believed(learners, relays, said):
     other = Slot.create(LAYOUT.total_bytes)
     other.complete(1)
     file = os.open(first._path, os.O_RDWR)
-    stamp = json.loads(os.pread(file, 256, 8))["stamp"]
+    stamp = json.loads(os.pread(file, 256, 0))["stamp"]
     said = said.replace(b"STAMP", b"%d" % stamp).replace(b"PID", b"%d" % os.getpid())
-    os.pwrite(file, said.replace(b"OTHER", b"%d" % other.file).ljust(256), 8)
+    os.pwrite(file, said.replace(b"OTHER", b"%d" % other.file).ljust(256), 0)
     os.close(file)
     assert learner.holds(learner.bring(second, 1), 1)
     assert learner.asked == [1, 1]
@@ -168,6 +168,24 @@ def test_a_lock_that_is_never_released_costs_one_wait_and_not_one_for_each_versi
     assert learner.holds(learner.bring(first, 3), 3)
     assert learner.holds(learner.bring(second, 3), 3)
     assert len(learner.asked) == 5, "they share again"
+
+
+def test_a_transfer_that_is_slow_but_moves_is_waited_for(learners, relays, monkeypatch):
+    fetch = relay.fetch
+
+    def slowly(*arguments, on_progress, **options):
+        for _ in range(15):
+            time.sleep(0.1)
+            on_progress()
+        fetch(*arguments, on_progress=on_progress, **options)
+
+    monkeypatch.setattr(relay, "SILENT_S", 1.0)
+    monkeypatch.setattr(relay, "fetch", slowly)
+    learner, both = learners(), relays(2)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(learner.bring, each, 1) for each in both]
+        assert all(learner.holds(call.result(20), 1) for call in calls)
+    assert learner.asked == [1]
 
 
 def test_the_deadline_bounds_waiting_and_fetching_together(learners, relays):
