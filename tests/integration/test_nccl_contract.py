@@ -279,7 +279,9 @@ def test_the_stand_in_has_the_signatures_of_vllms_communicator():
     assert names_of(UID_INIT_PROCESS_GROUP) == ["nccl_unique_id_bytes", "rank", "world_size", "device"]
     assert names_of(Communicator) == ["unique_id", *names_of(UID_INIT_PROCESS_GROUP)[1:]]
     assert pynccl_wrapper.NCCL_UNIQUE_ID_BYTES == UNIQUE_ID_BYTES
-    assert callable(LIBRARY.ncclGetUniqueId)
+    assert "self.disabled = True" in inspect.getsource(PyNcclCommunicator.__init__)
+    assert callable(LIBRARY.ncclGetUniqueId) and callable(LIBRARY.ncclGetVersion)
+    assert len(bytes(pynccl_wrapper.ncclUniqueId().internal)) == UNIQUE_ID_BYTES
 
 
 def test_both_ends_of_the_packing_agree_on_what_we_give_them():

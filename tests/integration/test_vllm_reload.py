@@ -119,7 +119,8 @@ class Answers:
         if (answer := self.answers.pop(0)) == "silence":
             await asyncio.sleep(3600)
         if answer == "error":
-            raise RuntimeError("a worker's text")
+            return ["", "a worker's text"]
+        return ["", ""]
 
 
 def outcomes(monkeypatch, *answers):

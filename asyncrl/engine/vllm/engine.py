@@ -205,7 +205,7 @@ class VLLMEngine:
             raise TransferError(f"{late}; they are incomplete, send them again") from error
         except EngineDeadError as error:
             raise _dead() from error
-        except Exception as error:  # vLLM raises the worker's exception as text in a plain Exception
+        except Exception as error:  # also vLLM's own, which are plain
             self._unanswered = 0
             raise TransferError(f"{where}: {error}; they are incomplete, send them again") from error
         self._unanswered, self._received = 0, True
@@ -217,7 +217,9 @@ class VLLMEngine:
             "deadline_s": order.deadline_s,
             "details": order.details,
         }
-        await self._llm.collective_rpc("load_version", args=(update,))
+        failures = filter(None, await self._llm.collective_rpc("load_version", args=(update,)))
+        if said := "; ".join(dict.fromkeys(failures)):  # of each worker
+            raise TransferError(said)
 
     async def finish_update(self, weights: Weights) -> None:
         if self._paused_since_s is None or not self._received:

@@ -13,6 +13,7 @@ After a failed update the weights are a mixture of versions: the engine must not
 
 import logging
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,10 +233,20 @@ class NcclReceiver(_Receives, NCCLWeightTransferEngine):  # type: ignore[misc]
 class VersionLoader:
     """Extends vLLM's worker: a whole update is one call in place of three, while requests wait."""
 
-    def load_version(self: Any, update: Update) -> None:
-        self.start_weight_update()
-        self.update_weights(update)
-        self.finish_weight_update()
+    def load_version(self: Any, update: Update) -> str:
+        """Return why it failed, or nothing.
+
+        If it raised, vLLM would not read the answers of the workers behind this one, and would take them for
+        answers to the next update.
+        """
+        try:
+            self.start_weight_update()
+            self.update_weights(update)
+            self.finish_weight_update()
+        except Exception as error:  # noqa: BLE001 - the engine raises it
+            traceback.print_exc()
+            return str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        return ""
 
 
 @dataclass
