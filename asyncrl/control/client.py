@@ -74,13 +74,13 @@ class ControlClient:
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
         self._is_member = False
-        self._heard_at_s = 0.0
+        self._unanswered = 0  # heartbeats and hellos since the learner's last message
         self._order: UpdateOrder | Stop | None = None
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def join(self, hello: Hello) -> Welcome:
-        self._hello, self._heard_at_s = hello, time.monotonic()
+        self._hello = hello
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._connect()
         self._answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
@@ -159,7 +159,8 @@ class ControlClient:
 
     async def _serve(self) -> None:
         while True:
-            if time.monotonic() - self._heard_at_s > _SILENT_BEATS * self._heartbeat_s:
+            # Time in which this process was stopped, or its loop was busy, is not silence of the learner.
+            if self._unanswered >= _SILENT_BEATS:
                 if self._is_member:
                     log.warning(
                         "the learner is silent; sampling continues, and so do the attempts to reach it"
@@ -167,6 +168,7 @@ class ControlClient:
                     self._is_member = False
                 await self._reconnect_if_moved()
             await self._send_heartbeat()
+            self._unanswered += 1
             await self._listen_until(time.monotonic() + self._heartbeat_s)
 
     async def _reconnect_if_moved(self) -> None:
@@ -182,9 +184,8 @@ class ControlClient:
             self._connect()
 
     async def _listen_until(self, until_s: float) -> None:
-        while (remaining_s := until_s - time.monotonic()) > 0:
-            if not await self._socket.poll(remaining_s * 1000):
-                return
+        # At least one look, because answers may have arrived while this process was stopped.
+        while await self._socket.poll(max(until_s - time.monotonic(), 0.0) * 1000):
             try:
                 # The message that `poll` saw may be gone, together with the learner that sent it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
@@ -194,7 +195,7 @@ class ControlClient:
                 log.warning("a message from the learner was rejected: %s", error)
 
     async def _handle(self, message: FromGenerator | FromLearner) -> None:
-        self._heard_at_s = time.monotonic()
+        self._unanswered = 0
         match message:
             case Welcome():
                 is_new, self._is_member = not self._is_member, True

@@ -377,6 +377,28 @@ async def two_pass_by(endpoint, turn):
     )
 
 
+def test_only_a_learner_that_does_not_answer_is_silent(stage, caplog):
+    """Time in which the generator itself is stopped, or its loop is busy, is not silence of the learner."""
+    make_learner, _ = stage
+    learner, said = make_learner(timeout_s=10.0), "the learner is silent"
+
+    async def scenario():
+        client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0)
+        await client.join(hello_of("a"))
+        for _ in range(2):
+            time.sleep(1.2)  # six heartbeats
+            await asyncio.sleep(0.3)
+        assert said not in caplog.text and client._is_member
+        learner.hub.stop("a restart", farewell=False)
+        async with asyncio.timeout(10):
+            while said not in caplog.text:
+                await asyncio.sleep(0.05)
+        await client.leave()
+
+    asyncio.run(scenario())
+    assert caplog.text.count(said) == 1
+
+
 def test_twenty_joins_and_leaves_in_a_row(stage):
     make_learner, make_generator = stage
     learner = make_learner(timeout_s=4.0)
