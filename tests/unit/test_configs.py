@@ -12,6 +12,7 @@ from asyncrl.launch.placement import misplaced, placement_of
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
+from asyncrl.trainer.deepspeed.flops import peak_flops_per_s, step_flops
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def test_expected_times_follow_from_their_assumptions_and_the_config(path):
     page = (ROOT / "docs" / "gpu.md").read_text()
     cells = re.search(rf"^\| `{re.escape(path.name)}` \|(.*)\|$", page, re.MULTILINE)[1].split("|")
     learn, sample, *numbers = (cell.strip() for cell in cells)
-    prompt, response, learner_rate, generator_rate, learning_s, sampling_s, step_s = map(float, numbers)
+    prompt, response, learner_rate, generator_rate, learning_s, sampling_s, step_s, mfu = map(float, numbers)
     config, placement = load_config(path), placement_of(load_config(path), gpus_of(path))
     is_shared = bool(placement.beside_learner())
     assert (int(learn), sample) == (
@@ -156,7 +157,10 @@ def test_expected_times_follow_from_their_assumptions_and_the_config(path):
     assert (learning_s, sampling_s) == pytest.approx(expected_s, abs=0.06)
     together_s = sum(expected_s) if is_shared else max(expected_s)
     assert step_s == pytest.approx(together_s + 0.3, abs=0.06)
-    assert f"Computed, not measured (docs/gpu.md): {numbers[-1]} s a step" in path.read_text()
+    flops = step_flops(SHAPES[config.model.path], [int(prompt + response)], int(response))
+    peak = peak_flops_per_s("NVIDIA H100 80GB HBM3")
+    assert mfu == pytest.approx(learner_rate / (prompt + response) * flops / peak, abs=0.006)
+    assert f"Computed, not measured (docs/gpu.md): {numbers[-2]} s a step" in path.read_text()
 
 
 def _write(path: Path, text: str) -> Path:
