@@ -231,7 +231,9 @@ class _Program:
             raise
         if "error" in answer:
             self.kill()
-            raise EnvironmentFault(f"environment.uses {config.uses}: {answer['error']}", reason="start")
+            await self.buried()  # all that it printed has arrived then
+            found = f"environment.uses {config.uses}: {answer['error']}"
+            raise EnvironmentFault(f"{found}{self.note}", reason="start")
         self.description, self.threads = answer["description"], answer["threads"]
 
     async def serve(self, number: int, theirs: socket.socket, directory: Path) -> int:

@@ -182,6 +182,20 @@ def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        ("no-such-server --port 1", "no program `no-such-server`; write `mcp:COMMAND`, or `mcp:http://"),
+        ("", "no program ``; write `mcp:COMMAND`"),
+        (f"{sys.executable} -c 'raise SystemExit(\"no shop\")'", "gives no tools .*it last printed: no shop"),
+        ("http://127.0.0.1:1/mcp", "gives no tools .*onnect"),
+    ],
+)
+def test_an_mcp_server_that_cannot_be_used_is_named(server: str, says: str) -> None:
+    with pytest.raises(EnvironmentFault, match=f"(?s){says}"):
+        play(f"mcp:{server}", [])
+
+
 @pytest.mark.slow
 def test_an_mcp_server_that_hangs_or_dies_costs_its_episode(tmp_path: Path) -> None:
     """Also with its worker: each is a fault, no server is left, and the next episode is good."""

@@ -7,6 +7,7 @@ call that the server refuses is an observation. A server that ends is a fault.
 import asyncio
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,8 +58,16 @@ class _Connection:
 
 
 def environment(name: str) -> type:
-    """Return a class whose methods are the tools of the server."""
-    tools = asyncio.run(_listed(name))
+    """Return a class whose methods are the tools of the server. Raises ImportError if there is none."""
+    if not _is_url(name) and shutil.which(program := next(iter(shlex.split(name)), "")) is None:
+        raise ImportError(
+            f"there is no program `{program}`; write `mcp:COMMAND`, or `mcp:http://HOST:PORT/mcp`"
+        )
+    try:
+        tools = asyncio.run(_listed(name))
+    except Exception as group:  # noqa: BLE001 - what the client's tasks raise
+        error = _first(group)
+        raise ImportError(f"the MCP server gives no tools ({type(error).__name__}: {error})") from error
     return type("Server", (_Connection,), {"server": name} | {tool.name: _method(tool) for tool in tools})
 
 
@@ -73,10 +82,18 @@ async def _listed(server: str) -> list[types.Tool]:
 
 
 def _parameters(server: str) -> str | StdioServerParameters:
-    if server.startswith(("http://", "https://")):
+    if _is_url(server):
         return server
     words = ["-c", BOUND, str(os.getpid()), *shlex.split(server)]
     return StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
+
+
+def _is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _method(tool: types.Tool) -> Callable[..., Any]:
