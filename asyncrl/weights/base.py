@@ -111,8 +111,6 @@ class UpdateReport:
 class Sent:
     """A sender's reply: it has sent everything. The generator reports whether it arrived."""
 
-    seconds: float
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:

@@ -6,7 +6,7 @@ thread with a communicator and a CUDA stream of its own. The messages of a chann
 `asyncrl.workers`:
 
     {op: prepare, layout, workers, slot, checksums}  ->  {op: prepared, details} | {op: failed, reason}
-    {op: transfer}                                   ->  {op: sent, seconds} | {op: failed, reason}
+    {op: transfer}                                   ->  {op: sent} | {op: failed, reason}
 
 The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
 enter the group together. The learner bounds the wait: it kills this process after the deadline.
@@ -17,7 +17,6 @@ import contextlib
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -132,15 +131,12 @@ def serve(channel: socket.socket) -> None:
                     sender = sender or NcclSender(layout, command["workers"])
                     with _opening:
                         buffer = _opened(msgpack.packb(command["slot"]), layout.total_bytes)
-                    reply: dict[str, Any] = {
-                        "op": "prepared",
-                        "details": sender.prepare(command["checksums"]),
-                    }
+                    details = sender.prepare(command["checksums"])
+                    reply: dict[str, Any] = {"op": "prepared", "details": details}
                 else:
                     assert sender is not None, "transfer without prepare"
-                    started_s = time.monotonic()
                     sender.transfer(buffer)
-                    reply = {"op": "sent", "seconds": time.monotonic() - started_s}
+                    reply = {"op": "sent"}
             except TransferError as error:
                 reply = {"op": "failed", "reason": str(error)}
             channel.sendall(pack(reply))

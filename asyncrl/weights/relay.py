@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from asyncrl.weights.stream import fetch
 log = logging.getLogger(__name__)
 
 OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
+_MEMORY = Path("/dev/shm")
 # Without progress of the process that fetches; at most a quarter of the time that is left.
 SILENT_S = 5.0
 _POLL_S = 0.01
@@ -45,7 +45,7 @@ class Relay:
 
     def __init__(self, directory: Path | None = None) -> None:
         """`directory` is for the files of the locks: memory of this host by default, private to the user."""
-        self._directory = directory or _shared_memory() / f"asyncrl-{os.getuid()}"
+        self._directory = directory or _MEMORY / f"asyncrl-{os.getuid()}"
         self._path: Path | None = None
         self._own: list[Slot] = []
         self._held: int | None = None  # the file of another process's slot, with a shared lock
@@ -172,12 +172,6 @@ class Relay:
         if self._held is not None:
             os.close(self._held)
             self._held = None
-
-
-def _shared_memory() -> Path:
-    """The directory of this host's memory, or of its temporary files."""
-    memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
 def _locked(file: int, kind: int) -> bool:

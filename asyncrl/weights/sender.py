@@ -90,7 +90,7 @@ class SlotSender:
             if self._channel and self._held:
                 self._channel.say({"op": "transfer"}, self._held)
             else:
-                self._reply(Sent(seconds=0.0))
+                self._reply(Sent())
 
     def replies(self) -> list[UpdateOrder | Sent | Failed]:
         with self._lock:
@@ -120,8 +120,7 @@ class SlotSender:
                 self._reply(published.order("nccl", answer["details"]))
                 return
             self._release()
-            sent = answer["op"] == "sent"
-            self._reply(Sent(seconds=answer["seconds"]) if sent else Failed(reason=answer["reason"]))
+            self._reply(Sent() if answer["op"] == "sent" else Failed(reason=answer["reason"]))
 
     def _reply(self, reply: UpdateOrder | Sent | Failed) -> None:
         self._replies.append(reply)

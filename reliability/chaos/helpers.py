@@ -114,7 +114,7 @@ class OrderSender:
         return self._publisher.order is not None
 
     def transfer(self) -> None:
-        self._reply(Sent(seconds=0.0))
+        self._reply(Sent())
 
     def _reply(self, reply: UpdateOrder | Sent) -> None:
         self._replies.append(reply)

@@ -241,7 +241,7 @@ class Sender:
         if self._world.faults.strikes("failed_transfer"):
             self._reply(*self._world.engine.random.choice([[], [Failed(reason="broken")]]))
         else:
-            self._reply(Sent(seconds=1.0), first=lambda: setattr(update, "sent", True))
+            self._reply(Sent(), first=lambda: setattr(update, "sent", True))
 
     def _reply(self, *replies: UpdateOrder | Sent | Failed, first: Callable[[], None] = lambda: None) -> None:
         life, engine = self._lives, self._world.engine

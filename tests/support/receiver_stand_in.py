@@ -22,7 +22,7 @@ from asyncrl.weights.staging import HostStaging
 def staging(pid):
     """The staging of this process, which is a host of its own: it fetches every version itself."""
     directory = Path(tempfile.mkdtemp(prefix=f"asyncrl-host-{pid}-"))
-    with mock.patch.object(relay, "_shared_memory", lambda: directory):
+    with mock.patch.object(relay, "_MEMORY", directory):
         return HostStaging(Path("/"))
 
 

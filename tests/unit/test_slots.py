@@ -87,7 +87,7 @@ def order_of(sender):
     (order,) = sender.replies()
     assert isinstance(order, UpdateOrder)
     sender.transfer()
-    assert sender.replies() == [Sent(seconds=0.0)]
+    assert sender.replies() == [Sent()]
     return order
 
 
