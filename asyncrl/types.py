@@ -89,11 +89,10 @@ class Rollout:
     turns: Turns | None = None  # None: one turn
 
     def __post_init__(self) -> None:
-        columns = ("response_ids", "action_mask", "behaviour_logprobs")
-        lengths = {name: len(getattr(self, name)) for name in columns}
-        lengths["version_spans"] = sum(span.tokens for span in self.version_spans)
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"rollout columns differ in length: {lengths}; each token needs one entry")
+        spanned = sum(span.tokens for span in self.version_spans)
+        lengths = (len(self.response_ids), len(self.action_mask), len(self.behaviour_logprobs), spanned)
+        if len(set(lengths)) > 1:
+            raise ValueError(f"ids, mask, logprobs and spans have {lengths} entries; each token needs one")
         if self.turns is not None and (self.turns.ends > len(self.response_ids)).any():
             raise ValueError(f"a turn ends behind the {len(self.response_ids)} tokens of the response")
 
@@ -159,8 +158,9 @@ class Group:
             or not np.array_equal(np.unique(of, return_inverse=True)[1], np.sort(of))
         ):
             raise ValueError(f"the episodes {of} of {len(self.rollouts)} rollouts do not count up from 0")
-        if any(len(values) != self.episodes for values in self.episode_metrics.values()):
-            raise ValueError(f"episode metrics need one entry for each of {self.episodes} episodes")
+        for name, values in self.episode_metrics.items():
+            if len(values) != self.episodes:
+                raise ValueError(f"metric {name} needs one entry for each of {self.episodes} episodes")
 
     @property
     def episodes(self) -> int:

@@ -4,7 +4,6 @@ A frame that decodes can hold any numbers, from a faulty sender or from other se
 generator checks a group before it hands it over; the learner checks it again.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,13 +65,11 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
         yield f"greedy_reward {group.greedy_reward:g}, at most {MOST_REWARD:g} is allowed"
     for index, rollout in enumerate(group.rollouts):
         yield from (f"rollout {index}: {fault}" for fault in _rollout_faults(rollout, limits))
-    yield from _episode_faults(group)
-    yield from _metric_faults(group)
+    yield from _episode_faults(group) if group.episode_of is not None else ()
+    yield from _metric_faults(group) if group.episode_metrics or group.missing else ()
 
 
 def _episode_faults(group: Group) -> Iterator[str]:
-    if group.episode_of is None:
-        return
     for index, episode in enumerate(group.by_episode):
         if len(episode) > MOST_SEQUENCES:
             yield f"episode {index}: {len(episode)} rollouts, {MOST_SEQUENCES} are allowed"
@@ -149,4 +146,5 @@ def _outside(values: NDArray[np.generic], lowest: float, highest: float) -> floa
     if not len(values):
         return None
     extremes = float(values.min()), float(values.max())
-    return next((value for value in extremes if math.isnan(value) or not lowest <= value <= highest), None)
+    # The comparison is false for NaN.
+    return next((value for value in extremes if not lowest <= value <= highest), None)

@@ -61,6 +61,11 @@ _OF_TURNS = ("rewards", "states", "order")
 # Numpy's objects, because comparing them is faster than making their names.
 _DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
 _OPTIONAL_DTYPES = {name: DTYPES[kind] for name, kind in _OPTIONAL.items()}
+# The lowest value of each column of counts.
+_LOWEST = {
+    **dict.fromkeys(("prompt_tokens", "response_tokens", "spans", "span_tokens"), 0),
+    **dict.fromkeys(("answer_bytes", "turns"), NONE),
+}
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:
@@ -168,20 +173,24 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
 
 def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
     found = {name: array.dtype for name, array in arrays.items()}
-    if found != _DTYPES and not _DTYPES.items() <= found.items() <= (_DTYPES | _OPTIONAL_DTYPES).items():
+    if found != _DTYPES:
+        _check_optional(found)
+    _check_counts(arrays)
+    for name, least in _LOWEST.items():
+        if name in arrays and (arrays[name] < least).any():
+            raise WireError(f"the group has a negative count in {name}")
+    if (arrays["action_mask"] > 1).any():
+        raise WireError("the group has an action mask with values other than 0 and 1")
+
+
+def _check_optional(found: Mapping[str, np.dtype[Any]]) -> None:
+    if not _DTYPES.items() <= found.items() <= (_DTYPES | _OPTIONAL_DTYPES).items():
         names = {name: dtype.name for name, dtype in found.items()}
         raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}, allowed too are {_OPTIONAL}")
     if ("turns" in found) != ("turn_ends" in found) or any(
         f"turn_{name}" in found and "turns" not in found for name in _OF_TURNS
     ):
         raise WireError(f"the group has tensors {list(found)}; turns and turn_ends come together")
-    _check_counts(arrays)
-    lowest = {"prompt_tokens": 0, "response_tokens": 0, "spans": 0, "span_tokens": 0}
-    for name, least in (lowest | {"answer_bytes": NONE, "turns": NONE}).items():
-        if name in arrays and (arrays[name] < least).any():
-            raise WireError(f"the group has a negative count in {name}")
-    if (arrays["action_mask"] > 1).any():
-        raise WireError("the group has an action mask with values other than 0 and 1")
 
 
 def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -199,9 +208,9 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
 def _check_finite(
     arrays: Mapping[str, NDArray[Any]], greedy_reward: float | None, reward_parts: Sequence[float] = ()
 ) -> None:
-    columns = {
-        name: arrays[name] for name in ("behaviour_logprobs", "rewards", "turn_rewards") if name in arrays
-    }
+    columns = {name: arrays[name] for name in ("behaviour_logprobs", "rewards")}
+    if "turn_rewards" in arrays:
+        columns["turn_rewards"] = arrays["turn_rewards"]
     if "episode_metrics" in arrays:  # NaN marks a metric that this episode does not have
         columns["episode_metrics"] = arrays["episode_metrics"][~np.isnan(arrays["episode_metrics"])]
     columns["reward_parts"] = np.asarray(reward_parts, dtype=np.float64)

@@ -147,6 +147,12 @@ def test_the_judge_refuses(case):
     assert len(reason) < 500
 
 
+@pytest.mark.parametrize("column", ["response_ids", "action_mask", "behaviour_logprobs", "version_spans"])
+def test_a_rollout_has_one_entry_for_each_token_in_every_column(column):
+    with pytest.raises(ValueError, match="each token needs one"):
+        rollout(**{column: getattr(rollout(response=[5, 6, 99]), column)})
+
+
 def test_the_judge_lets_pass_what_is_at_the_bounds():
     at_bounds = group(
         rollout(prompt=[99], response=[0] * 23, nats=-MOST_NATS, reward=MOST_REWARD, version=MOST_VERSION),
