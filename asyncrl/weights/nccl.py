@@ -5,8 +5,8 @@ this process and not the learner. Over the socket it gets a channel for each gen
 thread with a communicator and a CUDA stream of its own. The messages of a channel are framed as in
 `asyncrl.workers`:
 
-    {op: prepare, layout, workers, slot, checksums}  ->  {op: prepared, details} | {op: failed, reason}
-    {op: transfer}                                   ->  {op: sent} | {op: failed, reason}
+    {op: prepare, layout, workers, slot}  ->  {op: prepared, details} | {op: failed, reason}
+    {op: transfer}                        ->  {op: sent} | {op: failed, reason}
 
 The rendezvous is the 128-byte unique id in the update order; it needs no store and no port. Both ends must
 enter the group together. The learner bounds the wait: it kills this process after the deadline.
@@ -17,7 +17,6 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -42,7 +41,7 @@ _streams: list[Any] = []
 
 @dataclass(slots=True)
 class NcclSender:
-    """One communicator, used until it fails. An order's details are `init` (new groups only) and `update`."""
+    """One communicator, used until it fails. Its details in an order: `init` (new groups only), `update`."""
 
     layout: Layout
     # The generator's tensor-parallel workers; each of them receives everything.
@@ -51,8 +50,8 @@ class NcclSender:
     _communicator: Any = None
     _stream: Any = None
 
-    def prepare(self, checksums: Sequence[int]) -> dict[str, Any]:
-        """Return the details of the update order. Raises TransferError."""
+    def prepare(self) -> dict[str, Any]:
+        """Return the details of the update order, without checksums. Raises TransferError."""
         if not torch.cuda.is_available():
             raise TransferError(
                 "nccl: this host shows no CUDA device to the sender; leave weights.transport auto"
@@ -63,8 +62,7 @@ class NcclSender:
             "dtype_names": [spec.dtype for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
         }
-        init = None if self._communicator else self._new_init()
-        return {"init": init, "update": update, "checksums": list(checksums)}
+        return {"init": None if self._communicator else self._new_init(), "update": update}
 
     def transfer(self, buffer: Tensor) -> None:
         """Send a slot, while the generator receives the order. Raises TransferError.
@@ -131,8 +129,7 @@ def serve(channel: socket.socket) -> None:
                     sender = sender or NcclSender(layout, command["workers"])
                     with _opening:
                         buffer = _opened(msgpack.packb(command["slot"]), layout.total_bytes)
-                    details = sender.prepare(command["checksums"])
-                    reply: dict[str, Any] = {"op": "prepared", "details": details}
+                    reply: dict[str, Any] = {"op": "prepared", "details": sender.prepare()}
                 else:
                     assert sender is not None, "transfer without prepare"
                     sender.transfer(buffer)

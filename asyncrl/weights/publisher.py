@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -141,7 +140,7 @@ class SlotPublisher:
         sender = SlotSender(
             take=self._take,
             give_back=self._give_back,
-            describe=self._describe,
+            order=self._order,
             nccl=self._nccl,
             workers=workers,
         )
@@ -235,13 +234,14 @@ class SlotPublisher:
         with self._lock:
             published.unpin()
 
-    def _describe(self, published: Published, transport: str) -> dict[str, Any]:
-        """The details of an order over `transport`, which needs no process. Raises OSError."""
+    def _order(self, published: Published, transport: str) -> UpdateOrder:
+        """The order over `transport`, which needs no process. Raises OSError."""
+        layout = self._layout.to_plain()
         if transport != "tcp":
-            return published.details(slot=published.slot.describe())
+            return published.order(transport, layout=layout, slot=published.slot.describe())
         if self._server is None:
             raise OSError("the learner listens on no address; set control.bind")
-        return published.details(source=self._server.source(published.stamp))
+        return published.order(transport, layout=layout, source=self._server.source(published.stamp))
 
     def _file_of(self, stamp: int) -> int:
         """The open file of the slot in host memory with this publication; -1 if there is none."""

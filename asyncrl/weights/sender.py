@@ -28,8 +28,8 @@ _START_S = 60.0
 class SlotSender:
     """Implements `weights.base.Sender`.
 
-    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `describe` returns the
-    details of an order over a transport that needs no process. `workers` of the generator are to receive.
+    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `order` makes the
+    order over a transport that needs no process. `workers` of the generator are to receive.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class SlotSender:
         *,
         take: Callable[[str, int], Published | int],
         give_back: Callable[[Published], None],
-        describe: Callable[[Published, str], dict[str, Any]],
+        order: Callable[[Published, str], UpdateOrder],
         nccl: "NcclProcess",
         workers: int,
     ) -> None:
         """Raises OSError."""
-        self._take, self._give_back, self._describe = take, give_back, describe
+        self._take, self._give_back, self._order = take, give_back, order
         self._nccl, self._workers = nccl, workers
         self._lock = threading.RLock()  # answers over a channel come in a thread of its own
         self._held: Published | None = None
@@ -76,9 +76,9 @@ class SlotSender:
                     self._channel = self._channel or NcclChannel(self._nccl, self._hear)
                     layout, slot = found.layout.to_plain(), found.slot.describe()
                     message = {"op": "prepare", "layout": layout, "workers": self._workers, "slot": slot}
-                    self._channel.say(message | {"checksums": found.checksums}, found)
+                    self._channel.say(message, found)
                 else:
-                    self._reply(found.order(transport, self._describe(found, transport)))
+                    self._reply(self._order(found, transport))
             except OSError as error:
                 self._release()
                 self._reply(Failed(reason=f"weights over {transport} cannot be prepared: {error}"))
@@ -117,7 +117,7 @@ class SlotSender:
             if channel is not self._channel or published is not self._held:
                 return  # given up
             if answer["op"] == "prepared":
-                self._reply(published.order("nccl", answer["details"]))
+                self._reply(published.order("nccl", **answer["details"]))
                 return
             self._release()
             self._reply(Sent() if answer["op"] == "sent" else Failed(reason=answer["reason"]))

@@ -163,13 +163,10 @@ class Published:
         self.slot.readers -= is_there
         return is_there
 
-    def order(self, transport: str, details: dict[str, Any]) -> UpdateOrder:
-        """The order to receive this version over `transport`."""
+    def order(self, transport: str, **details: Any) -> UpdateOrder:
+        """The order to receive this version over `transport`; the checksums are added to `details`."""
+        details["checksums"] = list(self.checksums)
         return replace(self.template, transport=transport, details=details)
-
-    def details(self, **place: Any) -> dict[str, Any]:
-        """The details of an order: where the slot is, what it holds, and with which checksums."""
-        return {"layout": self.layout.to_plain(), "checksums": list(self.checksums), **place}
 
 
 @dataclass(slots=True, eq=False)

@@ -144,7 +144,7 @@ class Pair:
         buffer = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
         for index, spec in enumerate(LAYOUT.specs):
             LAYOUT.view(buffer, index).copy_(torch.randn(spec.shape))
-        details = self.sender.prepare(checksums(buffer, LAYOUT))
+        details = {**self.sender.prepare(), "checksums": list(checksums(buffer, LAYOUT))}
         update = {"transport": "nccl", "target": "weights", "deadline_s": deadline_s, "details": details}
         errors = {}
         calls = [lambda each=each: each.update_weights(update) for each in self.receivers]
@@ -300,7 +300,7 @@ def test_both_ends_of_the_packing_agree_on_what_we_give_them():
 @pytest.mark.parametrize("part", ["init", "update"])
 def test_an_order_fills_vllms_own_messages_and_a_field_more_or_less_is_refused(part):
     pair = Pair(2)
-    fields = pair.sender.prepare(())[part]
+    fields = pair.sender.prepare()[part]
     parse = getattr(pair.receivers[0], f"parse_{part}_info")
     parsed = parse(fields)
     assert {name: getattr(parsed, name) for name in fields} == fields
