@@ -47,7 +47,7 @@ def make_layout(options: argparse.Namespace) -> Layout:
     for index in range(options.mib // 2):
         specs.append(TensorSpec(name=f"layer.{index}.matrix", dtype=options.dtype, shape=(rows, 1024)))
         specs.append(TensorSpec(name=f"layer.{index}.norm", dtype=options.dtype, shape=(1000,)))
-    return Layout.plan(specs, options.bucket_mib << 20)
+    return Layout.plan(specs, 1 << 26)
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -174,7 +174,6 @@ def main() -> None:
     )
     parser.add_argument("--transport", choices=("tcp", "slot"), default="tcp")
     parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     add_options(parser, dtype="bfloat16")
@@ -203,7 +202,6 @@ def main() -> None:
     result = {
         "workload": {
             "bytes": total_bytes,
-            "bucket_mib": options.bucket_mib,
             "rounds": options.rounds,
             "transport": options.transport,
             "device": options.device,
