@@ -62,7 +62,9 @@ class Session:
         rule, text = self._continued(parent, new, tools)
         if rule in (_ROOT, RENDERED):
             parent = None
-        ids = tuple(self._renderer.encode(text))
+        ids = tuple(
+            self._behind(int(parent.sampled_ids[-1]), text) if parent else self._renderer.encode(text)
+        )
         return Request(
             prompt_ids=(*parent.ids, *ids) if parent else ids,
             parent=parent,
@@ -149,6 +151,14 @@ class Session:
         if self._history == "template" and whole.startswith(before := self._renderer.decode(parent.ids)):
             return STABLE, whole[len(before) :]
         return RENDERED, whole
+
+    def _behind(self, last_id: int, text: str) -> list[int]:
+        """The ids that `text` has behind a stop token: some tokenizers put a blank there, others do not."""
+        if last_id in self._renderer.stop_ids:
+            first, *ids = self._renderer.encode(self._renderer.decode([last_id]) + text)
+            if first == last_id:
+                return ids
+        return self._renderer.encode(text)
 
     def _count(self, request: Request, turn: Turn) -> None:
         rules = _RULES if request.key else (_TEXT,)

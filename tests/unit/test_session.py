@@ -355,6 +355,25 @@ def test_text_that_is_appended_gets_no_blank_of_its_own(blank):
     assert renderer.encode(" foo bar", inside=True) == renderer.encode("bar foo bar")[len(first) :]
 
 
+@pytest.mark.parametrize("blank", ["always", "first", "never", "normalizer"])
+def test_what_a_template_writes_behind_a_stop_token_has_the_ids_of_the_whole_text(blank):
+    """Behind a special token some of these tokenizers put a blank, and others do not."""
+    tokenizer = sentencepiece_tokenizer(blank)
+    user_or_answer = "{{ m.content + eos_token if m.role == 'assistant' else 'foo' + m.content + 'bar' }}"
+    tokenizer.chat_template = "{% for m in messages %}" + user_or_answer + "{% endfor %}"
+    renderer, eos = TemplateRenderer(tokenizer), tokenizer.eos_token_id
+    session, messages = Session(renderer), [user("42")]
+    for said in ("foo", " bar", "<", ""):
+        request = session.request(messages)
+        answer = {"role": "assistant", "content": "420"}
+        session.record(request, rollout_of(request.prompt_ids, [*renderer.encode("420"), eos]), answer)
+        messages += [answer, user(said)]
+        whole = renderer.encode(renderer.render(messages, generation=True))
+        behind = len(whole) - whole[::-1].index(eos)
+        assert list(session.request(messages).delta_ids) == whole[behind:]
+    assert session.counts["stable"] == 3 and session.counts["roots"] == 1
+
+
 def test_an_engine_that_samples_behind_other_ids_is_drift():
     renderer = renderer_of("qwen2_5")
     session = Session(renderer)
