@@ -82,9 +82,7 @@ class Environments:
         if has["kind"] == "text":
             outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
         else:
-            outcome = await play_tool_class(
-                conversation, self._toolbox, ask, start, ends=has["ends"], rewards=has["rewards"]
-            )
+            outcome = await play_tool_class(conversation, self._toolbox, ask, start, rewards=has["rewards"])
         if has["closes"]:
             await asked(ask, "close")
         return outcome

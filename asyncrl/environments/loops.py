@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.environments.base import Answer, BudgetSpent, Outcome, Talk, ToolCall
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.returned import read_reset, read_reward, read_step
+from asyncrl.environments.returned import read_done, read_reset, read_reward, read_step
 from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import EnvironmentFault
 
@@ -81,10 +81,13 @@ async def play_tool_class(
     ask: Ask,
     start: Mapping[str, Any],
     *,
-    ends: bool,
     rewards: bool,
 ) -> Outcome:
-    """Play with the methods of one object as tools: calls run in order, and a lost object is a fault."""
+    """Play with the methods of one object as tools: calls run in order, and a lost object is a fault.
+
+    After the calls of each answer the object is asked whether the episode is over, because `__init__`,
+    `reset` or a tool may set the attribute that says so.
+    """
     observation, _ = read_reset(await asked(ask, "reset", **start))
     conversation.observe(observation)
 
@@ -93,7 +96,7 @@ async def play_tool_class(
             mistake = toolbox.mistake(call)
             reply = None if mistake else await ask(_request(call, conversation))
             _observe(conversation, call, mistake, reply, 0.0)
-        return ends and bool((await asked(ask, "done"))["value"])
+        return read_done((await asked(ask, "done"))["value"])
 
     finish_reason = await _until_no_call(conversation, toolbox, answer_calls)
     reward = read_reward("reward", (await asked(ask, "reward"))["value"]) if rewards else None

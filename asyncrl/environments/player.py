@@ -85,7 +85,7 @@ class Player:
         return self._returned(self._ask(REWARDS))
 
     def _done(self) -> dict[str, Any]:
-        return {"value": bool(self._ask(ENDS))}
+        return self._returned(self._ask(ENDS))
 
     def _close(self) -> dict[str, Any]:
         return self._returned(getattr(self._instance, CLOSE)())

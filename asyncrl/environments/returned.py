@@ -86,6 +86,13 @@ def read_reward(method: str, value: object) -> float | None:
     return number
 
 
+def read_done(value: object) -> bool:
+    """Return whether the episode is over; None, of an object that does not say it, is False."""
+    if value not in (None, False, True) or isinstance(value, float):
+        raise _wrong("is_done or done", value, "True or False; give another attribute another name")
+    return bool(value)
+
+
 def read_observation(method: str, value: object) -> Observation:
     """Return text, messages with a role and text, or None."""
     if value is None or isinstance(value, str):

@@ -36,7 +36,6 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         "tools": [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
         # Classes for TRL often have a reward as an attribute, which `__init__` or a tool sets.
         "rewards": kind == "tool_class" or any(hasattr(first, name) for name in REWARDS),
-        "ends": any(hasattr(first, name) for name in ENDS),
         "closes": inspect.isclass(first) and hasattr(first, CLOSE),
     }
 

@@ -348,6 +348,42 @@ def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("place", ["__init__", "reset", "tool"])
+def test_the_attribute_that_ends_an_episode_may_be_set_anywhere(tmp_path, place):
+    lines = {one: "self.done = False" if one == place else "pass" for one in ("__init__", "reset")}
+    code = f"""
+class Twice:
+    def __init__(self):
+        self.calls = 0
+        {lines["__init__"]}
+
+    def reset(self):
+        {lines["reset"]}
+
+    def call(self) -> str:
+        "Call it."
+        self.calls += 1
+        if self.calls == 2: self.done = True
+        return "called"
+"""
+    assert ended(tmp_path, code, "Twice").metrics["tools/calls"] == 2
+    assert ended(tmp_path, code.replace("self.done", "self.not_it"), "Twice").metrics["tools/calls"] == 5
+    with pytest.raises(
+        EnvironmentFault, match=r"is_done or done.* returned list .*; allowed is True or False"
+    ):
+        ended(tmp_path, code.replace("self.done = True", "self.done = [1]"), "Twice")
+
+
+def ended(tmp_path, code, name):
+    """The outcome of an episode with five calls, if nothing ends it before."""
+
+    async def scenario():
+        async with environment(tmp_path, code, name) as played:
+            return await play(played, ScriptedTalk([calls(("call", {}))] * 5 + ["enough"]), prompt=ASK)
+
+    return asyncio.run(scenario())
+
+
 def test_an_object_with_tools_keeps_its_state_until_it_says_that_it_is_done(tmp_path):
     async def scenario():
         async with environment(tmp_path, SHELF, "Shelf") as played:

@@ -211,7 +211,7 @@ def test_what_a_user_names_is_told_apart_by_its_shape():
     assert found["kind"] == "tool_class" and [one["name"] for one in found["tools"]] == ["put", "read"]
     assert [[one["name"] for one in tool["parameters"]] for tool in found["tools"]] == [["name"], ["self"]]
     assert (found["columns"], found["required"], found["takes_all"]) == (["title", "count"], ["title"], False)
-    assert (found["rewards"], found["ends"], found["closes"]) == (True, True, False)
+    assert (found["rewards"], found["closes"]) == (True, False)
     played = describe([rollout])
     assert (played["kind"], played["columns"], played["takes_all"]) == ("rollout", ["question"], True)
     tools = describe([add, look])
