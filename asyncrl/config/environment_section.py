@@ -1,7 +1,11 @@
 """The section `environment` of a config."""
 
 import ast
+import sys
+from collections.abc import Iterable
 from functools import cache
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,8 +82,8 @@ class EnvironmentConfig(Part):
     def sequences(self) -> int:
         """Most sequences of an episode: a turn whose history was rewritten begins another one.
 
-        An agent or a rollout function may begin a conversation with each turn. Of `uses`, only a file can
-        show that its name is a rollout function; nothing is imported here.
+        An agent or a rollout function may begin a conversation with each turn. The source of `uses` shows
+        whether its name is a rollout function; nothing is imported here.
         """
         begins = self.command or _is_rollout(self.uses) or (self.uses and self.history == "template")
         return min(self.max_turns, MOST_SEQUENCES) if begins else 1
@@ -87,12 +91,25 @@ class EnvironmentConfig(Part):
 
 @cache
 def _is_rollout(uses: str | tuple[str, ...]) -> bool:
-    """Whether `uses` names an `async` function of a file that can be read."""
+    """Whether `uses` names an `async` function of a file or a module that can be read."""
     if not isinstance(uses, str):
         return len(uses) == 1 and _is_rollout(uses[0])
     place, _, name = uses.rpartition(":")
     try:
-        body = ast.parse(Path(place).read_bytes()).body if place.endswith(".py") else []
-    except (OSError, SyntaxError, ValueError):  # `asyncrl validate` reports it
+        source = place if place.endswith(".py") else _source_of(place)
+        body = ast.parse(Path(source).read_bytes()).body if source else []
+    except (ImportError, LookupError, OSError, SyntaxError, ValueError):  # `asyncrl validate` reports it
         return False
     return any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body)
+
+
+def _source_of(module: str) -> str | None:
+    """The file of a module, found without importing the packages that it is in."""
+    places: Iterable[str] | None = [str(Path.cwd()), *sys.path]
+    source = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(name, list(places)) if places else None
+        if spec is None:
+            return None
+        source, places = spec.origin, spec.submodule_search_locations
+    return source

@@ -1,6 +1,7 @@
 """Derived quantities and rules between keys."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,29 @@ def test_a_rollout_function_may_begin_a_conversation_with_each_turn(tmp_path: Pa
         for uses in (f"{file}:{name}", (f"{file}:{name}",)):
             assert EnvironmentConfig(uses=uses, max_turns=9).sequences == sequences
     assert EnvironmentConfig(command=("a",), max_turns=999).sequences == MOST_SEQUENCES
+
+
+def test_a_rollout_of_a_module_is_found_without_importing_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "my_games" / "deep"
+    package.mkdir(parents=True)
+    for one in (package.parent, package):
+        (one / "__init__.py").write_text("raise SystemExit\nasync def rollout(session): ...\n")
+    (package / "mine.py").write_text("async def rollout(session): ...\ndef tool(): ...\n")
+    (tmp_path / "scattered" / "more").mkdir(parents=True)
+    (tmp_path / "scattered" / "more" / "other.py").write_text("async def rollout(session): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {
+        "my_games.deep.mine:rollout": 9, "my_games.deep:rollout": 9, "my_games.deep.mine:tool": 1,
+        "my_games.deep.mine.more:rollout": 1, "my_games.nothing:rollout": 1, "nothing:rollout": 1,
+        "my_games..mine:rollout": 1, ":rollout": 1, "rollout": 1, "math:rollout": 1, "sys:rollout": 1,
+        "asyncrl.quickstart.games:Guess": 1, "python": 1,
+    }  # fmt: skip
+    for uses, sequences in found.items():
+        assert EnvironmentConfig(uses=uses, max_turns=9).sequences == sequences, uses
+    assert not {"my_games", "scattered"} & sys.modules.keys()
+    assert EnvironmentConfig(uses="scattered.more.other:rollout", max_turns=9).sequences in (1, 9)
 
 
 def test_reward_parts_need_different_names() -> None:
