@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.environments.caller import Caller
 from asyncrl.environments.channel import Call
-from asyncrl.environments.fork_server import ForkServer
+from asyncrl.environments.fork_server import BEGINNINGS, ForkServer
 from asyncrl.errors import EnvironmentFault
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,17 @@ class ToolPool:
         self._call_s = QUEUE_S
 
     async def start(self) -> None:
-        """Start all workers. Raises EnvironmentFault."""
-        await asyncio.gather(*(self._add() for _ in range(self._count)))
+        """Start all workers, again if their fork server dies meanwhile. Raises EnvironmentFault."""
+        for left in reversed(range(BEGINNINGS)):
+            starting = [self._add() for _ in range(self._count - len(self._workers))]
+            failed = [one for one in await asyncio.gather(*starting, return_exceptions=True) if one]
+            if not failed:
+                return
+            if not left or not isinstance(failed[0], EnvironmentFault) or failed[0].reason == "start":
+                raise failed[0]
+            log.warning(
+                "%d workers for tools did not start and are started again: %s", len(failed), failed[0]
+            )
 
     def ask(self, request: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
         """Return the future of a call's reply. It raises EnvironmentFault if the worker is lost."""

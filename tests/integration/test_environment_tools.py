@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from asyncrl.environments.base import Answer, BudgetSpent
+from asyncrl.environments.fork_server import ForkServer
 from asyncrl.errors import EngineError, EnvironmentFault
 from tests.support.environments import calls, environment, fork_server, play
 from tests.support.talks import ScriptedTalk
@@ -346,6 +347,31 @@ def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
                 assert after.shown[-1][-1]["content"] == "5"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_tools_start_again_if_their_fork_server_is_killed_meanwhile(tmp_path, monkeypatch, deaths):
+    begin, asked = ForkServer.worker, []
+
+    async def killed(self, channel):
+        asked.append(self)
+        if len(asked) <= deaths:
+            await self._running()
+            os.kill(fork_server().pid, signal.SIGKILL)
+        return await begin(self, channel)
+
+    async def scenario():
+        monkeypatch.setattr(ForkServer, "worker", killed)
+        async with environment(tmp_path, TOOLS, "add") as played:
+            talk = ScriptedTalk([calls(("add", {"a": 2, "b": 3})), "enough"])
+            await play(played, talk, prompt=ASK)
+            return talk.shown[-1][-1]["content"]
+
+    if deaths == 3:
+        with pytest.raises(EnvironmentFault, match="fork server of the environment"):
+            asyncio.run(scenario())
+    else:
+        assert asyncio.run(scenario()) == "5" and len(asked) == deaths + 1
 
 
 @pytest.mark.parametrize("place", ["__init__", "reset", "tool"])
