@@ -4,7 +4,7 @@
 
     in   {start, columns, seed, place} | {cancel} | {ping}
          {call, answer: {text, finish_reason, tokens, reasoning, tool_calls}} | {call, spent: finish reason}
-    out  {call, episode, messages, tools} | {call, episode, text} | {episode, reward, state}
+    out  {call, episode, messages, tools, train} | {call, episode, text} | {episode, reward, state}
          {episode, value, metrics} | {episode, spent: finish reason} | {episode, error, where, fault} | {pong}
 """
 
@@ -37,10 +37,15 @@ class Session:
         self.metrics: dict[str, float] = {}
 
     async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = (),
+        train: bool = True,
     ) -> Answer:
         """Return the model's answer to a conversation. `tools` are functions or JSON schemas.
 
+        With `train=False` the answer is not trained, for example that of a judge.
         Raises BudgetSpent if no turn is left. A rollout may let it pass; then the episode has no reward.
         Raises TypeError for a tool that is neither, and for what is not a list of messages.
         """
@@ -51,7 +56,8 @@ class Session:
             if isinstance(tool, Mapping) and "function" not in tool:
                 raise TypeError(f"found the tool {tool!r:.80}; as a schema it is {_SCHEMA}")
         offered = [tool if isinstance(tool, Mapping) else describe_tool(tool) for tool in tools]
-        return await self._host.ask({"messages": list(messages), "tools": offered, "episode": self._number})
+        question = {"messages": list(messages), "tools": offered, "train": bool(train)}
+        return await self._host.ask({**question, "episode": self._number})
 
     async def complete(self, text: str) -> Answer:
         """Return the model's answer to everything before, with `text` appended as it is.

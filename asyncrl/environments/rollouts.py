@@ -124,7 +124,8 @@ class _Episode:
                 answer = await self._talk.complete(message["text"])
             else:
                 tools = [one if "function" in one else tool_schema(one) for one in message["tools"]]
-                answer = await self._talk.chat(message["messages"], tools=tools)
+                train = message["train"]
+                answer = await self._talk.chat(message["messages"], tools=tools, train=train)
             self._turns += 1
             self._finish_reason = answer.finish_reason
             calls = [

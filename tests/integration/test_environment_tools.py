@@ -144,6 +144,7 @@ async def rollout(session, prompt, how="sum", **columns):
     if how == "schema": await session.chat(messages, tools=[{"name": "add"}])
     if how == "text": await session.chat("hello")
     if how == "list": await session.complete(messages)
+    if how == "judge": await session.chat(messages, train=False)
     while True:
         answer = await session.chat(messages, tools=[add])
         messages.append(answer.message)
@@ -520,6 +521,12 @@ def test_a_rollout_talks_to_the_model_as_it_likes(tmp_path):
     assert talk.rewards == [(0.25, 7)]
     assert [one["function"]["name"] for one in talk.tools[0]] == ["add"], "functions become schemas"
     assert talk.shown[1][-1] == {"role": "tool", "tool_call_id": "call-0", "name": "add", "content": "5"}
+
+
+def test_a_rollout_may_ask_a_judge_that_is_not_trained(tmp_path):
+    talk = sums()
+    run_rollout(tmp_path, "judge", talk)
+    assert talk.trained == [False, True]
 
 
 @pytest.mark.parametrize(

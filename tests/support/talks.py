@@ -16,10 +16,14 @@ class ScriptedTalk:
         self._left = max_turns
         self.shown: list[Any] = []
         self.tools: list[Sequence[Mapping[str, Any]]] = []
+        self.trained: list[bool] = []
         self.rewards: list[tuple[float | None, int | None]] = []
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Answer:
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = True
+    ) -> Answer:
         self.tools.append(tools)
+        self.trained.append(train)
         return self._next([dict(message) for message in messages])
 
     async def complete(self, text: str) -> Answer:
