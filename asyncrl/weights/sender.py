@@ -28,8 +28,8 @@ _START_S = 60.0
 class SlotSender:
     """Implements `weights.base.Sender`.
 
-    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `order` makes the
-    order over a transport that needs no process. `workers` of the generator are to receive.
+    `take` pins a version, as `SlotPublisher._take` says; `give_back` unpins it. `order` makes the order
+    over a transport that needs no process. `workers` of the generator are to receive.
     """
 
     def __init__(
