@@ -137,6 +137,16 @@ def test_every_gpu_config_fits_the_gpus_that_its_header_names(path):
     assert {gpu for seat in (*placement.ranks, *placement.generators) for gpu in seat.gpus} == {*range(gpus)}
 
 
+def test_the_config_of_the_page_on_own_tasks_fits_the_gpu_that_it_names(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "own-task.md").read_text()
+    (block,) = re.findall(r"```yaml\n(# gpu-task\.yaml\n.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    config = load_config(_write(tmp_path / "gpu-task.yaml", block))
+    assert "fits one GPU of 80 GB" in page
+    machine = Machine(memory_bytes=500 << 30, gpu_bytes=(80 * 10**9,))
+    assert not forecast(config, SHAPES[config.model.path], machine, rows=7473).warnings
+
+
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_expected_times_follow_from_their_assumptions_and_the_config(path):
     """docs/gpu.md against the formula that it states, and the header of the config against docs/gpu.md."""
