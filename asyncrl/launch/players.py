@@ -1,5 +1,6 @@
 """The processes of a generator that run user code: rewards, and the environment if there is one."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,17 @@ from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.session.delta import rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
+
+log = logging.getLogger(__name__)
+
+# What `environment.history` means for a template that rewrites.
+HISTORY = {
+    "exact": "environment.history is exact, so the policy reads what it sampled: deploy it with a template "
+    "that keeps the history, or set template",
+    "template": "environment.history is template, so each such turn begins a sequence",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,9 @@ class Players:
 
         model = self.config.model
         renderer = TemplateRenderer(prompts.tokenizer, stop_ids(model))
+        if model.chat_template and (places := rewritten(renderer)):
+            kept = HISTORY[self.config.environment.history]
+            log.warning("the chat template rewrites history behind %s; %s", " and ".join(places), kept)
         reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser)
         if isinstance(self.environment, Environments) and (tools := self.environment.schemas):
             reader.require_tools(tools)  # an agent brings its own

@@ -8,12 +8,20 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.errors import RenderError
 from asyncrl.session.base import Message, Renderer
+from asyncrl.session.chat_template import PROBE
 
 STABLE = "stable"  # the template's text of the history is a prefix of its text of the longer history
 SHORT = "short"  # the same holds for a history of two messages that stands for the real one
 KEPT = "kept"  # the template keeps the last answer, and what it writes behind the answer's stop is taken
 RENDERED = "rendered"  # none holds: the whole conversation is rendered and begins a sequence
 _PLAIN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"})
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "some_name", "content": "x"}
+# Conversations that show whether a template rewrites what was said, and what is said next.
+_PROBES: dict[str, tuple[Sequence[Message], Message]] = {
+    "an answer": (_PLAIN, _PLAIN[0]),
+    "an answer with reasoning": ((_PLAIN[0], {**_PLAIN[1], "reasoning_content": "y"}), _PLAIN[0]),
+    "a tool call": (PROBE, _RESULT),
+}
 _MARK = "the-last-answer-ends-here-8f1c2d"
 
 
@@ -92,3 +100,15 @@ def delta(
             stop = renderer.decode([last_id]) if last_id in renderer.stop_ids else None
             return name, border.after_stop(text, stop)
     return None
+
+
+def rewritten(renderer: Renderer) -> list[str]:
+    """Return behind which answers the chat template rewrites the history when a message follows."""
+    border = _Border(renderer, ())
+    return [
+        name
+        for name, (history, new) in _PROBES.items()
+        if border.continued(history, [new]) is None
+        and border.render(history, generation=False) is not None
+        and border.render([*history, new], generation=True) is not None
+    ]

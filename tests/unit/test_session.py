@@ -3,6 +3,8 @@
 import os
 import random
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +13,14 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.errors import DriftError, RenderError
+from asyncrl.launch import players
 from asyncrl.session.chat_template import TemplateRenderer
+from asyncrl.session.delta import rewritten
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout, VersionSpan
 from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of
 from tests.support.random_agent import TOOL, Agent, Call
+from tests.support.task_config import config_of
 
 CONVERSATIONS = int(os.environ.get("ASYNCRL_CONVERSATIONS", "1800"))
 """Over all templates; the nightly job plays 10,000."""
@@ -105,6 +110,23 @@ def test_with_history_template_the_policy_reads_what_the_template_writes(name):
         for call in agent.calls:
             text = agent.renderer.render(call.request.messages, call.tools, generation=True)
             assert agent.renderer.decode(call.request.prompt_ids) == text
+
+
+REWRITING = {
+    "gemma4_v5": 1, "glm4moe": 1, "gptoss": 2, "nemotron_3_super": 1, "phi3": 3, "qwen3": 3, "qwen3_5_think": 2,
+}  # fmt: skip
+"""Templates that rewrite history, and the number of kinds of answers behind which they do."""
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_template_that_rewrites_history_is_known_at_the_start(name, monkeypatch, caplog):
+    renderer = renderer_of(name)
+    assert len(rewritten(renderer)) == REWRITING.get(name, 0)
+    config = config_of(environment={"uses": "game.py:Game", "history": "template"})
+    monkeypatch.setattr(players, "stop_ids", lambda model: renderer.stop_ids)
+    prompts = SimpleNamespace(tokenizer=renderer._tokenizer)
+    players.Players.of(config, Path()).sampler(None, prompts, "g0")
+    assert ("environment.history is template" in caplog.text) == (name in REWRITING)
 
 
 def rollout_of(prompt_ids, ids, *, version: int = 0) -> Rollout:
