@@ -5,6 +5,7 @@ entries of the columns. The columns of `_OPTIONAL` are in the frame only if the 
 turns: episode e owns the next entries of `episode_metrics`, rollout r the next `turns[r]` of its turns.
 """
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -213,11 +214,11 @@ def _check_finite(
         columns["turn_rewards"] = arrays["turn_rewards"]
     if "episode_metrics" in arrays:  # NaN marks a metric that this episode does not have
         columns["episode_metrics"] = arrays["episode_metrics"][~np.isnan(arrays["episode_metrics"])]
-    columns["reward_parts"] = np.asarray(reward_parts, dtype=np.float64)
-    columns["greedy_reward"] = np.asarray(0.0 if greedy_reward is None else greedy_reward)
-    for name, values in columns.items():
-        if not np.isfinite(values).all():
-            raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
+    numbers = {"reward_parts": reward_parts, "greedy_reward": [greedy_reward or 0.0]}
+    wrong = [name for name, values in columns.items() if not np.isfinite(values).all()]
+    wrong += [name for name, values in numbers.items() if not all(map(math.isfinite, values))]
+    if wrong:
+        raise WireError(f"the group has {wrong[0]} that are not finite; every number of a rollout must be")
 
 
 def _rollouts(
