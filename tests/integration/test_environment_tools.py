@@ -486,6 +486,43 @@ def test_an_object_that_is_lost_is_a_fault(tmp_path, name, reason):
     asyncio.run(scenario())
 
 
+ENDS = '''
+class Ends:
+    def reset(self, how):
+        self.how = how
+
+    def put(self) -> str:
+        """Put."""
+        return "fine"
+
+    def is_done(self):
+        return self._fails("is_done")
+
+    def get_reward(self):
+        return self._fails("get_reward") or 1.0
+
+    def close(self):
+        self._fails("close")
+
+    def _fails(self, name):
+        if self.how == name: raise ValueError(name)
+'''
+
+
+@pytest.mark.parametrize("how", ["is_done", "get_reward", "close", "nothing"])
+def test_an_object_that_cannot_end_its_episode_is_a_fault(tmp_path, how):
+    async def scenario():
+        async with environment(tmp_path, ENDS, "Ends") as played:
+            return await play(played, ScriptedTalk([calls(("put", {})), ""]), {"how": how}, prompt=ASK)
+
+    if how == "nothing":
+        assert asyncio.run(scenario()).reward == 1.0
+        return
+    with pytest.raises(EnvironmentFault, match=rf"raised ValueError: {how} \(.*mine.py:\d+\)") as caught:
+        asyncio.run(scenario())
+    assert caught.value.reason == "raised"
+
+
 def test_tools_need_a_chat_template(tmp_path):
     async def scenario():
         async with environment(tmp_path, TOOLS, "add") as played:
