@@ -30,6 +30,8 @@ STAMP = struct.Struct("<Q")
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
 # Two hold one version while the next is written; a GPU has no room for one slot per slow reader.
 _MOST_ON_A_GPU = 2
+# A generator usually reads two in turn. A file that is kept holds its memory, even if its learner has ended.
+_MOST_KEPT = 2
 # Positions among the arguments of torch's `rebuild_cuda_tensor`: of the tensor class, the storage class and
 # the dtype; of the device; of the memory's handle.
 _CLASSES, _DEVICE, _HANDLE = (0, 4, 5), 6, 7
@@ -190,8 +192,12 @@ class OpenSlot:
         os.close(self._file)
 
 
-def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | None = None) -> OpenSlot:
+def open_slot(
+    described: Mapping[str, Any], size_bytes: int, *, device: int | None = None, keep: bool = False
+) -> OpenSlot:
     """Map the slot that `Slot.describe` describes; `device` is the index of this process's GPU.
+
+    `keep` keeps memory of the host mapped for the slot's next versions; then nothing may write to `buffer`.
 
     Raises:
         TransferError: the learner is gone, this process cannot see it or its GPU, or the slot holds another
@@ -208,12 +214,34 @@ def open_slot(described: Mapping[str, Any], size_bytes: int, *, device: int | No
     if exported is not None:
         slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)
     else:
-        memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_COPY)
-        with contextlib.suppress(OSError):  # an older kernel
-            memory.madvise(_MADV_POPULATE_READ)
-        slot = OpenSlot(torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes], file, size_bytes, stamp)
+        buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
+        slot = OpenSlot(buffer, file, size_bytes, stamp)
     slot.require_unchanged()
     return slot
+
+
+def _host_buffer(file: int, size_bytes: int) -> Tensor:
+    """The file's memory; what this process writes to it stays private."""
+    memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_COPY)
+    with contextlib.suppress(OSError):  # an older kernel
+        memory.madvise(_MADV_POPULATE_READ)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+
+
+# The buffers of the files that were read last, by device, inode and size: to map all pages of a version takes
+# longer than to copy it. A file lives as long as its buffer, so its inode is not used again meanwhile.
+_kept: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _kept_buffer(file: int, size_bytes: int) -> Tensor:
+    """`_host_buffer`, made once for as long as the file is one of the `_MOST_KEPT` read last."""
+    status = os.fstat(file)
+    key = (status.st_dev, status.st_ino, size_bytes)
+    buffer = _kept.pop(key, None)
+    _kept[key] = _host_buffer(file, size_bytes) if buffer is None else buffer
+    while len(_kept) > _MOST_KEPT:
+        del _kept[next(iter(_kept))]
+    return _kept[key]
 
 
 def _export(buffer: Tensor) -> list[Any]:

@@ -36,7 +36,7 @@ class HostStaging:
         if order.transport == "tcp":
             slot = self._relay.bring(order.details["source"], layout, sums, until_s=until_s)
             return replace(order, transport="slot", details={**order.details, "slot": slot})
-        verify(open_slot(order.details["slot"], layout.total_bytes).buffer, layout, sums)
+        verify(open_slot(order.details["slot"], layout.total_bytes, keep=True).buffer, layout, sums)
         return order
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import vllm.envs
 from vllm import AsyncEngineArgs
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -121,6 +121,10 @@ def test_vllm_reads_these_variables(name):
         (layerwise.finalize_layerwise_processing, ["model", "model_config"]),
         (layerwise._place_kernel_tensors, ["layer", "info"]),
         (layerwise.get_layerwise_info, ["layer"]),
+        (layerwise._copy_and_restore_kernel_tensors, ["layer", "info"]),
+        (layerwise._get_original_loader, ["tensor"]),
+        (meta.restore_layer_on_meta, ["layer", "info"]),
+        (meta.materialize_layer, ["layer", "info"]),
         (nccl_engine.worker_init_process_group, ["init_info", "parallel_config"]),
         (WeightTransferEngine.__init__, ["self", "config", "vllm_config", "device", "model"]),
     ],

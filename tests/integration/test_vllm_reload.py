@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import replace_parameter
 
 from asyncrl.engine.vllm import engine as vllm_engine
-from asyncrl.engine.vllm.receiver import reloading
+from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.errors import EngineError, TransferError
 from tests.support.vllm_engines import order
 

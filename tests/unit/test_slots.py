@@ -305,6 +305,28 @@ def test_what_a_reader_has_open_survives_the_learner():
     reading.require_unchanged()
 
 
+def test_slots_that_are_kept_mapped_show_their_newest_content_and_are_few(monkeypatch, tmp_path):
+    mapped, host_buffer = [], slots._host_buffer
+    monkeypatch.setattr(slots, "_kept", {})
+    monkeypatch.setattr(slots, "_host_buffer", lambda *file: mapped.append(file) or host_buffer(*file))
+    made = [Slot.create(8192, directory=directory) for directory in (None, tmp_path, None)]
+
+    def read_again(slot, version):
+        slot.begin()
+        slot.buffer[:] = version
+        slot.complete(version)
+        reading = open_slot(slot.describe(), 8192, keep=True)
+        assert reading.buffer.unique().tolist() == [version]
+        reading.require_unchanged()
+
+    for version in range(1, 9):
+        read_again(made[version % 2], version)
+    assert len(mapped) == 2
+    read_again(made[2], 9)
+    assert len(mapped) == 3 and len(slots._kept) == 2
+    assert open_slot(made[2].describe(), 8192).buffer is not next(reversed(slots._kept.values()))
+
+
 def test_a_new_learner_drops_the_mappings_of_the_one_before(monkeypatch):
     monkeypatch.setattr(slots, "_import", lambda exported, device: torch.zeros(1))
     for learner in ("5", "5", "6"):

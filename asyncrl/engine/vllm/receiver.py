@@ -1,4 +1,4 @@
-"""Receives weights inside vLLM's worker processes; every update reloads the whole model.
+"""Receives weights inside vLLM's worker processes; every update brings the whole model.
 
     update = {transport, target, deadline_s, details}      from the engine, see `UpdateOrder`
 
@@ -11,147 +11,28 @@ The details, by transport:
 After a failed update the weights are a mixture of versions: the engine must not sample until the next update.
 """
 
-import logging
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
 
+from asyncrl.engine.vllm.layerwise import reloading
+from asyncrl.engine.vllm.placement import Placement, learn
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import Layout, checksum, require_equal
+from asyncrl.weights.layout import Layout, checksums, require_equal
 from asyncrl.weights.slots import open_slot
 
 Update = dict[str, Any]
-
-# vLLM would warn of every layer without own weights at every update. `reloading` finds missing parameters.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
-@contextmanager
-def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int]) -> Iterator[None]:
-    """Context for loading all parameters; at its end, vLLM makes the kernels' packed copies again.
-
-    `checksums`, by name, are those of the tensors that are not verified yet. Raises TransferError if one of
-    them differs, or if parameters were missing.
-    """
-    tied = _names(model, tied=True) - _names(model, tied=False)
-    loaded: set[str] = set()
-    load_weights: Any = model.load_weights
-
-    def verified(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if name in checksums:
-                require_equal(name, checksum(tensor), checksums[name])
-            yield name, tensor
-
-    def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names: set[str] | None = load_weights(verified(weights))
-        if names is None:
-            raise TransferError(
-                f"{type(model).__name__} does not say which parameters it has loaded, so nobody would notice "
-                "that some are missing; choose a model whose load_weights in vLLM returns their names"
-            )
-        loaded.update(names)
-        return names
-
-    model.load_weights = recording  # type: ignore[assignment]  # vLLM's receivers call it, too
-    initialize_layerwise_reload(model)
-    wanted = _names(model, tied=True) - tied
-    try:
-        yield
-        _require_all(model, wanted, loaded)
-    except BaseException:
-        # Put the kernels' tensors back and drop what was buffered, which vLLM would mix into the next reload.
-        for layer in model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                _place_kernel_tensors(layer, info)
-            info.reset()
-        raise
-    finally:
-        del model.load_weights  # restores the class's method
-    finalize_layerwise_reload(model, model_config)
-    _repack_tied(model)
-
-
-def _names(model: nn.Module, *, tied: bool) -> set[str]:
-    """The parameters that every version must bring; without `tied`, shared ones have one name.
-
-    While a reload is open, the model has the parameters that it was built with, and not those that a kernel
-    has made of them, such as the scales of FP8. The scales of a KV cache are optional in a checkpoint.
-    """
-    return {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=not tied)
-        if not isinstance(parameter, KVCacheScaleParameter)
-    }
-
-
-def _require_all(model: nn.Module, wanted: set[str], loaded: set[str]) -> None:
-    """Raise TransferError if a parameter of the open reload was not sent, or only a part of it."""
-    if missing := sorted(wanted - loaded):
-        found = f"{len(missing)} of {len(wanted)} parameters"
-    elif missing := _missing_parts(model):
-        found = f"{len(missing)} parts of fused parameters"
-    if missing:
-        raise TransferError(f"{found} were not sent, first {missing[0]!r}")
-
-
-def _missing_parts(model: nn.Module) -> list[str]:
-    """The parts that fused linear layers lack before a reload ends, such as `v_proj.weight` of `qkv_proj`.
-
-    vLLM counts the numbers that a layer has got, and would use an incomplete layer as it is. Embeddings and
-    experts may lack numbers, because they are padded.
-    """
-    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    missing = []
-    for path, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if not isinstance(layer, LinearBase) or info.load_numel >= (info.load_numel_total or 0):
-            continue
-        parent, _, name = path.rpartition(".")
-        got: set[tuple[str, Any]] = set()
-        for parameter, call in info.loaded_weights:
-            ids = call.arguments.get("loaded_shard_id")
-            got.update((parameter, one) for one in (ids if isinstance(ids, tuple) else (ids,)))
-        for parameter, _ in layer.named_parameters(recurse=False):
-            for i, part in enumerate(fused.get(name, (name,))):
-                # A part is known by its number or letter; without either, the whole was sent.
-                if not got & {(parameter, one) for one in (None, i, "qkv"[i : i + 1])}:
-                    missing.append(f"{parent}.{part}.{parameter}")
-    return missing
-
-
-def _repack_tied(model: nn.Module) -> None:
-    """Make the packed copy of a tied output head again; vLLM makes only the embedding's."""
-    owners: set[nn.Parameter] = set()
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or weight.numel() == 0:
-            continue
-        method: Any = getattr(layer, "quant_method", None)
-        if weight in owners and method is not None:
-            method.process_weights_after_loading(layer)
-        owners.add(weight)
 
 
 class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
@@ -159,6 +40,9 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
 
     `update_weights` opens and closes the reload, also after a failure, so the calls around it do nothing.
     """
+
+    # A model, the tensors of its updates, and where they belong; None: only vLLM's reload can load them.
+    _learned: tuple[Any, Any, Placement | None] = (None, None, None)
 
     def start_weight_update(self) -> None:
         pass
@@ -177,23 +61,36 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
             self._over_nccl(details, float(update_info["deadline_s"]))
 
     @contextmanager
-    def _loading(self, names: Sequence[str], checksums: Sequence[int]) -> Iterator[None]:
+    def _loading(self, checksums: Mapping[str, int]) -> Iterator[None]:
         """`reloading` until the device has done all of it; only tensors with a name here are verified."""
-        with reloading(self.model, self.model_config, dict(zip(names, checksums, strict=True))):
+        with reloading(self.model, self.model_config, checksums):
             yield
-        if self.device.type == "cuda":
-            torch.accelerator.synchronize()
+        self._wait()
 
     def _from_slot(self, details: Update) -> None:
         layout = Layout.from_plain(details["layout"])
+        if self._learned[:2] != (self.model, layout.specs):
+            self._learned = (self.model, layout.specs, learn(self.model, layout.specs))
+        placement = self._learned[2]
         device = torch.cuda.current_device() if self.device.type == "cuda" else None
-        slot = open_slot(details["slot"], layout.total_bytes, device=device)
-        names = [spec.name for spec in layout.specs]
-        # The generator's process has verified a slot in host memory; it cannot read one on a GPU.
-        unverified = (names, details["checksums"]) if slot.buffer.is_cuda else ((), ())
-        with self._loading(*unverified):
-            self.model.load_weights((name, layout.view(slot.buffer, i)) for i, name in enumerate(names))
+        slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
+        if slot.buffer.is_cuda:  # the generator's process cannot read it, and has verified the others
+            for spec, *sums in zip(
+                layout.specs, checksums(slot.buffer, layout), details["checksums"], strict=True
+            ):
+                require_equal(spec.name, *sums)
+        tensors = {spec.name: layout.view(slot.buffer, i) for i, spec in enumerate(layout.specs)}
+        if placement is not None:
+            placement.load(tensors, self.model_config)
+            self._wait()
+        else:
+            with self._loading({}):
+                self.model.load_weights(tensors.items())
         slot.require_unchanged()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.accelerator.synchronize()
 
     def _over_nccl(self, details: Update, deadline_s: float) -> None:
         raise TransferError("this engine was not started for nccl; start it with weights.transport=nccl")
@@ -220,7 +117,7 @@ class NcclReceiver(_Receives, NCCLWeightTransferEngine):  # type: ignore[misc]
                 raise TransferError(
                     "vLLM has no working NCCL communicator and would receive nothing: it needs NCCL >= 2.29.7"
                 )
-            with self._loading(update.names, details["checksums"]):
+            with self._loading(dict(zip(update.names, details["checksums"], strict=True))):
                 self.receive_weights(update)
         finally:
             watchdog.cancel()

@@ -1,0 +1,269 @@
+"""Copies a version straight to where vLLM's loaders would put its tensors.
+
+    learn   the model's loaders run once on tensors without data; each copy into a parameter is recorded
+    load    the copies are repeated, layer by layer
+
+A layer whose kernels read the parameters as they were loaded is written in place. For any other, such as a
+quantised or a packed one, vLLM makes the kernels' tensors again from a temporary copy, and writes them in
+place, as in its own reload. CUDA graphs go on reading where they were recorded.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _copy_and_restore_kernel_tensors,
+    _get_original_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    materialize_layer,
+    restore_layer_on_meta,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from asyncrl.engine.vllm.layerwise import abandon, open_reload, repack_tied
+from asyncrl.weights.base import TensorSpec
+
+log = logging.getLogger(__name__)
+aten: Any = torch.ops.aten
+
+
+class NotRepeatableError(Exception):
+    """A loader does more than to copy tensors of the checkpoint into parameters."""
+
+
+class Region(NamedTuple):
+    """Part of a tensor, as `as_strided` takes it; the offset counts from the tensor's first element."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Write(NamedTuple):
+    """One write into a parameter of a layer: a part of a named tensor, or else one number (padding)."""
+
+    parameter: str
+    into: Region
+    source: str | None
+    part: Region | None
+    number: float
+
+    def repeat(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        region = self.into.of(layer._parameters[self.parameter].data)  # type: ignore[union-attr]
+        if self.source is None or self.part is None:
+            region.fill_(self.number)
+        else:
+            region.copy_(self.part.of(tensors[self.source]))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records writes of known tensors into known parameters, and does not execute them.
+
+    Apart from views, any other use of their memory raises NotRepeatableError.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: dict[nn.Module, list[Write]] = {}
+        self._tensors = {_memory(tensor): (name, tensor) for name, tensor in tensors.items()}
+        self._parameters = {
+            _memory(tensor): (layer, name, tensor)
+            for layer in model.modules()
+            for name, tensor in get_layer_tensors(layer).items()
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used = [_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.is_view or not any(each in self._parameters or each in self._tensors for each in used):
+            return func(*args, **(kwargs or {}))
+        layer, name, parameter = self._parameters.get(used[0], (None, "", args[0]))
+        if layer is None or name not in layer._parameters:
+            raise NotRepeatableError(f"{func} does not write into a parameter")
+        into = _region(args[0], parameter)
+        if func is aten.fill_.Scalar:
+            write = Write(name, into, None, None, args[1])
+        elif func is aten.copy_.default and used[1] in self._tensors:
+            source, tensor = self._tensors[used[1]]
+            write = Write(name, into, source, _region(args[1], tensor), 0.0)
+        else:
+            raise NotRepeatableError(f"{func} writes into {name}")
+        self.writes.setdefault(layer, []).append(write)
+        return args[0]
+
+
+class _Idle(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether no tensor operation runs in it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holds = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.holds = False
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(slots=True)
+class Placed:
+    """A layer and the writes that fill all of its parameters."""
+
+    layer: nn.Module
+    writes: list[Write]
+    # Whether the kernels read the parameters as they are loaded; None before the first load.
+    plain: bool | None = None
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self.plain:
+            self._open()
+        for write in self.writes:
+            write.repeat(self.layer, tensors)
+        if not self.plain:
+            self._close()
+
+    def _open(self) -> None:
+        """Give the layer the parameters that it was built with, as vLLM's reload does."""
+        layer, info = self.layer, get_layerwise_info(self.layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        info.load_numel_total = 0  # so `abandon` puts the kernels' tensors back
+        restore_layer_on_meta(layer, info)
+        materialize_layer(layer, info)
+
+    def _close(self) -> None:
+        """Let vLLM make the kernels' tensors of the loaded ones, and see whether it changes any."""
+        layer, info = self.layer, get_layerwise_info(self.layer)
+        if hasattr(layer, "_already_called_process_weights_after_loading"):
+            del layer._already_called_process_weights_after_loading
+        method: Any = getattr(layer, "quant_method", None)
+        before, idle = _held(layer), _Idle()
+        with idle if self.plain is None else nullcontext():
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
+        if self.plain is None:
+            kernels: Any = info.kernel_tensors
+            self.plain = (
+                idle.holds
+                and [id(each) for each in before] == [id(each) for each in _held(layer)]
+                and all(
+                    _geometry(kernels[0][name]) == _geometry(loaded)
+                    for name, loaded in layer._parameters.items()
+                    if loaded is not None
+                )
+            )
+        _copy_and_restore_kernel_tensors(layer, info)
+        info.reset()
+
+
+class Placement:
+    """Where the tensors of one layout belong in a model."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Placed]) -> None:
+        self.layers = layers
+        self._model = model
+        self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+
+    def load(self, tensors: Mapping[str, Tensor], model_config: Any) -> None:
+        """Load all of them. After an exception the weights are a mixture of versions."""
+        try:
+            for placed in self.layers:
+                placed.load(tensors)
+        except BaseException:
+            abandon(self._model)
+            raise
+        attention: Any
+        for attention in self._attention:  # it may derive tensors from other layers' parameters
+            attention.process_weights_after_loading(model_config.dtype)
+        repack_tied(self._model)
+
+
+def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
+    """Find out where tensors with these names and shapes belong; None if only vLLM's reload can load them.
+
+    That is so if a loader computes with values, or if a layer or a parameter would stay incomplete.
+    """
+    tensors = {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
+    }
+    try:
+        wanted = open_reload(model)
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = _get_original_loader(tensor)
+        with _Recorder(model, tensors) as recorder:
+            load_weights: Any = model.load_weights
+            unsent = wanted - load_weights(iter(tensors.items()))
+        unsent |= {
+            name for name in wanted if model.get_submodule(name.rpartition(".")[0]) not in recorder.writes
+        }
+        if unsent:
+            raise NotRepeatableError(f"{len(unsent)} parameters would not be written, such as {min(unsent)}")
+        for layer, writes in recorder.writes.items():
+            _require_whole(layer, writes)
+    except Exception as error:  # noqa: BLE001  # vLLM's reload knows what to do, or says what is wrong
+        log.info("vLLM reloads this model: %s: %s", type(error).__name__, error)
+        return None
+    finally:
+        abandon(model)
+        model._do_torchao_reload = model._original_do_torchao_reload
+    layers = [Placed(layer, recorder.writes[layer]) for layer in model.modules() if layer in recorder.writes]
+    return Placement(model, layers)
+
+
+def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
+    """Raise NotRepeatableError unless the writes reach each element of the layer's tensors."""
+    if is_deferred_attention_layer(layer):
+        raise NotRepeatableError(f"{type(layer).__name__} has scales of its own")
+    for name, tensor in get_layer_tensors(layer).items():
+        if name in layer._non_persistent_buffers_set or name in SKIP_LOAD_TENSORS:
+            continue
+        reached = torch.zeros(
+            tensor.untyped_storage().nbytes() // tensor.itemsize,
+            dtype=torch.bool,
+            device=get_layerwise_info(layer).restore_device,
+        )
+        for write in writes:
+            if write.parameter == name:
+                write.into.of(reached).fill_(True)
+        if not _region(tensor, tensor).of(reached).all():
+            raise NotRepeatableError(f"{type(layer).__name__}.{name} would stay incomplete")
+
+
+def _memory(tensor: Tensor) -> int:
+    """What views of one tensor have in common, also without data."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _region(view: Tensor, tensor: Tensor) -> Region:
+    return Region(
+        tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - tensor.storage_offset())
+    )
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _held(layer: nn.Module) -> list[Any]:
+    """What a layer and its method hold, in the order in which they got it."""
+    method = getattr(layer, "quant_method", None)
+    return [
+        each
+        for held in (vars(layer), layer._parameters, layer._buffers, getattr(method, "__dict__", {}))
+        for each in (*held, *held.values())
+    ]
