@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from asyncrl.engine.vllm.layerwise import reloading
-from asyncrl.engine.vllm.placement import learn
+from asyncrl.engine.vllm.recorded_load import learn
 from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout
 from tests.integration.test_vllm_reload import CONFIG, Coarse, Model
 from tests.support.models import SIZES
 from tests.support.vllm_models import built
@@ -39,12 +40,17 @@ def saved(kind, directory):
 
 
 def versions(directory, count):
-    """Versions of the checkpoint's tensors, with random numbers, and what they are."""
+    """Versions of the checkpoint's tensors, random numbers in one buffer each, and what they are."""
     with safe_open(directory / "model.safetensors", "pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        specs = specs_of({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     torch.manual_seed(0)
-    made = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(count)]
-    return made, specs_of(made[0])
+    layout, made = Layout.plan(specs, 1 << 20), []
+    for _ in range(count):
+        buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        made.append({spec.name: layout.view(buffer, index) for index, spec in enumerate(specs)})
+        for tensor in made[-1].values():
+            tensor.copy_(torch.randn(tensor.shape))
+    return made, specs
 
 
 def specs_of(weights):
@@ -187,12 +193,16 @@ def replaced(param, weight):
     param.data = weight
 
 
+def other_dtype(param, weight):
+    param.data.view(torch.int16).copy_(weight.view(torch.int16))
+
+
 def partly(param, weight):
     param.data[:6].copy_(weight[:6])
 
 
 @pytest.mark.parametrize(
-    "loader", [scaled, scaled_in_place, changed_in_place, depending_on_values, replaced, partly]
+    "loader", [scaled, scaled_in_place, changed_in_place, depending_on_values, replaced, other_dtype, partly]
 )
 def test_loaders_that_do_more_than_copy_are_left_to_vllm(loader):
     model = Small(loader)
@@ -224,22 +234,24 @@ class Keeping(Coarse):
     """Leaves the parameters as they are, and keeps a copy, a reference, or nothing."""
 
     def __init__(self, keeps):
-        self.keeps, self.calls = keeps, []
+        self.keeps, self.calls, self.kept = keeps, [], torch.zeros(8, 8)
 
     def process_weights_after_loading(self, layer):
         self.calls.append(layer)
-        if self.keeps != "nothing":
-            layer.kept = layer.weight.clone() if self.keeps == "a copy" else layer.weight.data
+        if self.keeps == "a copy":
+            self.kept.copy_(layer.weight)
+        elif self.keeps == "a reference":
+            layer.kept = [layer.weight]
 
 
 @pytest.mark.parametrize("keeps", ["a copy", "a reference", "nothing"])
 def test_a_layer_whose_method_keeps_something_is_processed_at_every_update(keeps):
-    model = Small(whole, Keeping(keeps))
+    model = Small(whole, method := Keeping(keeps))
     placement = learn(model, specs_of(model.sent(1)))
-    calls = model.down.quant_method.calls
-    calls.clear()
+    method.calls.clear()
     for version in (1, 2, 3):
         placement.load(sent := model.sent(version), CONFIG)
         assert torch.equal(model.down.weight, sent["down.weight"])
-        assert keeps == "nothing" or torch.equal(model.down.kept, sent["down.weight"])
-    assert len(calls) == (1 if keeps == "nothing" else 3)
+        kept = {"a copy": method.kept, "a reference": getattr(model.down, "kept", [None])[0]}
+        assert keeps == "nothing" or torch.equal(kept[keeps], sent["down.weight"])
+    assert len(method.calls) == (1 if keeps == "nothing" else 3)

@@ -1,6 +1,6 @@
 """vLLM's own reload of a model: names what is missing, and leaves nothing behind when it fails.
 
-It suits every model, and takes a thousand Python calls for each layer. `placement.py` avoids them.
+It suits every model, and takes a thousand Python calls for each layer. `recorded_load.py` avoids them.
 """
 
 import logging

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from asyncrl.engine.vllm.layerwise import reloading
-from asyncrl.engine.vllm.placement import Placement, learn
+from asyncrl.engine.vllm.recorded_load import Placement, learn
 from asyncrl.errors import TransferError
 from asyncrl.weights.layout import Layout, checksums, require_equal
 from asyncrl.weights.slots import open_slot
@@ -70,7 +70,9 @@ class _Receives(WeightTransferEngine):  # type: ignore[misc]  # vLLM is untyped
     def _from_slot(self, details: Update) -> None:
         layout = Layout.from_plain(details["layout"])
         if self._learned[:2] != (self.model, layout.specs):
-            self._learned = (self.model, layout.specs, learn(self.model, layout.specs))
+            moves = self.parallel_config.enable_eplb  # vLLM moves experts between updates
+            learned = None if moves else learn(self.model, layout.specs)
+            self._learned = (self.model, layout.specs, learned)
         placement = self._learned[2]
         device = torch.cuda.current_device() if self.device.type == "cuda" else None
         slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)

@@ -94,12 +94,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         layer, name, parameter = self._parameters.get(used[0], (None, "", args[0]))
         if layer is None or name not in layer._parameters:
             raise NotRepeatableError(f"{func} does not write into a parameter")
-        into = _region(args[0], parameter)
         if func is aten.fill_.Scalar:
-            write = Write(name, into, None, None, args[1])
+            write = Write(name, _region(args[0], parameter), None, None, args[1])
         elif func is aten.copy_.default and used[1] in self._tensors:
             source, tensor = self._tensors[used[1]]
-            write = Write(name, into, source, _region(args[1], tensor), 0.0)
+            write = Write(name, _region(args[0], parameter), source, _region(args[1], tensor), 0.0)
         else:
             raise NotRepeatableError(f"{func} writes into {name}")
         self.writes.setdefault(layer, []).append(write)
@@ -220,7 +219,7 @@ def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
         return None
     finally:
         abandon(model)
-        model._do_torchao_reload = model._original_do_torchao_reload
+        setattr(model, "_do_torchao_reload", getattr(model, "_original_do_torchao_reload", False))  # noqa: B010
     layers = [Placed(layer, recorder.writes[layer]) for layer in model.modules() if layer in recorder.writes]
     return Placement(model, layers)
 
@@ -250,9 +249,11 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _region(view: Tensor, tensor: Tensor) -> Region:
-    return Region(
-        tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - tensor.storage_offset())
-    )
+    """Where `view` is in `tensor`. Raises NotRepeatableError if it is of another dtype."""
+    if view.dtype != tensor.dtype:
+        raise NotRepeatableError(f"a loader reads {tensor.dtype} as {view.dtype}")
+    offset = int(view.storage_offset() - tensor.storage_offset())
+    return Region(tuple(view.shape), tuple(view.stride()), offset)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
