@@ -68,7 +68,7 @@ def test_both_workers_load_their_part_of_every_version(world):
         new = scrambled(model, version)
         _, buffer = flat(new)
         sums = checksums(buffer, layout)
-        details = sender.prepare((*sums[:-1], sums[-1] ^ spoil))
+        details = {**sender.prepare(), "checksums": [*sums[:-1], sums[-1] ^ spoil]}
         thread = threading.Thread(target=sender.transfer, args=(buffer,))
         thread.start()
         try:
