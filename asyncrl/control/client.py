@@ -185,7 +185,9 @@ class ControlClient:
 
     async def _listen_until(self, until_s: float) -> None:
         # At least one look, because answers may have arrived while this process was stopped.
-        while await self._socket.poll(max(until_s - time.monotonic(), 0.0) * 1000):
+        is_over = False
+        while not is_over and await self._socket.poll(max(until_s - time.monotonic(), 0.0) * 1000):
+            is_over = time.monotonic() >= until_s
             try:
                 # The message that `poll` saw may be gone, together with the learner that sent it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))

@@ -109,7 +109,9 @@ class Relay:
         path = self._directory / name
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if self._path != path:
-            self._path, oldest_s = path, time.time() - _DAY_S
+            self._path = path
+            os.utime(file)
+            oldest_s = os.fstat(file).st_mtime - _DAY_S
             for other in self._directory.iterdir():  # of runs that were killed
                 with contextlib.suppress(FileNotFoundError):
                     if other.stat().st_mtime < oldest_s:

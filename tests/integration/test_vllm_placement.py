@@ -13,9 +13,8 @@ from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.engine.vllm.recorded_load import learn
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
-from tests.integration.test_vllm_reload import CONFIG, Coarse, Model
 from tests.support.models import SIZES
-from tests.support.vllm_models import built
+from tests.support.vllm_models import CONFIG, Coarse, Model, built
 
 pytestmark = pytest.mark.integration
 

@@ -4,56 +4,15 @@ import asyncio
 
 import pytest
 import torch
-from torch import nn
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.utils import replace_parameter
 
 from asyncrl.engine.vllm import engine as vllm_engine
 from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.errors import EngineError, TransferError
 from tests.support.vllm_engines import order
+from tests.support.vllm_models import COARSE, CONFIG, Model
 
 pytestmark = pytest.mark.integration
-CONFIG = type("ModelConfig", (), {"dtype": torch.float32})()
-COARSE = 127.0
-
-
-class Coarse(QuantizeMethodBase):
-    """Integers and the scale that they are multiples of, as FP8 has them; the scale is in no checkpoint."""
-
-    def create_weights(self, layer, *sizes, **attributes):
-        raise NotImplementedError
-
-    def apply(self, layer, *inputs):
-        return inputs[0] @ (layer.weight.float() * layer.weight_scale).T
-
-    def process_weights_after_loading(self, layer):
-        scale = layer.weight.abs().max() / COARSE
-        replace_parameter(layer, "weight", (layer.weight / scale).round().to(torch.int8))
-        replace_parameter(layer, "weight_scale", scale.reshape(1))
-
-
-class Model(nn.Module):
-    """An embedding with a tied head, a quantised layer, and an attention with the scale of its cache."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
-        self.head.weight = self.embed.weight
-        self.down.quant_method = Coarse()
-        self.attention = nn.Module()
-        self.attention.k_scale = KVCacheScaleParameter()
-
-    def load_weights(self, weights):
-        parameters, loaded = dict(self.named_parameters()), set()
-        for name, weight in weights:
-            parameter = parameters[name]
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
-            loaded.add(name)
-        return loaded
 
 
 @pytest.fixture

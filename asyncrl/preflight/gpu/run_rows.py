@@ -78,7 +78,11 @@ def loop(place: Place) -> Iterator[Figure]:
         started_s = time.perf_counter()
         _wait(process, lambda: len(_steps(run)) >= WARM_STEPS)
         yield noted("start", time.perf_counter() - started_s, "s", note=f"to the end of step {WARM_STEPS}")
-        _wait(process, lambda: len(_steps(run)) >= WARM_STEPS + STEPS)
+        # Shares of time are differences of two heartbeats, and all steps may lie between two.
+        _wait(
+            process,
+            lambda: len(_steps(run)) >= WARM_STEPS + STEPS and min(map(len, _beats(run)), default=0) > 1,
+        )
         yield from _pace(place, run)
         yield _killed(place, process, run)
     finally:
@@ -92,15 +96,13 @@ def _pace(place: Place, run: RunDirectory) -> Iterator[Figure]:
     yield noted("learner waits for groups", statistics.mean(row["idle/learner"] for row in steps), "share")
     refused = steps[-1].get("weights/updates_failed", 0.0)
     yield judged("updates that failed", refused, at_most=0)
-    beats = [_rows(file) for file in sorted(run.metrics.glob("g*.jsonl"))]
     alive_s, idle_s, stalled_s, paused_s = (
-        sum(rows[-1][name] - rows[0][name] for rows in beats if rows)
+        sum(rows[-1][name] - rows[0][name] for rows in _beats(run))
         for name in ("alive_s", "idle_s", "stalled_s", "paused_s")
     )
-    if alive_s:
-        yield noted("generators without a request", idle_s / alive_s, "share")
-        yield noted("generators without new weights", stalled_s / alive_s, "share")
-        yield place.speed("generators paused for weights", paused_s / alive_s, "share", at_most=MOST_STALLED)
+    yield noted("generators without a request", idle_s / alive_s, "share")
+    yield noted("generators without new weights", stalled_s / alive_s, "share")
+    yield place.speed("generators paused for weights", paused_s / alive_s, "share", at_most=MOST_STALLED)
 
 
 def _killed(place: Place, process: "subprocess.Popen[bytes]", run: RunDirectory) -> Figure:
@@ -130,6 +132,11 @@ def _wait(process: "subprocess.Popen[bytes]", condition: Callable[[], bool]) -> 
 
 def _steps(run: RunDirectory) -> list[dict[str, Any]]:
     return [row for row in _rows(run.metrics / "learner.jsonl") if "time/step" in row]
+
+
+def _beats(run: RunDirectory) -> list[list[dict[str, Any]]]:
+    """The heartbeats of each generator."""
+    return [_rows(file) for file in sorted(run.metrics.glob("g*.jsonl"))]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
