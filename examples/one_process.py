@@ -54,7 +54,7 @@ from asyncrl.wire.group_frames import decode_group
 
 DIGITS, RESPONSE_TOKENS = 10, 4
 STEPS, MAX_LAG = 60, 2
-BATCH = BatchConfig(groups=8, group_size=8)
+BATCH = BatchConfig(groups=4, group_size=16)  # the generator leases 4 tickets at once
 LIMITS = GroupLimits(vocabulary=DIGITS, rollouts=BATCH.group_size, max_tokens=1 + RESPONSE_TOKENS)
 PROBE = tuple(range(DIGITS))
 
@@ -177,7 +177,7 @@ class Run:
             gate=Gate(lane="train", decode=lambda frame: decode_group(frame, b""), limits=LIMITS),
             judge=make_judge([], drop_older_than=None),
             groups=BATCH.groups,
-            window=BATCH.groups,
+            window=1,  # strict order: no group becomes older than MAX_LAG
             max_lag=MAX_LAG,
             max_refills=1,
             stall_s=60.0,

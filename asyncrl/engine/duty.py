@@ -43,9 +43,8 @@ class Duty:
     @property
     def share(self) -> float | None:
         """Return the duty, at most 1; None if no episode was played in the last minute."""
-        first, last = self._marks[0], self._marks[-1]
-        played_s = last.episode_s - first.episode_s
-        return min((last.sampling_s - first.sampling_s) / played_s, 1.0) if played_s > 0 else None
+        sampling_s, played_s = self._measured()
+        return min(sampling_s / played_s, 1.0) if played_s > 0 else None
 
     def room(self, held: int) -> int:
         """Return how many more sequences may be held, beside `held`; negative if fewer.
@@ -68,10 +67,14 @@ class Duty:
         So the number of episodes grows over a minute. If it grew at once, they would all wait at the same
         time, and then all want to sample at the same time.
         """
-        first, last = self._marks[0], self._marks[-1]
-        played_s = last.episode_s - first.episode_s
+        sampling_s, played_s = self._measured()
         unplayed_s = max(0.0, self.max_running * WINDOW_S - played_s)
-        return min((last.sampling_s - first.sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+        return min((sampling_s + unplayed_s) / (played_s + unplayed_s), 1.0)
+
+    def _measured(self) -> tuple[float, float]:
+        """Return the seconds of requests and of episodes in the window."""
+        first, last = self._marks[0], self._marks[-1]
+        return last.sampling_s - first.sampling_s, last.episode_s - first.episode_s
 
     def metrics(self) -> Mapping[str, float]:
         """Return occupancy and duty while episodes are played."""

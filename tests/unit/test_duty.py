@@ -71,23 +71,19 @@ def test_slots_stay_busy_and_the_number_stays_steady_when_tools_take_ten_times_a
     """Groups of 4, turn after turn: up to 1.5 times 10 s for a tool, then a slot for 1 s, with a queue for slots."""
     one, slots, random = Measured(max_running=16), 16, np.random.default_rng(3)
     one.duty.most_held = 16 * slots
-    groups, busy, numbers = (
-        [],
-        [],
-        [],
-    )  # a group: of each episode, when it wants a slot or has had it, and turns
-    step_s, room = 0.1, 16
+    groups = []  # of each episode in them: when it wants a slot or has had it, whether it has it, turns left
+    busy, numbers, step_s, room = [], [], 0.1, 16
     for step in range(3600):
         now_s = step * step_s
         for _ in range(room // 4):
             groups.append([[now_s + wait, False, 3] for wait in random.uniform(5, 15, 4)])
-        episodes = [one for group in groups for one in group if one[2]]
+        episodes = [episode for group in groups for episode in group if episode[2]]
         for episode in episodes:
             if episode[1] and episode[0] <= now_s:
                 episode[:] = [now_s + random.uniform(5, 15), False, episode[2] - 1]
         used = sum(episode[1] for episode in episodes)
         queue = sorted(
-            (one for one in episodes if not one[1] and one[2] and one[0] <= now_s), key=lambda one: one[0]
+            episode for episode in episodes if not episode[1] and episode[2] and episode[0] <= now_s
         )
         for episode in queue[: slots - used]:
             episode[:] = [now_s + 1, True, episode[2]]
