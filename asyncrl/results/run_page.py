@@ -78,9 +78,12 @@ def _summary(archive: Archive) -> Section:
     ]
     if audit:
         facts.insert(7, ("groups lost", f"{audit.missing:,} of {audit.issued:,}"))
-    if faults := archive.faults:
-        shown = ", ".join(f"{reason} {count:,.0f}" for reason, count in faults.items())
-        facts.append(("faults of the environment", shown))
+    for title, counts in (
+        ("faults of the environment", archive.faults),
+        ("missing episodes", archive.history.missing),
+    ):
+        if shown := [f"{reason} {count:,.0f}" for reason, count in sorted(counts.items()) if count]:
+            facts.append((title, ", ".join(shown)))
     message = archive.status.message if archive.status else ""
     tables = [headline_table(archive), *_alarms(archive)]
     return Section(title="Summary", note=message, facts=facts, tables=tables)

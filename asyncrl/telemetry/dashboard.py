@@ -127,7 +127,7 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
 
 
 def _episodes(state: DashboardState, width: int) -> list[Text]:
-    """Return one line about the episodes of an environment: turns, tool calls, seconds and faults."""
+    """Return one line about the episodes of an environment: turns, tool calls, seconds, faults."""
     if state.latest("episodes/turns_mean") is None:
         return []
     wrong = [state.latest(f"environment/tools/{mistake}") for mistake in ("invalid", "late", "raised")]
@@ -139,8 +139,10 @@ def _episodes(state: DashboardState, width: int) -> list[Text]:
         "environment {} s": state.latest("environment/environment_s"),
     }
     parts = [form.format(number(value, 2)) for form, value in shown.items() if value is not None]
-    faults = "  ".join(f"{visible(reason)} {count:.0f}" for reason, count in sorted(state.faults.items()))
-    line = Text.assemble(("episode  ", "dim"), "  ".join(parts), (faults and f"  faults {faults}", "yellow"))
+    line = Text.assemble(("episode  ", "dim"), "  ".join(parts))
+    for title, counts in (("faults", state.faults), ("missing", state.history.missing)):
+        found = [f"{visible(reason)} {count:.0f}" for reason, count in sorted(counts.items()) if count]
+        line.append(f"  {title} {'  '.join(found)}" if found else "", "yellow")
     return [one_line(line, width)]
 
 

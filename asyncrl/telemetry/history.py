@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.files import tell_unreadable
 
 REJECTED = "groups/rejected_"
+MISSING = "episodes/missing/"
 Row = dict[str, float]
 Series = tuple[tuple[int, float], ...]  # (step, value), ascending
 Points = Sequence[tuple[float, float]]  # (place, value), ascending; a `Series` is one
@@ -107,6 +108,7 @@ class History:
         self.rows: dict[int, Row] = {}
         self.steps: list[int] = []  # of the rows, ascending: the dashboard often asks for the newest values
         self.rejected: Counter[str] = Counter()  # groups rejected in all steps, by reason
+        self.missing: Counter[str] = Counter()  # episodes that groups of all steps went without, by reason
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add one record. Records without a step are ignored, null values are left out."""
@@ -118,12 +120,15 @@ class History:
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
             for later in self.steps[first:]:
-                self.rejected.subtract(_rejected(self.rows.pop(later)))
+                removed = self.rows.pop(later)
+                self.rejected.subtract(_by_reason(removed, REJECTED))
+                self.missing.subtract(_by_reason(removed, MISSING))
             del self.steps[first:]
         if step not in self.rows:
             bisect.insort(self.steps, step)
         row = self.rows.setdefault(step, {})
-        self.rejected.update(_rejected(values))
+        self.rejected.update(_by_reason(values, REJECTED))
+        self.missing.update(_by_reason(values, MISSING))
         if "time" in row and not training:
             values.pop("time", None)
         row.update(values)
@@ -137,6 +142,5 @@ class History:
         return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
 
 
-def _rejected(row: Row) -> dict[str, int]:
-    reasons = {name: name.removeprefix(REJECTED) for name in row if name.startswith(REJECTED)}
-    return {reason: int(row[name]) for name, reason in reasons.items()}
+def _by_reason(row: Row, prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): int(row[name]) for name in row if name.startswith(prefix)}

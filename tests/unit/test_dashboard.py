@@ -215,6 +215,11 @@ def test_a_run_with_an_environment_has_a_line_about_its_episodes(tmp_path: Path)
     write_status(run.directory / "status.json", replace(status, members=tuple(members)))
     lines = picture(read_state(run.directory), 120)
     assert any(one.endswith("environment 0.57 s  faults died 2  hung 4") for one in lines)
+    for step in (5, 6):
+        missing = {"episodes/missing/died": 1.0, "episodes/missing/hung": 0.0}
+        run.learner.log(row | missing | {"episodes/turns_mean": 2.5, "time/step": 5.0}, step=step)
+    lines = picture(read_state(run.directory), 120)
+    assert any(one.endswith("faults died 2  hung 4  missing died 2") for one in lines)
 
 
 def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_path: Path) -> None:

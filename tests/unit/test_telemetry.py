@@ -116,15 +116,14 @@ def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_b
 def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
     history = History()
     for step in range(1, 8):
-        history.add(
-            {"step": step, "time": 10.0 + step, "reward/mean": float(step), "groups/rejected_dead": 2}
-        )
+        counts = {"groups/rejected_dead": 2, "episodes/missing/hung": step}
+        history.add({"step": step, "time": 10.0 + step, "reward/mean": float(step)} | counts)
     history.add({"step": 5, "time": 30.0, "eval/accuracy": 0.5})  # late: it replaces nothing
     assert history.rows[5]["time"] == 15.0 and len(history.series("reward/mean")) == 7
     history.add({"step": 5, "time": 31.0, "reward/mean": 50.0})
     assert history.series("reward/mean") == ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0))
     assert history.series("eval/accuracy") == ()
-    assert history.rejected == {"dead": 8}
+    assert history.rejected == {"dead": 8} and history.missing == {"hung": 1 + 2 + 3 + 4}
     history.add({"step": 6, "reward/mean": 60.0, "x": None})
     history.add({"step": None, "reward/mean": 1.0})
     history.add({"step": 5, "eval/accuracy": 0.6})
