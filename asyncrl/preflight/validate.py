@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config.algorithm import kind_at
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.schema import Config
@@ -51,6 +52,7 @@ def validated_config(
         config, root = draft.config, draft.root
         found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators)
+        found += _program_problems(config.environment) if generators else ()
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
@@ -98,9 +100,6 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
 def _environment_problems(config: Config) -> Iterator[Mistake]:
     """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
     uses, key = config.environment.uses, "environment.uses"
-    if config.environment.command and shutil.which(program := config.environment.program) is None:
-        text = f"found no program `{program}`; give its path, or a name on PATH"
-        yield Mistake(("environment.command",), text)
     for name in (uses,) if isinstance(uses, str) else uses:
         if is_named(name):
             continue
@@ -121,6 +120,18 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
             found = f"the public methods of `{name}` are tools, but model.chat_template is false"
             text = f"{found}; set it to true, or add a method `step`, with which it takes plain text"
             yield Mistake((key, "model.chat_template"), text)
+
+
+def _program_problems(environment: EnvironmentConfig) -> Iterator[Mistake]:
+    """Find programs of the environment that this machine, where generators run, lacks."""
+    python = environment.python
+    if python is not None and shutil.which(python) is None:
+        found = f"found {python}, which is no program" if python.is_file() else unusable(str(python))
+        cure = "give the path of a Python interpreter that may be executed, or a name on PATH"
+        yield Mistake(("environment.python",), f"{found}; {cure}")
+    elif environment.command and shutil.which(program := environment.program) is None:
+        text = f"found no program `{program}`; give its path, or a name on PATH"
+        yield Mistake(("environment.command",), text)
 
 
 def _reward_form(name: str) -> Form | None:

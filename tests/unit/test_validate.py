@@ -570,8 +570,31 @@ def test_the_program_of_an_agent_must_be_there(monkeypatch):
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     Path("run.yaml").write_text(GOOD)
     validated_config(
-        Path("run.yaml"), ["environment.uses=absent_library:Game", "environment.python=envs/bin/python"]
+        Path("run.yaml"), ["environment.uses=absent_library:Game", f"environment.python={sys.executable}"]
     )
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("envs/bin/python", "found no envs/bin/python"),
+        ("envs/bin/pithon3", "found no envs/bin/pithon3 (did you mean `envs/bin/python3`?)"),
+        ("envs/bin", "found envs/bin, which is a directory"),
+        ("envs/bin/python3", "found envs/bin/python3, which is no program"),
+    ],
+)
+def test_the_python_of_an_environment_must_be_there(python, said):
+    bin = Path("envs/bin")
+    bin.mkdir(parents=True)
+    (bin / "python3").touch(mode=0o644)
+    if python == "envs/bin/python":
+        (bin / "python3").rename("elsewhere")
+    game = ["environment.uses=absent_library:Game", f"environment.python={python}"]
+    (line,) = said_of(GOOD, *game)
+    assert f"environment.python: {said}; give the path of a Python interpreter" in line
+    validated_config(Path("run.yaml"), game, generators=False)  # generators are on other machines
+    agent = ["reward.functions=[odd]", "environment.command=[python, agent.py]", game[1]]
+    assert f"environment.python: {said}" in str(said_of(GOOD, *agent))
 
 
 def test_rewards_may_name_what_was_played_only_where_something_is_played():
