@@ -19,6 +19,7 @@ class Call:
     model: str
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
+    calls_tools: bool = True  # otherwise the calls in the answer stay text
     prompt: str | None = None  # plain text instead of messages
     max_tokens: int | None = None
     choices: int = 1

@@ -34,7 +34,8 @@ class ChatDialect:
             messages=reading.require_messages(
                 [_message(one, f"messages[{i}]") for i, one in enumerate(reading.list_of(body, "messages"))]
             ),
-            tools=tuple(tools) if choice == "auto" else (),
+            tools=tuple(tools),
+            calls_tools=choice == "auto",
             max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
             choices=reading.choices_of(body),
             streams=reading.flag(body, "stream"),

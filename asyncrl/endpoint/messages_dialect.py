@@ -40,7 +40,8 @@ class MessagesDialect:
         return Call(
             model=reading.model_of(body),
             messages=reading.require_messages(messages),
-            tools=tuple(tools) if choice == "auto" else (),
+            tools=tuple(tools),
+            calls_tools=choice == "auto",
             max_tokens=reading.limit_of(body, "max_tokens"),
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),

@@ -6,6 +6,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from asyncrl.endpoint.base import Call, Dialect, Json, Refused
@@ -128,10 +129,8 @@ class OpenEpisode:
                 answer = await self._talk.complete(text, max_tokens=limit, train=train)
                 self._completed = call.prompt + answer.text
                 return [answer]
-            chats = [
-                self._talk.chat(call.messages, tools=call.tools, max_tokens=limit, train=train)
-                for _ in range(call.choices)
-            ]
+            chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
+            chats = [chat(call.messages, max_tokens=limit, train=train) for _ in range(call.choices)]
             return await _all(chats)
         except BudgetSpent as spent:
             if spent.finish_reason == "length":

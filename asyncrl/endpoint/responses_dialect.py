@@ -34,7 +34,8 @@ class ResponsesDialect:
         return Call(
             model=reading.model_of(body),
             messages=reading.require_messages(_messages([*start, *items])),
-            tools=tuple(tools) if choice == "auto" else (),
+            tools=tuple(tools),
+            calls_tools=choice == "auto",
             max_tokens=reading.limit_of(body, "max_output_tokens"),
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
@@ -111,7 +112,7 @@ class ResponsesDialect:
             "previous_response_id": None,
             "temperature": None,
             "top_p": None,
-            "tool_choice": "auto",
+            "tool_choice": "auto" if call.calls_tools else "none",
             "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
         }
 

@@ -48,7 +48,10 @@ class AnswerReader:
             )
 
     def read(self, prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
-        """Return the answer. Raises ConfigError if there are tools and nothing parses calls."""
+        """Return the answer; without `tools` a call in it is text.
+
+        Raises ConfigError if there are tools and nothing parses calls.
+        """
         if tools:
             self._require_calls()
         ids = rollout.response_ids.tolist()
@@ -78,7 +81,7 @@ class AnswerReader:
             # What is not a call, although it begins like one, is read as it is.
             with suppress(ValueError, KeyError, TypeError, RuntimeError):
                 parsed = self._parse(text, ids, prompt_ids, tools)
-        return parsed
+        return parsed if tools or not parsed.calls else Parsed(text)
 
     def _without_specials(self, text: str) -> str:
         for special in self._renderer.special_texts:

@@ -14,7 +14,7 @@ from asyncrl.session.base import Request, Turn
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout
 
-# From the prompt's ids, the rollout and the tools that were offered to the answer (`AnswerReader.read`).
+# From the prompt's ids, the rollout and the tools that the answer may call (`AnswerReader.read`).
 Read = Callable[[Sequence[int], Rollout, Sequence[Message]], Answer]
 
 
@@ -58,12 +58,13 @@ class SessionTalk:
         messages: Sequence[Message],
         *,
         tools: Sequence[Message] = (),
+        calls_tools: bool = True,
         max_tokens: int | None = None,
         train: bool = True,
     ) -> Answer:
         with _usable("messages"):
             request = self._session.request(messages, tools=tools)
-        answer, turn = await self._turn(request, tools, max_tokens, train)
+        answer, turn = await self._turn(request, tools if calls_tools else (), max_tokens, train)
         if train:
             self.transcript = list(turn.messages)
         return answer

@@ -94,6 +94,7 @@ class Talk(Protocol):
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        calls_tools: bool = True,
         max_tokens: int | None = None,
         train: bool = True,
     ) -> Answer:
@@ -101,8 +102,9 @@ class Talk(Protocol):
 
         The messages begin with those of an earlier call and its answer's `message`, and the turn extends that
         one; other messages begin a new sequence or a branch. `tools` are JSON schemas as chat templates take
-        them. `max_tokens` may shorten the answer. With `train=False` it is context only. Raises BudgetSpent
-        before sampling if no turn is left, and EngineError.
+        them; with `calls_tools=False` the model sees them, but a call in its answer stays text. `max_tokens`
+        may shorten the answer. With `train=False` it is context only. Raises BudgetSpent before sampling if
+        no turn is left, and EngineError.
         """
         ...
 

@@ -95,6 +95,11 @@ def test_without_tools_the_text_is_what_was_sampled_without_special_tokens():
     assert answer.message == {"role": "assistant", "content": "one two"}
 
 
+def test_a_call_that_the_answer_may_not_have_is_text(source):
+    answer = read(source, f"I add.{CALL}<|im_end|>", tools=())
+    assert (answer.text, answer.tool_calls, answer.is_unparsed) == (f"I add.{CALL}", (), False)
+
+
 def test_tools_without_a_parser_are_refused():
     reader, _ = reader_of("none")
     with pytest.raises(ConfigError, match=r"model\.tool_parser: there are tools"):

@@ -320,6 +320,60 @@ def test_half_of_a_surrogate_pair_that_the_model_wrote_may_come_back(path, echo)
     json.dumps(talk.transcript, ensure_ascii=False).encode()
 
 
+@pytest.mark.parametrize(
+    ("path", "question", "tool", "none", "echo"),
+    [
+        (
+            "/v1/chat/completions",
+            "messages",
+            TOOL,
+            "none",
+            lambda answer: [answer["choices"][0]["message"]],
+        ),
+        (
+            "/v1/responses",
+            "input",
+            {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS},
+            "none",
+            lambda answer: answer["output"],
+        ),
+        (
+            "/v1/messages",
+            "messages",
+            {"name": "add", "description": "Adds.", "input_schema": PARAMETERS},
+            {"type": "none"},
+            lambda answer: [{"role": "assistant", "content": answer["content"]}],
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) and one.startswith("/") else "",
+)
+def test_a_turn_without_calls_continues_the_conversation(path, question, tool, none, echo):
+    """The model sees the tools as before, so the ids before the turn are those that were sampled."""
+    offered = []
+
+    def read(prompt_ids, rollout, tools):
+        offered.append(list(tools))
+        return CALLS if tools else TEXT
+
+    async def play(endpoint, episode):
+        said = list(QUESTION)
+        for choice in ("auto", none, "auto"):
+            more = {} if choice == "auto" else {"tool_choice": choice}
+            body = {question: said, "tools": [tool], "max_tokens": 5} | more
+            answer = await post(endpoint, episode.key, body, path)
+            assert answer.status_code == 200, answer.text
+            said += [*echo(answer.json()), *QUESTION]
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+    talk._read = read
+    serve(talk, play)
+    assert offered == [[TOOL], [], [TOOL]]
+    first, second, third = session.turns
+    assert second.parent is first and third.parent is second
+    assert len(session.rollouts()) == 1
+
+
 def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
     talk = ScriptedTalk(TEXT)
 
