@@ -8,8 +8,9 @@ Over `slot`, one reads the slot of the other (on the first GPU, into the last on
 bytes. The three kinds take turns and change places, so that all see the same machine; ratios are formed
 within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
 already there: "layout" as an update does, but without checksums, "checksums" verified too.
-"checksum_gb_per_s" is one thread over a whole version, nothing else. "publish_s" is how long the training
-loop is blocked by the publication of a version, beside one copy of it.
+Copies take one thread; checksums of a slot take "checksum_threads", as they do in a generator, and
+"checksum_gb_per_s" is their rate over a whole version. "publish_s" is how long the training loop is blocked
+by the publication of a version, beside one copy of it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import torch
 
 from asyncrl.weights import stream
 from asyncrl.weights.base import TensorSpec
-from asyncrl.weights.layout import Layout, checksums, verify
+from asyncrl.weights.layout import Layout, checksum_threads, checksums, verify
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, open_slot
 from asyncrl.weights.stream import SlotServer
@@ -210,6 +211,7 @@ def main() -> None:
         "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]},
         "torch": torch.__version__,
         "gb_per_s": {kind: round(rate, 3) for kind, rate in rates.items()},
+        "checksum_threads": checksum_threads(total_bytes) if options.device == "cpu" else 0,
         "checksum_gb_per_s": round(checksum_rate(options), 1),
         "ratio_without_checksums": quartiles(seconds, "layout"),
         "ratio": quartiles(seconds, "checksums"),

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import TransferError
+from asyncrl.weights import layout as module
 from asyncrl.weights.base import TensorSpec
-from asyncrl.weights.layout import Layout, checksums, verify
+from asyncrl.weights.layout import Layout, checksum, checksum_threads, checksums, verify
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int64", "uint8"])
@@ -70,6 +71,28 @@ def test_padding_is_not_part_of_the_checksum():
     expected = checksums(buffer, layout)
     buffer[3:] += 1
     verify(buffer, layout, expected)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(specs=spec_lists(), threads=st.integers(1, 5))
+def test_threads_find_the_checksums_of_the_tensors(specs, threads, monkeypatch):
+    layout = Layout.plan(specs, 256)
+    buffer = filled(layout)
+    monkeypatch.setattr(module, "checksum_threads", lambda size_bytes: threads)
+    alone = tuple(checksum(layout.view(buffer, index)) for index in range(len(specs)))
+    assert checksums(buffer, layout) == alone
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    layout = Layout.plan([TensorSpec(name="a", dtype="uint8", shape=(3,))], 64)
+    monkeypatch.setattr(module, "checksum_threads", lambda size_bytes: 2)
+    with pytest.raises((ValueError, BufferError, RuntimeError, TypeError)):
+        checksums(torch.zeros(3, dtype=torch.uint8, device="meta"), layout)
+
+
+def test_only_a_large_version_takes_threads():
+    assert checksum_threads(1 << 20) == 1
+    assert 1 <= checksum_threads(1 << 40) <= 4
 
 
 def test_a_missing_checksum_is_an_error():
