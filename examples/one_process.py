@@ -53,8 +53,8 @@ from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
 
 DIGITS, RESPONSE_TOKENS = 10, 4
-STEPS, MAX_LAG = 60, 2
-BATCH = BatchConfig(groups=4, group_size=16)  # the generator leases 4 tickets at once
+STEPS, MAX_LAG = 60, 1
+BATCH = BatchConfig(groups=2, group_size=32)  # 4 tickets, a lease, are MAX_LAG + 1 steps
 LIMITS = GroupLimits(vocabulary=DIGITS, rollouts=BATCH.group_size, max_tokens=1 + RESPONSE_TOKENS)
 PROBE = tuple(range(DIGITS))
 
