@@ -11,10 +11,15 @@ pause   until the running step has ended          |
 load    the engine's workers load from the memory  > the stall
 resume  label the version and let requests run     |
 probe   score the probe; requests run
+
+The step that the pause waits for samples tokens. `lost_s` is what a request loses: the time from its last
+token before the load to its first one after it, less `step_s`, the median time between two tokens.
 """
 
 import argparse
 import asyncio
+import bisect
+import itertools
 import signal
 import statistics
 import subprocess
@@ -70,8 +75,23 @@ def send(arguments):
     signal.pause()
 
 
-async def update(engine, staging, order):
-    """Seconds of every step."""
+async def watch(engine, tokens_s):
+    """Note when a request gets its tokens, again and again."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=128, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    prompt = tokens_input(list(PROBE))
+    for number in itertools.count():
+        async for _ in engine._llm.generate(prompt, params, request_id=f"watched {number}"):
+            tokens_s.append(time.monotonic())
+
+
+async def update(engine, staging, order, tokens_s):
+    """Seconds of every step, and of the gap between two tokens around the load."""
     marks_s = [time.monotonic()]
     ready = await asyncio.to_thread(staging.stage, order)
     marks_s.append(time.monotonic())
@@ -83,7 +103,13 @@ async def update(engine, staging, order):
     marks_s.append(time.monotonic())
     await engine.score(PROBE)
     marks_s.append(time.monotonic())
-    return {step: later - earlier for step, earlier, later in zip(STEPS, marks_s, marks_s[1:], strict=False)}
+    spent_s = [later - earlier for earlier, later in itertools.pairwise(marks_s)]
+    loaded_s = marks_s[3]
+    async with asyncio.timeout(60):
+        while not tokens_s or tokens_s[-1] < loaded_s:
+            await asyncio.sleep(0.001)
+    after = bisect.bisect(tokens_s, loaded_s)
+    return dict(zip(STEPS, spent_s, strict=True)) | {"gap": tokens_s[after] - tokens_s[after - 1]}
 
 
 async def measure(arguments, source):
@@ -110,7 +136,8 @@ async def measure(arguments, source):
         while True:
             await engine.sample(PROBE, 64, spec)
 
-    sampling = asyncio.create_task(sample_forever())
+    tokens_s = []
+    running = [asyncio.create_task(each) for each in (sample_forever(), watch(engine, tokens_s))]
     try:
         for version in range(2 * arguments.updates + 2):  # the first of each is not counted
             await asyncio.sleep(0.3)
@@ -124,13 +151,15 @@ async def measure(arguments, source):
                 probe_logprobs=(),
                 initial_logprobs=(),
             )
-            found[transport].append(await update(engine, staging, order))
+            found[transport].append(await update(engine, staging, order, tokens_s))
     finally:
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await engine.close()
         staging.close()
-    return layout.total_bytes, found, copy_s(slot.buffer)
+    step_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(tokens_s))
+    return layout.total_bytes, found, copy_s(slot.buffer), step_s
 
 
 def copy_s(buffer: torch.Tensor) -> float:
@@ -145,13 +174,17 @@ def copy_s(buffer: torch.Tensor) -> float:
     return statistics.median(seconds)
 
 
-def summary(updates, copied_s):
-    """Medians of the steps, the ratio, and quartiles of the time in which no request runs."""
-    stalls_s = [each["pause"] + each["load"] + each["resume"] for each in updates]
+def quartiles(values):
+    return dict(zip(("lower", "median", "upper"), statistics.quantiles(values, n=4), strict=True))
+
+
+def summary(updates, copied_s, step_s):
+    """Medians of the steps, the ratio, and quartiles of the stall and of what a request loses."""
     return {
         "median_s": {step: statistics.median(each[step] for each in updates) for step in STEPS},
         "ratio": copied_s / statistics.median(each["stage"] + each["load"] for each in updates),
-        "stall_s": dict(zip(("lower", "median", "upper"), statistics.quantiles(stalls_s, n=4), strict=True)),
+        "stall_s": quartiles([each["pause"] + each["load"] + each["resume"] for each in updates]),
+        "lost_s": quartiles([each["gap"] - step_s for each in updates]),
     }
 
 
@@ -171,7 +204,7 @@ def main():
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         try:
             source = msgpack.unpackb(receive(sender.stdout))
-            total_bytes, found, copied_s = asyncio.run(measure(arguments, source))
+            total_bytes, found, copied_s, step_s = asyncio.run(measure(arguments, source))
         finally:
             sender.kill()
     result = {
@@ -181,11 +214,12 @@ def main():
             "dtype": arguments.dtype,
             "bytes": total_bytes,
             "updates": arguments.updates,
-            "running": 64,
+            "running": 65,
         },
         "environment": describe(engine_package(), "torch"),
         "copy_s": copied_s,
-        **{transport: summary(updates[1:], copied_s) for transport, updates in found.items()},
+        "step_s": step_s,
+        **{transport: summary(updates[1:], copied_s, step_s) for transport, updates in found.items()},
     }
     report(result, arguments.json)
 

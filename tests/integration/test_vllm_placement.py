@@ -254,3 +254,38 @@ def test_a_layer_whose_method_keeps_something_is_processed_at_every_update(keeps
         kept = {"a copy": method.kept, "a reference": getattr(model.down, "kept", [None])[0]}
         assert keeps == "nothing" or torch.equal(kept[keeps], sent["down.weight"])
     assert len(method.calls) == (1 if keeps == "nothing" else 3)
+
+
+def doubled(layer):
+    layer.weight.data.mul_(2)
+
+
+def moved(layer):
+    layer.weight.data = layer.weight.data.t().contiguous()
+
+
+def strided(layer):
+    layer.weight.data = layer.weight.data.t()
+
+
+def renewed(layer):
+    layer.weight = nn.Parameter(layer.weight * 3, requires_grad=False)
+
+
+class Making(Coarse):
+    def __init__(self, make):
+        self.process_weights_after_loading = make
+
+
+@pytest.mark.parametrize("make", [doubled, moved, strided, renewed])
+def test_a_layer_is_written_in_place_only_if_its_method_leaves_it_there(make):
+    model = Small(whole, Making(make))
+    sent = [model.sent(version) for version in (1, 2, 3)]
+    expected = [model.reloaded(weights) for weights in sent]
+    placement = learn(model, specs_of(sent[0]))
+    address = model.down.weight.data_ptr()
+    for weights, right in zip(sent, expected, strict=True):
+        placement.load(weights, CONFIG)
+        assert_same(observed(model), right)
+        assert model.down.weight.data_ptr() == address
+    assert [placed.in_place for placed in placement.layers if placed.layer is model.down] == [make is doubled]

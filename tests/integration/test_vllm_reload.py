@@ -9,6 +9,7 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from asyncrl.engine.vllm import engine as vllm_engine
 from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.errors import EngineError, TransferError
+from asyncrl.lineage import Weights
 from tests.support.vllm_engines import order
 from tests.support.vllm_models import COARSE, CONFIG, Model
 
@@ -107,3 +108,26 @@ def test_a_worker_that_leaves_two_updates_in_a_row_unanswered_ends_the_generator
 def test_an_answer_between_them_counts_whatever_it_says(monkeypatch, between):
     kinds, _ = outcomes(monkeypatch, "silence", between, "silence")
     assert kinds == ["TransferError", "TransferError" if between else "received", "TransferError"]
+
+
+class Waits:
+    """As AsyncLLM, but the first of two calls is answered after the second."""
+
+    def __init__(self):
+        self.calls, self._resumed = [], asyncio.Event()
+
+    async def update_weight_version(self, version):
+        self.calls.append(version)
+        await self._resumed.wait()
+
+    async def resume_generation(self):
+        self.calls.append("resume")
+        self._resumed.set()
+
+
+def test_a_version_has_its_label_before_requests_run_and_nothing_waits_for_the_answer():
+    engine = vllm_engine.VLLMEngine(llm := Waits(), deadline_s=5.0, recompute_kv=False)
+    engine._paused_since_s, engine._received = 0.0, True
+    asyncio.run(engine.finish_update(Weights(3, 4)))
+    assert llm.calls == [vllm_engine.label(Weights(3, 4)), "resume"]
+    assert engine.weights == Weights(3, 4)

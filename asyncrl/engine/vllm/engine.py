@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -224,9 +224,10 @@ class VLLMEngine:
     async def finish_update(self, weights: Weights) -> None:
         if self._paused_since_s is None or not self._received:
             raise EngineError(f"finish_update({weights}): no weights were received")
-        await self._call(self._llm.update_weight_version(label(weights)), f"label its weights {weights}")
+        # vLLM's engine process takes both calls in this order; to wait between them would lengthen the pause.
+        calls = asyncio.gather(self._llm.update_weight_version(label(weights)), self._llm.resume_generation())
+        await self._call(calls, f"label its weights {weights} and resume its requests")
         self._weights = weights
-        await self._call(self._llm.resume_generation(), "resume its requests")
         self._paused_s += time.monotonic() - self._paused_since_s
         self._paused_since_s = None
 
@@ -278,7 +279,7 @@ class VLLMEngine:
                 process.kill()
         await asyncio.to_thread(psutil.wait_procs, processes, _CLOSE_S)
 
-    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+    async def _call(self, call: Awaitable[T], what: str) -> T:
         """The result of `call`, which tells the engine process to do `what`. Raises EngineError."""
         from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -3,14 +3,14 @@
     learn   the model's loaders run once on tensors without data; each copy into a parameter is recorded
     load    the copies are repeated, layer by layer
 
-A layer whose kernels read the parameters as they were loaded is written in place. For any other, such as a
-quantised or a packed one, vLLM makes the kernels' tensors again from a temporary copy, and writes them in
+A layer whose kernels read the parameters as they were loaded is written in place. So is one of which vLLM
+only makes a copy in another form, such as an embedding on a CPU; it makes this copy again. For any other,
+such as a quantised one, vLLM makes the kernels' tensors again from a temporary copy, and writes them in
 place, as in its own reload. CUDA graphs go on reading where they were recorded.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from asyncrl.engine.vllm.layerwise import abandon, open_reload, repack_tied
+from asyncrl.engine.vllm.layerwise import abandon, open_reload
 from asyncrl.weights.base import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -123,16 +123,20 @@ class Placed:
 
     layer: nn.Module
     writes: list[Write]
-    # Whether the kernels read the parameters as they are loaded; None before the first load.
-    plain: bool | None = None
+    # Whether vLLM leaves the parameters where they are loaded; None before the first load.
+    in_place: bool | None = None
+    # Whether it makes nothing of them either.
+    plain: bool = False
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if not self.plain:
+        if not self.in_place:
             self._open()
         for write in self.writes:
             write.repeat(self.layer, tensors)
-        if not self.plain:
+        if not self.in_place:
             self._close()
+        elif not self.plain:
+            self._process()
 
     def _open(self) -> None:
         """Give the layer the parameters that it was built with, as vLLM's reload does."""
@@ -146,26 +150,31 @@ class Placed:
     def _close(self) -> None:
         """Let vLLM make the kernels' tensors of the loaded ones, and see whether it changes any."""
         layer, info = self.layer, get_layerwise_info(self.layer)
+        if self.in_place is None:
+            held, places, idle = _held(layer), _places(layer), _Idle()
+            with idle:
+                self._process()
+            kernels: Any = info.kernel_tensors
+            self.in_place = places == _places(layer) and all(
+                _geometry(kernels[0][name]) == _geometry(loaded)
+                for name, loaded in layer._parameters.items()
+                if loaded is not None
+            )
+            same = [id(each) for each in held] == [id(each) for each in _held(layer)]
+            self.plain = self.in_place and idle.holds and same
+        else:
+            self._process()
+        _copy_and_restore_kernel_tensors(layer, info)
+        info.reset()
+
+    def _process(self) -> None:
+        """Let vLLM make of the loaded parameters what the kernels need."""
+        layer = self.layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         method: Any = getattr(layer, "quant_method", None)
-        before, idle = _held(layer), _Idle()
-        with idle if self.plain is None else nullcontext():
-            if isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(layer)
-        if self.plain is None:
-            kernels: Any = info.kernel_tensors
-            self.plain = (
-                idle.holds
-                and [id(each) for each in before] == [id(each) for each in _held(layer)]
-                and all(
-                    _geometry(kernels[0][name]) == _geometry(loaded)
-                    for name, loaded in layer._parameters.items()
-                    if loaded is not None
-                )
-            )
-        _copy_and_restore_kernel_tensors(layer, info)
-        info.reset()
+        if isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
 
 
 class Placement:
@@ -175,6 +184,7 @@ class Placement:
         self.layers = layers
         self._model = model
         self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+        self._tied = _tied(model)
 
     def load(self, tensors: Mapping[str, Tensor], model_config: Any) -> None:
         """Load all of them. After an exception the weights are a mixture of versions."""
@@ -187,7 +197,8 @@ class Placement:
         attention: Any
         for attention in self._attention:  # it may derive tensors from other layers' parameters
             attention.process_weights_after_loading(model_config.dtype)
-        repack_tied(self._model)
+        for layer, owner in self._tied:
+            _share(layer, owner)
 
 
 def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
@@ -224,6 +235,29 @@ def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
     return Placement(model, layers)
 
 
+def _tied(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Layers whose weight is that of an earlier layer, which loads it; and that layer."""
+    owners: dict[int, nn.Module] = {}
+    found = []
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.numel() == 0:
+            continue
+        owner = owners.setdefault(id(weight), layer)
+        if owner is not layer and getattr(layer, "quant_method", None) is not None:
+            found.append((layer, owner))
+    return found
+
+
+def _share(layer: Any, owner: Any) -> None:
+    """Give a layer with the owner's weight what vLLM has made of it, or let vLLM make the same again."""
+    alike = type(layer.quant_method) is type(owner.quant_method) and getattr(layer, "bias", None) is None
+    if alike and "cpu_linear" in vars(owner):  # a product with the packed weight, on CPUs
+        layer.cpu_linear = owner.cpu_linear
+    else:
+        layer.quant_method.process_weights_after_loading(layer)
+
+
 def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
     """Raise NotRepeatableError unless the writes reach each element of the layer's tensors."""
     if is_deferred_attention_layer(layer):
@@ -258,6 +292,14 @@ def _region(view: Tensor, tensor: Tensor) -> Region:
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _places(layer: nn.Module) -> list[Any]:
+    """Which tensors a layer has, and where their elements are."""
+    return [
+        (name, id(tensor), tensor.data_ptr(), _geometry(tensor))
+        for name, tensor in get_layer_tensors(layer).items()
+    ]
 
 
 def _held(layer: nn.Module) -> list[Any]:
