@@ -568,6 +568,7 @@ local function rebuild(k, kept, watermark, issued, lease_ms)
   for n = watermark + 1, issued do
     local id = id_text(n)
     if has_frame(k, id) then
+      call('HDEL', k.deaths, id)
       if not kept[id] then call('ZADD', k.ready, id, id) end
     elseif leases[id] then
       call('ZADD', k.leased, id, id)

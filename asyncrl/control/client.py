@@ -73,7 +73,7 @@ class ControlClient:
         self._wire_key, self._keys = wire_key, keys
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
-        self._is_member = False
+        self._is_member = self._was_ordered = False
         self._unanswered = 0  # heartbeats and hellos since the learner's last message
         self._order: UpdateOrder | Stop | None = None
         self._arrived = asyncio.Event()
@@ -203,7 +203,7 @@ class ControlClient:
                 is_new, self._is_member = not self._is_member, True
                 if not self._answer.done():
                     self._answer.set_result(message)
-                if is_new:  # the learner starts a sender only after a second message
+                if is_new:  # the learner brings weights only after a second message
                     await self._send_heartbeat()
             case Refused(reason=reason) if self._answer.done():
                 self._put(Stop(reason=f"refused when coming back: {reason}"))
@@ -214,6 +214,7 @@ class ControlClient:
                 self._is_member = False
                 await self._send(self._current_hello())
             case UpdateOrder():
+                self._was_ordered = True
                 self._on_order(message)
                 self._put(message)
             case Stop():
@@ -233,7 +234,9 @@ class ControlClient:
 
     def _current_hello(self) -> Hello:
         assert self._hello is not None
-        return self._hello if self._beat is None else replace(self._hello, version=self._beat.version)
+        version = self._hello.version if self._beat is None else self._beat.version
+        # An earlier learner's order may be on its way into an engine that still has the initial model.
+        return replace(self._hello, version=-1 if self._was_ordered and version == 0 else version)
 
     async def _send(self, message: FromGenerator) -> bool:
         """Send, or return False if no learner is connected."""
