@@ -79,7 +79,7 @@ class Adoption:
     async def listen(self) -> None:
         """Keep the newest order until the learner says stop.
 
-        A stop also ends the wait for an update that is under way, because its sender may be gone.
+        A stop also ends the wait for an update that is under way, because its learner may be gone.
         """
         while not isinstance(order := await self.control.next_order(), Stop):
             self._order = order

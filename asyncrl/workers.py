@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from select import select
 from typing import Any, BinaryIO
 
 import msgpack
@@ -63,12 +64,17 @@ class Channel:
         """`channel` is closed with this object."""
         self.channel, self._replies = channel, channel.makefile("rb")
 
-    def ask(self, data: bytes, wait_s: float) -> bytes:
-        """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError."""
+    def ask(self, data: bytes, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
+        """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError.
+
+        `meanwhile` is called every second until the answer comes.
+        """
         until_s = time.monotonic() + wait_s
         self.channel.settimeout(wait_s)
         self.channel.sendall(framed(data))
-        self.channel.settimeout(max(until_s - time.monotonic(), 0.001))
+        while (left_s := until_s - time.monotonic()) > 1.0 and not select([self.channel], (), (), 1.0)[0]:
+            meanwhile()
+        self.channel.settimeout(max(left_s, 0.001))
         return receive(self._replies)
 
     def close(self) -> None:
@@ -101,6 +107,11 @@ class Worker(Channel):
     def pid(self) -> int:
         """Id of the process."""
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def end(self, *, grace_s: float = 0.0) -> int:
         """Close the channel, wait, kill. Returns the exit status, -SIGKILL if the kernel holds it."""

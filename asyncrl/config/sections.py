@@ -301,11 +301,12 @@ class WeightsConfig(Part):
 
     transport: Literal["auto", "slot", "tcp", "nccl", "disk"] = "auto"
     """`slot`: generators of one host read the learner's memory. `tcp`: generators of other hosts fetch it.
-    `auto` is slot on one host, else tcp."""
+    `nccl`: two processes bring it from the learner's GPU to each host, over Gloo between CPUs. `auto` is slot
+    on one host, else tcp."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the transfer is given up and tried again."""
     bucket_mib: PositiveInt = 64
-    """Size of the buckets in which `nccl` sends parameters."""
+    """Largest piece that `nccl` sends, rounded down to a multiple of 16, at least 16."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
     """Length of the fixed sequence that learner and generator score after every update."""
     probe_limit: Positive = 0.05

@@ -48,7 +48,7 @@ class Hello:
     tensor_parallel: int = 1
     pid: int = 0
     host: str = ""
-    # Transports over which its engine can receive weights, best first; see `weights.base.receivable`.
+    # Transports over which it can receive weights, of `weights.base.TRANSPORTS`.
     transports: tuple[str, ...] = ("slot", "tcp", "disk")
     # Digest of the config from the run's record; empty if the host has a config of its own.
     host_digest: str = ""

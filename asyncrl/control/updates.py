@@ -1,68 +1,44 @@
 """Decides which generator gets which version when: a state machine per generator, without clocks and sockets.
 
-    idle -- newer version --> preparing -- order --> updating -- report --> idle
-                 ^                 |                     |
-                 |                 '----- failed, or too late: given up, back-off
-                 '-------------------------------------------------------'
+    idle -- newer version --> updating -- report --> idle
+                 ^               |
+                 '-- back-off ---'  failed, or too late: released
 
 A generator always goes straight to the newest version, and never waits for another one. After two failures in
-a row, every other attempt uses files, if all processes are on one host; a success restores the transport.
+a row, every other attempt uses files, if all processes are on one host, else TCP; a success restores the
+transport.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from asyncrl.backoff import Backoff
 from asyncrl.lineage import Weights
 from asyncrl.weights.base import PROBE_FIELDS, UPDATE_FIELDS, UpdateOrder, UpdateReport
 
-FAILURES_BEFORE_DISK = 2
+FAILURES_BEFORE_OTHER = 2
 # Updates in a row that arrive and fail the probe before the run gives up.
 MOST_REFUSALS = 3
 _BACKOFF = Backoff(0.25, 30.0)
 _UNKNOWN = -1
 
 
-class Phase(Enum):
-    """The phase of a generator's update."""
-
-    IDLE = "idle"
-    PREPARING = "preparing"
-    UPDATING = "updating"
-
-
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Let the holder's sender prepare the newest version."""
+class Begin:
+    """Send the holder an order for the newest version, and say so with `ordered`; without one, do nothing."""
 
     holder: str
     transport: str
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """Send the order to the generator, then immediately start the sender's transfer."""
-
-    holder: str
-    order: UpdateOrder
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Let the holder's sender give up the update under way."""
+class Release:
+    """The holder reads no version any more."""
 
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseSender:
-    """Close the sender of a generator that is gone."""
-
-    holder: str
-
-
-Action = Prepare | Deliver | GiveUp | CloseSender
+Action = Begin | Release
 
 
 @dataclass(slots=True)
@@ -72,9 +48,9 @@ class _Member:
     alternative: str
     # The version that the generator has reported as applied; -1 if unknown, so that any version is newer.
     version: int
-    phase: Phase = Phase.IDLE
+    # What it is being updated to; None if it is idle.
     target: Weights | None = None
-    # End of the current phase, or of the back-off.
+    # End of the update, or of the back-off.
     until_s: float = 0.0
     # Failed updates in a row.
     failures: int = 0
@@ -84,7 +60,7 @@ class _Member:
 
     @property
     def next_transport(self) -> str:
-        tried = self.failures - FAILURES_BEFORE_DISK
+        tried = self.failures - FAILURES_BEFORE_OTHER
         return self.alternative if tried >= 0 and tried % 2 == 0 else self.transport
 
 
@@ -94,10 +70,8 @@ class UpdateSchedule:
 
     # The preferred transport; see `common_transport`.
     transport: str
-    # Bound on a transfer, and again on the generator's report after it.
+    # Bound on an update, from the order to the generator's report.
     deadline_s: float
-    # Bound on a sender's start and preparation, for example writing files; the generator keeps sampling.
-    preparation_s: float
     # Whether generators see the learner's files.
     one_host: bool = True
     newest: int = _UNKNOWN
@@ -120,39 +94,29 @@ class UpdateSchedule:
         """
         transport = self.common_transport(transports)
         assert transport is not None, f"{holder} offers {transports}"
-        alternative = "disk" if self.one_host and "disk" in transports else transport
+        other = "disk" if self.one_host else "tcp"
+        alternative = other if other in transports else transport
         self.members[holder] = _Member(transport, alternative, version if version == 0 else _UNKNOWN)
         return self._begin(holder, now_s)
 
     def remove(self, holder: str) -> list[Action]:
         """Remove a former member."""
-        return [CloseSender(holder)] if self.members.pop(holder, None) else []
+        return [Release(holder)] if self.members.pop(holder, None) else []
 
     def announce(self, version: int, now_s: float) -> list[Action]:
         """Bring all members to a version that has been published."""
         self.newest = version
         return self._begin_all(now_s)
 
-    def prepared(self, holder: str, order: UpdateOrder, now_s: float) -> list[Action]:
-        """The sender is ready with an order, whose version may be newer than the announced one."""
-        member = self.members.get(holder)
-        if member is None or member.phase is not Phase.PREPARING:
-            return []
-        member.phase, member.target, member.until_s = Phase.UPDATING, order.weights, now_s + self.deadline_s
-        return [Deliver(holder, order)]
-
-    def sent(self, holder: str, now_s: float) -> None:
-        """The transfer is complete; the generator now has `deadline_s` to apply the weights."""
-        member = self.members.get(holder)
-        if member is not None and member.phase is Phase.UPDATING:
-            member.until_s = now_s + self.deadline_s
+    def ordered(self, holder: str, order: UpdateOrder, now_s: float) -> None:
+        """An order, whose version may be newer than the announced one, is on its way."""
+        member = self.members[holder]
+        member.target, member.until_s = order.weights, now_s + self.deadline_s
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""
         member = self.members.get(holder)
-        if member is None or member.phase is not Phase.UPDATING:
-            return []
-        if Weights(report.version, report.lineage) != member.target:
+        if member is None or Weights(report.version, report.lineage) != member.target:
             return []
         if report.probe_limit > 0:  # otherwise the weights did not arrive
             self.measured |= {name: getattr(report, name) for name in PROBE_FIELDS}
@@ -163,8 +127,8 @@ class UpdateSchedule:
         self.updates += 1
         self.measured |= {name: getattr(report, name) for name in UPDATE_FIELDS}
         member.refused = 0
-        member.phase, member.version, member.failures, member.until_s = Phase.IDLE, report.version, 0, now_s
-        return self._begin(holder, now_s)
+        member.target, member.version, member.failures, member.until_s = None, report.version, 0, now_s
+        return [Release(holder), *self._begin(holder, now_s)]
 
     @property
     def hopeless(self) -> str | None:
@@ -177,36 +141,26 @@ class UpdateSchedule:
 
     def tick(self, now_s: float) -> list[Action]:
         """Apply the deadlines and back-offs that have passed by `now_s`."""
-        late = [h for h, m in self.members.items() if m.phase is not Phase.IDLE and now_s > m.until_s]
+        late = [h for h, m in self.members.items() if m.target is not None and now_s > m.until_s]
         actions = [action for holder in late for action in self.fail(holder, now_s)]
         return actions + self._begin_all(now_s)
-
-    def postpone(self, holder: str) -> None:
-        """Repeat with the next tick a `Prepare` that found no version to send."""
-        member = self.members[holder]
-        member.phase, member.until_s = Phase.IDLE, 0.0
 
     def _begin_all(self, now_s: float) -> list[Action]:
         return [action for holder in self.members for action in self._begin(holder, now_s)]
 
     def _begin(self, holder: str, now_s: float) -> list[Action]:
         member = self.members[holder]
-        if member.phase is not Phase.IDLE or now_s < member.until_s:
+        if member.target is not None or now_s < member.until_s or member.version >= self.newest:
             return []
-        if member.version >= self.newest:
-            return []
-        member.phase, member.until_s = Phase.PREPARING, now_s + self.preparation_s
-        return [Prepare(holder, member.next_transport)]
+        return [Begin(holder, member.next_transport)]
 
     def fail(self, holder: str, now_s: float) -> list[Action]:
-        """The update under way failed or is late."""
-        member = self.members.get(holder)
-        if member is None or member.phase is Phase.IDLE:
-            return []
-        phase, member.phase = member.phase, Phase.IDLE
+        """The update failed or is late, or its order could not be made or sent."""
+        member = self.members[holder]
         member.failures += 1
         member.until_s = now_s + _BACKOFF.pause_s(member.failures)
         self.failed += 1
-        if phase is Phase.UPDATING:
+        if member.target is not None:
             member.version = _UNKNOWN  # the engine may have a mixture of two versions
-        return [GiveUp(holder)]
+            member.target = None
+        return [Release(holder)]

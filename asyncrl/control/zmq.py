@@ -1,4 +1,4 @@
-"""The learner's side of the control plane: one thread, in rank 0, owns membership, senders and schedule.
+"""The learner's side of the control plane: one thread, in rank 0, owns membership and schedule.
 
     publisher = SlotPublisher(layout, ...)
     hub = ControlHub("ipc://runs/x/control.sock", publisher, config.control, transport="slot", ...)
@@ -7,9 +7,8 @@
     hub.members(), hub.counters()                               # snapshots, at most a tenth of a second old
     hub.stop("training is complete"); publisher.close()
 
-One update: the sender prepares -> the generator gets the order, and the sender starts -> the generator
-reads, fetches or receives, and reports. After a failure the sender gives the update up, and the next one
-begins after a back-off.
+One update: the publisher pins a version -> the generator gets the order, reads or fetches, and reports -> the
+version is released. After a failure the next update begins after a back-off.
 """
 
 import contextlib
@@ -30,23 +29,21 @@ from asyncrl.control.listening import listen
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
-from asyncrl.control.updates import Action, CloseSender, Deliver, GiveUp, Prepare, UpdateSchedule
+from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
 from asyncrl.progress import Attention
-from asyncrl.weights.base import Failed, Publisher, Sender, Sent, UpdateOrder, UpdateReport
+from asyncrl.weights.base import Publisher, UpdateReport
 
 log = logging.getLogger(__name__)
 
 # Longest time between two checks of the deadlines.
 _ROUND_MS = 100
 _MESSAGES_PER_ROUND = 1000
-# Time for a sender's process to start, on top of the deadline of its transfer; the generator keeps sampling.
-_SENDER_START_S = 60.0
 _STOP_S = 10.0
 _FLUSH_MS = 1000
 # Time for members to read the farewell.
 _FAREWELL_S = 0.25
-# Most welcomed newcomers without a sender, which is made at the second message.
+# Most welcomed newcomers that have not answered; they get weights after their second message.
 MAX_GREETED = 64
 
 
@@ -79,14 +76,10 @@ class ControlHub:
         self._publisher, self._wire_key = publisher, wire_key
         self._on_dead, self._on_report = on_dead, on_report
         self._membership = Membership(run, timeout_s=config.timeout_s, challenge_s=3 * config.heartbeat_s)
-        self._schedule = UpdateSchedule(
-            transport, deadline_s, preparation_s=deadline_s + _SENDER_START_S, one_host=publisher.one_host
-        )
+        self._schedule = UpdateSchedule(transport, deadline_s, one_host=publisher.one_host)
         self._peers = Peers(heartbeat_s=config.heartbeat_s)
         self._attention = Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
-        self._senders: dict[str, Sender] = {}
-        self._given_up = self._not_started = 0
         # Rounds of the thread, about ten a second. If the number does not grow, the thread hangs.
         self.rounds = 0
         self._rejections = Rejections()
@@ -135,7 +128,7 @@ class ControlHub:
         return dict(self._counters)
 
     def stop(self, reason: str, *, farewell: bool = True) -> None:
-        """End the thread and the senders; with `farewell`, also the generators.
+        """End the thread; with `farewell`, also the generators.
 
         Without it, they continue, and join the next learner at the same endpoint.
         """
@@ -169,8 +162,8 @@ class ControlHub:
             self._failure = error
             raise
         finally:
-            for sender in self._senders.values():
-                sender.close()
+            for holder in self._schedule.members:
+                self._publisher.release(holder)
             self._router.close(linger=_FLUSH_MS)
             if self._authenticator is not None:
                 self._authenticator.stop()
@@ -182,9 +175,6 @@ class ControlHub:
         self._attention.look()
         self._read_messages()
         now_s = time.monotonic()
-        for holder, sender in list(self._senders.items()):
-            for reply in sender.replies():
-                self._handle_reply(holder, reply, now_s)
         for holder in self._membership.expire(self._attention.now_s):
             log.warning("generator %s has been silent too long and is counted dead", holder)
             self._remove_dead(holder)
@@ -197,7 +187,7 @@ class ControlHub:
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._router, self._woken, *self._senders.values()):
+        for readable in (self._router, self._woken):
             poller.register(readable, zmq.POLLIN)
         poller.poll(_ROUND_MS)
         with contextlib.suppress(BlockingIOError):
@@ -241,12 +231,14 @@ class ControlHub:
         else:
             self._membership.heartbeat(message, self._attention.now_s)
             self._send(holder, Welcome(version=self._schedule.newest))
-            self._start_sender(holder, now_s)
+            self._add(holder, now_s)
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float) -> None:
         holder = holder_name(hello.generator_id, hello.incarnation)
         if self._peers.holder(peer) is None and len(self._greeted) >= MAX_GREETED:
-            raise WireError(f"{MAX_GREETED} newcomers have no sender yet; {holder} must send another hello")
+            raise WireError(
+                f"{MAX_GREETED} newcomers have not answered yet; {holder} must send another hello"
+            )
         transport, offered = self._schedule.common_transport(hello.transports), ", ".join(hello.transports)
         refused = None
         if transport is None:
@@ -260,7 +252,7 @@ class ControlHub:
                 self._answer(peer, answer)
             case AlreadyMember():
                 self._send(holder, Welcome(version=self._schedule.newest))
-                self._start_sender(holder, now_s)
+                self._add(holder, now_s)
             case Joined(replaced=dead):
                 log.info("generator %s joined with version %d", holder, hello.version)
                 if dead is not None:
@@ -276,24 +268,12 @@ class ControlHub:
                         *(holder, offered, self._schedule.transport, transport),
                     )
 
-    def _start_sender(self, holder: str, now_s: float) -> None:
-        """Start the sender of a member that has answered the welcome, unless it has one."""
-        if (hello := self._greeted.pop(holder, None)) is None:
-            return
-        try:
-            self._senders[holder] = self._publisher.open_sender(hello.tensor_parallel)
-        except OSError as error:
-            self._greeted[holder] = hello  # tried again with the member's next message
-            self._not_started += 1
-            log.warning(
-                "the sender of generator %s cannot be started and is tried again: %s; this host may lack "
-                "open files (ulimit -n)",
-                *(holder, error),
+    def _add(self, holder: str, now_s: float) -> None:
+        """Bring weights to a member that has answered the welcome from now on."""
+        if hello := self._greeted.pop(holder, None):
+            self._carry_out(
+                self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s)
             )
-            return
-        self._carry_out(
-            self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s)
-        )
 
     def _handle_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         generator_id, _, _ = holder.rpartition(":")
@@ -304,34 +284,27 @@ class ControlHub:
         finally:
             self._carry_out(self._schedule.reported(holder, report, now_s))
 
-    def _handle_reply(self, holder: str, reply: UpdateOrder | Sent | Failed, now_s: float) -> None:
-        match reply:
-            case UpdateOrder():
-                self._carry_out(self._schedule.prepared(holder, reply, now_s))
-            case Sent():
-                self._schedule.sent(holder, now_s)
-            case Failed(reason=reason):
-                log.warning("sender of generator %s failed: %s", holder, reason)
-                self._carry_out(self._schedule.fail(holder, now_s))
-
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            sender = self._senders[action.holder]
             match action:
-                case Prepare(holder, transport):
-                    if not sender.prepare(transport):
-                        self._schedule.postpone(holder)
-                case Deliver(holder, order):
-                    if self._send(holder, order):
-                        sender.transfer()
-                    else:
-                        self._carry_out(self._schedule.fail(holder, time.monotonic()))
-                case GiveUp():
-                    self._given_up += 1
-                    sender.give_up()
-                case CloseSender(holder):
-                    sender.close()
-                    del self._senders[holder]
+                case Begin(holder, transport):
+                    self._order(holder, transport)
+                case Release(holder):
+                    self._publisher.release(holder)
+
+    def _order(self, holder: str, transport: str) -> None:
+        """Begin an update; the next tick tries again if the publisher has no version at this moment."""
+        now_s = time.monotonic()
+        try:
+            order = self._publisher.order(holder, transport)
+        except (OSError, RuntimeError) as error:  # the latter, for example, without room for a thread
+            log.warning("weights for generator %s over %s: %s", holder, transport, error)
+            self._carry_out(self._schedule.fail(holder, now_s))
+            return
+        if order is not None:
+            self._schedule.ordered(holder, order, now_s)
+            if not self._send(holder, order):
+                self._carry_out(self._schedule.fail(holder, now_s))
 
     def _remove(self, holder: str) -> None:
         self._peers.release(holder)
@@ -380,8 +353,6 @@ class ControlHub:
             "died": self._membership.died,
             "updates": self._schedule.updates,
             "updates_failed": self._schedule.failed,
-            "senders_killed": self._given_up,
-            "senders_not_started": self._not_started,
             "messages_rejected": self._rejections.count,
             **self._schedule.measured,
         }

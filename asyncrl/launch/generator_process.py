@@ -25,8 +25,7 @@ from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.args import Device
-from asyncrl.engine.vllm.nccl_library import CURE, nccl_version
-from asyncrl.errors import ControlError, EngineError, StoreError
+from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
@@ -43,7 +42,7 @@ from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
-from asyncrl.weights.base import UpdateOrder, receivable
+from asyncrl.weights.base import TRANSPORTS, UpdateOrder
 from asyncrl.weights.staging import HostStaging
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ async def _generate(
         ).run(
             replace(
                 hello,
-                transports=usable(supported(config.weights.transport), control.endpoint),
+                transports=usable(TRANSPORTS, control.endpoint),
                 rows=prompts.fingerprint,
             )
         )
@@ -163,22 +162,6 @@ async def _call_learner(
     )
 
 
-def supported(wanted: str) -> tuple[str, ...]:
-    """Return the transports of an engine that was started for `wanted`, without nccl if it cannot work."""
-    transports = receivable(wanted)
-    if "nccl" in transports:
-        try:
-            log.info("NCCL %s", nccl_version())
-        except EngineError as error:
-            log.warning(
-                "weights.transport is nccl, but %s: weights come another way, which is slower; %s",
-                error,
-                CURE,
-            )
-            return tuple(name for name in transports if name != "nccl")
-    return transports
-
-
 def usable(transports: tuple[str, ...], endpoint: str) -> tuple[str, ...]:
     """Leave out what needs the learner's memory or its network, if this process can have neither."""
     path = endpoint.removeprefix("ipc://")
@@ -196,7 +179,7 @@ def usable(transports: tuple[str, ...], endpoint: str) -> tuple[str, ...]:
         "slower; start both in one container and as one user, or set control.bind",
         obstacle,
     )
-    return tuple(name for name in transports if name not in ("slot", "tcp"))
+    return tuple(name for name in transports if name not in ("slot", "tcp", "nccl"))
 
 
 def generator_trackers(config: Config, directory: RunDirectory, generator_id: str) -> Trackers:

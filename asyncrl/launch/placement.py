@@ -140,9 +140,6 @@ def placement_of(
 def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator[Mistake]:
     """Find what this host's GPUs rule out; without `generators`, these are on other hosts."""
     if config.learner.device == "cpu" or not gpus:
-        if config.weights.transport == "nccl" and config.learner.device != "cuda":
-            text = "found nccl, which needs GPUs, for a run on CPUs; leave it auto"
-            yield Mistake(("weights.transport", "learner.device"), text)
         return
     shown = _shown(gpus)
     if (ranks := config.learner.ranks) > gpus:

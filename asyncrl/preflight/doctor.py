@@ -89,7 +89,6 @@ def gpu_checks() -> list[Check]:
         Check("gpu health", gpu.health, smi, 3 * gpu.LOG_S),
         Check("gpu memory", gpu.free_memory, smi, 3 * gpu.LOG_S),
         Check("attention", gpu.attention, stack.reinstall("flash-attn"), IMPORT_S),
-        Check("nccl", gpu.nccl, stack.reinstall("vllm"), IMPORT_S),
     ]
 
 

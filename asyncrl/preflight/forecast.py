@@ -12,17 +12,13 @@ from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
 from asyncrl.launch.machine import Machine, read_shape, this_machine
-from asyncrl.launch.placement import (
-    GENERATORS_SHARE,
-    MARGIN,
-    Placement,
-    placement_of,
-)
+from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.validate import validated_config
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
+    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     CUDA,
     DTYPE_BYTES,
@@ -33,6 +29,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     kv_bytes_per_token,
     offloaded_bytes,
     rank_bytes,
+    receiver_bytes,
     weights_bytes,
 )
 
@@ -41,10 +38,8 @@ GIB = 1 << 30
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 # Share of a memory above which a warning calls it tight, since the numbers are estimates.
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
-# The name of two lines.
-SENDERS = "senders"
-# Buffers of one communicator of NCCL: an estimate, no GPU has measured it.
-COMMUNICATOR_BYTES = 410 << 20
+# The processes of `weights.transport: nccl`.
+SENDER, RECEIVER = "process that sends", "process that receives"
 # The lines of runs with an environment.
 LEAST_DUTY, LONGEST_EPISODE = "least duty of episodes", "longest episode, in steps"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
@@ -230,9 +225,7 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
     critic = _needs(config, "values_T")
     parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
     if on_gpu and config.weights.transport == "nccl":
-        # One process; for each generator the buffers of its communicator and two buckets.
-        each_bytes = COMMUNICATOR_BYTES + 2 * (config.weights.bucket_mib << 20)
-        parts[SENDERS] = CONTEXT_BYTES + (config.generator.count or 1) * each_bytes
+        parts[SENDER] = CONTEXT_BYTES + COMMUNICATOR_BYTES
     return parts
 
 
@@ -254,7 +247,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
         SLOTS: "weights x 2, from which generators get them; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
-        SENDERS: "nccl: 1 GiB for a process, 0.4 GiB and two buckets for each generator; first rank only",
+        SENDER: "nccl: 1 GiB for CUDA + 0.4 GiB for NCCL, for one host of generators; first rank only",
     }
     for name, value in rank.items():
         yield _size("a rank of the learner", name, value, formed[name])
@@ -276,6 +269,9 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     yield _size(part, "KV of a sequence", sequence, f"{factors} = {token:,} bytes a token{by}")
     formed = f"KV cache / KV of a sequence; max_running is {config.generator.max_running}"
     yield _count(part, "full sequences in KV", kv_bytes // sequence, formed)
+    if on_gpu and (receiver := receiver_bytes(config.weights)):
+        formed = "nccl, beside one generator of a host: 1 GiB for CUDA + 0.4 GiB for NCCL + 2 buckets"
+        yield _size(part, RECEIVER, receiver, formed)
 
 
 def _host_lines(
@@ -308,15 +304,18 @@ def _gpu_lines(
         for number, seat in enumerate(placement.ranks):
             if index in seat.gpus:
                 used += sum(rank.values())
-                used -= rank.get(SLOTS, 0) + rank.get(SENDERS, 0) if number else 0
+                used -= rank.get(SLOTS, 0) + rank.get(SENDER, 0) if number else 0
                 used += int(MARGIN * size_bytes) if seat.is_shared else 0
                 who.append(f"a rank and {MARGIN:.0%} to spare" if seat.is_shared else "a rank")
-        for seat in placement.generators:
+        for number, seat in enumerate(placement.generators):
             if index in seat.gpus:
                 allowed = int(seat.share * size_bytes)
                 left = generator_kv_bytes(shape, config.model, config.generator, allowed_bytes=allowed)
                 used += allowed + max(0, kv_bytes - max(0, left))  # kv_cache_gib may ask for more
                 who.append(f"{seat.share:.0%} for a generator")
+            if number == 0 and index == seat.gpus[0] and (receiver := receiver_bytes(config.weights)):
+                used += receiver
+                who.append(f"the {RECEIVER}")
         if others := machine.used_by_others(index):
             used += others
             who.append(f"{data_size(others)} for other processes")

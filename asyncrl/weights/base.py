@@ -1,9 +1,9 @@
-"""The weights plane: the learner publishes, senders deliver, generators adopt.
+"""The weights plane: the learner publishes, generators read or fetch, and adopt.
 
-    learner --publish (a copy)--> slots in shared memory --order: where the newest one is--> generator
+    learner --publish (a copy)--> slots --order: where the newest version is--> generator
 
-The learner never waits for a generator. Each generator has a sender of its own; a transfer that misses its
-deadline is given up, and others go on. A generator always gets the newest version.
+The learner never waits for a generator. An update that misses its deadline is given up, and others go on. A
+generator always gets the newest version.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # commands import this module through the control plane, and 
 
 # No epoch skips a row.
 EVERY_ROW: Mapping[str, bytes] = {}
-# Transports that every receiver supports, the best one first.
-_EVERYWHERE = ("slot", "tcp", "disk")
+# What a generator can receive, unless its host rules some of it out.
+TRANSPORTS = ("slot", "tcp", "nccl", "disk")
 _LARGEST_MEASUREMENT = 1e9
 # Fields of a report, which are also metrics, on the probe and on an applied update; all that is measured.
 PROBE_FIELDS = ("probe_mean", "probe_max", "probe_limit", "floor_mean", "floor_max")
@@ -33,12 +33,6 @@ def choose_transport(wanted: str, *, one_host: bool) -> str:
     if wanted != "auto":
         return wanted
     return "slot" if one_host else "tcp"
-
-
-def receivable(wanted: str) -> tuple[str, ...]:
-    """Transports of an engine whose `weights.transport` is `wanted`: a generator's `Hello.transports`."""
-    chosen = () if wanted == "auto" else (wanted,)
-    return tuple(dict.fromkeys((*chosen, *_EVERYWHERE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +49,10 @@ class UpdateOrder:
     """An order to receive one version; it crosses the control plane, so it holds only plain values."""
 
     version: int
-    # slot, tcp, nccl or disk. After tcp has brought the weights, slot: one of the generator's host.
+    # slot, tcp, nccl or disk. After tcp or nccl has brought the weights, slot: one of the generator's host.
     transport: str
     deadline_s: float
-    # Depends on the transport: a slot, a source, a rendezvous; layout and checksums.
+    # A slot, or a source to fetch it from; layout and checksums.
     details: dict[str, Any]
     probe_ids: tuple[int, ...]
     # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
@@ -107,50 +101,6 @@ class UpdateReport:
                 raise ValueError(f"{name} is {value}; a number from 0 to {_LARGEST_MEASUREMENT:g} is needed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """A sender's reply: it has sent everything. The generator reports whether it arrived."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A sender's reply: it has failed, or has died."""
-
-    reason: str
-
-
-class Sender(Protocol):
-    """What brings versions to one generator, as the control plane uses it. No method waits for a generator.
-
-    One update: `prepare` -> UpdateOrder, to be sent to the generator -> `transfer` -> Sent. After Failed, or
-    when a deadline has passed, call `give_up`.
-    """
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when there are replies."""
-        ...
-
-    def prepare(self, transport: str) -> bool:
-        """Prepare to send the newest version; False if there is none at this moment."""
-        ...
-
-    def replies(self) -> "list[UpdateOrder | Sent | Failed]":
-        """The replies since the last call, on the update that was prepared last."""
-        ...
-
-    def transfer(self) -> None:
-        """Send the prepared version."""
-        ...
-
-    def give_up(self) -> None:
-        """Give up the update under way. The next `prepare` begins from the beginning."""
-        ...
-
-    def close(self) -> None:
-        """Give up, and release the descriptor."""
-        ...
-
-
 class Staging(Protocol):
     """The generator's receiver of weights while requests run."""
 
@@ -192,10 +142,18 @@ class Publisher(Protocol):
         """Raise what has made the newest version fail."""
         ...
 
-    def open_sender(self, workers: int) -> Sender:
-        """Start a sender for a generator of `workers` tensor-parallel workers. Raises OSError."""
+    def order(self, reader: str, transport: str) -> UpdateOrder | None:
+        """Pin the newest version for a reader, in place of what it had; None if there is none at this moment.
+
+        Returns the order to receive it over `transport`. Waits for nothing. Raises OSError, and RuntimeError
+        without room for a thread.
+        """
+        ...
+
+    def release(self, reader: str) -> None:
+        """Unpin what the reader has, if anything."""
         ...
 
     def close(self) -> None:
-        """Stop all senders and free the slots."""
+        """Free the slots and end all transfers."""
         ...

@@ -6,7 +6,7 @@ cross the wire.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +22,7 @@ ALIGNMENT_BYTES = 64
 _MASK = 2**64 - 1
 # Bounds the memory of `device_sum`: 32 MiB beside a large tensor.
 _PIECE_WORDS = 1 << 21
+_PIECE_BYTES = 8 * _PIECE_WORDS
 _ODD = 0x5851F42D4C957F2D
 # One core does not read as fast as the memory is. To start threads takes as long as to sum some MB.
 _MOST_THREADS = 4
@@ -83,6 +84,14 @@ class Layout:
         spec, offset = self.specs[index], self.offsets[index]
         return buffer[offset : offset + _size_bytes(spec)].view(_dtype(spec)).view(spec.shape)
 
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Tensor, begin and end of each piece: `bucket_bytes` at most, rounded to pieces of `device_sum`."""
+        step = max(self.bucket_bytes // _PIECE_BYTES, 1) * _PIECE_BYTES
+        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=False)):
+            end = offset + _size_bytes(spec)
+            for begin in range(offset, end, step):
+                yield index, begin, min(begin + step, end)
+
 
 def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
     """The `checksum` of every tensor, without the padding; a large version on the host takes some threads."""
@@ -129,15 +138,16 @@ def checksum(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
-def device_sum(tensor: Tensor) -> Tensor:
+def device_sum(tensor: Tensor, before: Tensor | None = None) -> Tensor:
     """int64 []: the tensor's 8-byte words, each times an odd number of its own, summed modulo 2^64.
 
-    An odd number has an inverse modulo 2^64, so a change of one word always changes the sum.
+    An odd number has an inverse modulo 2^64, so a change of one word always changes the sum. `before` is the
+    sum of the first part of a tensor, if `tensor` is the rest; the first part ends between two pieces.
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         data = nn.functional.pad(data, (0, -len(data) % 8))
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device) if before is None else before
     words = data.view(torch.int64)
     factors = 2 * torch.arange(min(len(words), _PIECE_WORDS), dtype=torch.int64, device=tensor.device) + 1
     for piece in torch.split(words, _PIECE_WORDS):

@@ -1,10 +1,10 @@
-"""Publishing: one copy of the weights into a slot, from which generators or senders read the newest version.
+"""Publishing: one copy of the weights into a slot, from which generators get the newest version.
 
     training loop       publish: copy the parameters into a slot, on the device where they are
     publisher's thread  the slot's checksums; then the version is the newest and is announced
     another thread      copies of the newest version, in host memory or in a file, if a transport needs them
-    server's thread     sends slots to generators of other hosts
-    control plane       open_sender, and the bookkeeping of readers
+    server's thread     sends slots to generators of other hosts, or has processes send them
+    control plane       order, release: the newest version is pinned for each reader
 
 The lock is held for bookkeeping only, never during a copy or a transfer.
 """
@@ -15,20 +15,22 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.base import EVERY_ROW, Sender, UpdateOrder
+from asyncrl.weights.base import EVERY_ROW, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
-from asyncrl.weights.sender import NcclProcess, SlotSender
+from asyncrl.weights.nccl import SENDS, start
 from asyncrl.weights.slots import Published, Slot, Slots
 from asyncrl.weights.stream import SlotServer
 
 # For a copy under way when the run ends; a disk that hangs longer is left to the end of the process.
 _COPY_S = 10.0
+_LOOPBACK = "127.0.0.1"
 
 
 class SlotPublisher:
@@ -93,20 +95,20 @@ class SlotPublisher:
         self._published: Future[int] = Future()
         self._published.set_result(-1)
         self._copying: threading.Thread | None = None
-        self._not_copied: OSError | None = None
-        self._senders: list[SlotSender] = []
-        self._nccl = NcclProcess()
-        self._server: SlotServer | None = None
-        if interface is not None:
-            self._server = SlotServer(interface, self._file_of, layout.total_bytes, deadline_s=deadline_s)
+        self._not_copied: OSError | RuntimeError | None = None
+        # What each reader has pinned; or the version that it waits for, while a copy of it is made.
+        self._readers: dict[str, Published | int] = {}
+        self._interface = interface
+        # Connections need no open address if they come from this host.
+        self._server = None if interface is None else self._serve(interface)
 
     @property
     def one_host(self) -> bool:
-        return self._server is None
+        return self._interface is None
 
     @property
     def pinned(self) -> int:
-        """How many times senders have pinned a version."""
+        """How many versions readers have pinned."""
         with self._lock:
             return sum(place.readers for place in set(self._places.values()))
 
@@ -136,21 +138,15 @@ class SlotPublisher:
         if self._published.done():
             self._published.result()
 
-    def open_sender(self, workers: int) -> Sender:
-        sender = SlotSender(
-            take=self._take,
-            give_back=self._give_back,
-            order=self._order,
-            nccl=self._nccl,
-            workers=workers,
-        )
-        with self._lock:
-            self._senders = [*(each for each in self._senders if not each.is_closed), sender]
-        return sender
+    def order(self, reader: str, transport: str) -> UpdateOrder | None:
+        waits_for = self._unpin(reader)
+        found = self._readers[reader] = self._take(transport, waits_for)
+        return None if isinstance(found, int) else self._order(found, transport)
+
+    def release(self, reader: str) -> None:
+        self._unpin(reader)
 
     def close(self) -> None:
-        for sender in self._senders:
-            sender.close()
         if self._server:
             self._server.close()
         self._thread.shutdown()
@@ -192,8 +188,8 @@ class SlotPublisher:
         """Pin version `wanted` or a newer one for a transport; if it is being copied, return what to ask for.
 
         A `wanted` of -1 stands for the newest version. A copy may be older than that when it is ready, but
-        not older than what was the newest when it was asked for first. Raises OSError if the version could
-        not be copied; the next call tries again.
+        not older than what was the newest when it was asked for first. Raises OSError or RuntimeError if the
+        version could not be copied; the next call tries again.
         """
         place = self._places[transport]
         with self._lock:
@@ -207,19 +203,21 @@ class SlotPublisher:
                 raise error
             if self._copying is None or not self._copying.is_alive():
                 # A daemon: a disk that hangs must not keep this process from ending.
-                self._copying = threading.Thread(target=self._copy, args=(newest.pin(), place), daemon=True)
-                self._copying.start()
+                copying = threading.Thread(target=self._copy, args=(newest, place), daemon=True)
+                copying.start()  # it waits for the lock
+                self._copying = copying
+                newest.pin()
             return wanted
 
     def _copy(self, newest: Published, place: Slots) -> None:
-        """Copy a version to another place, in a thread of its own."""
+        """Copy a pinned version to another place, in a thread of its own."""
         try:
             with self._lock:
                 slot = place.begin()
             slot.reserve()
             with torch.cuda.stream(self._for_copies):
                 slot.buffer.copy_(newest.slot.buffer)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             with self._lock:
                 newest.unpin()
                 self._not_copied = error
@@ -230,18 +228,37 @@ class SlotPublisher:
             if newest.unpin():  # otherwise the next version was written over it during the copy
                 place.complete(copy)
 
-    def _give_back(self, published: Published) -> None:
+    def _unpin(self, reader: str) -> int:
+        """Unpin what the reader has; returns the version that it waits for, or -1."""
+        held = self._readers.pop(reader, -1)
+        if isinstance(held, int):
+            return held
         with self._lock:
-            published.unpin()
+            held.unpin()
+        return -1
 
     def _order(self, published: Published, transport: str) -> UpdateOrder:
-        """The order over `transport`, which needs no process. Raises OSError."""
-        layout = self._layout.to_plain()
-        if transport != "tcp":
-            return published.order(transport, layout=layout, slot=published.slot.describe())
+        """The order over `transport`. Raises OSError."""
+        layout, slot = self._layout.to_plain(), published.slot.describe()
+        if transport not in ("tcp", "nccl"):
+            return published.order(transport, layout=layout, slot=slot)
         if self._server is None:
-            raise OSError("the learner listens on no address; set control.bind")
-        return published.order(transport, layout=layout, source=self._server.source(published.stamp))
+            if transport == "tcp":
+                raise OSError("the learner listens on no address; set control.bind")
+            self._server = self._serve(_LOOPBACK)
+        source = self._server.source(published.stamp)
+        if transport == "nccl":
+            source["slot"] = slot
+        return published.order(transport, layout=layout, source=source)
+
+    def _serve(self, host: str) -> SlotServer:
+        return SlotServer(
+            host,
+            self._file_of,
+            self._layout.total_bytes,
+            deadline_s=self._template.deadline_s,
+            start=partial(start, SENDS),
+        )
 
     def _file_of(self, stamp: int) -> int:
         """The open file of the slot in host memory with this publication; -1 if there is none."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.weights.layout import Layout
+from asyncrl.weights.nccl import NcclFetcher
 from asyncrl.weights.slots import STAMP, Slot
 from asyncrl.weights.stream import fetch
 
@@ -49,10 +50,17 @@ class Relay:
         self._path: Path | None = None
         self._own: list[Slot] = []
         self._held: int | None = None  # the file of another process's slot, with a shared lock
+        self._nccl = NcclFetcher()
         self._silent_ns = 0  # the file's time when we did not wait for its holder
 
     def bring(
-        self, source: Mapping[str, Any], layout: Layout, checksums: Sequence[int], *, until_s: float
+        self,
+        transport: str,
+        source: Mapping[str, Any],
+        layout: Layout,
+        checksums: Sequence[int],
+        *,
+        until_s: float,
     ) -> dict[str, Any]:
         """Return the description of a slot with the publication of `source`, verified by one process here.
 
@@ -66,10 +74,14 @@ class Relay:
         try:
             if shared := self._open_shared(file, stamp, layout.total_bytes):
                 self._drop_idle()
+                self._nccl.close()
                 return shared
             slot = self._writable(layout.total_bytes)
-            touch = partial(os.utime, file)
-            fetch(source, slot.buffer, layout, checksums, until_s=until_s, on_progress=touch)
+            if transport == "nccl":
+                self._nccl.fetch(source, slot, layout, checksums, until_s=until_s, touched=file)
+            else:
+                touch = partial(os.utime, file)
+                fetch(source, slot.buffer, layout, checksums, until_s=until_s, on_progress=touch)
             slot.complete(stamp)
             fcntl.flock(slot.file, fcntl.LOCK_UN)
             os.pwrite(file, json.dumps(slot.describe()).encode().ljust(_MOST_BYTES), 0)
@@ -80,6 +92,7 @@ class Relay:
     def close(self) -> None:
         """Release all slots; other processes keep what they have open."""
         self._release()
+        self._nccl.close()
         for slot in self._own:
             slot.close()
         self._own.clear()

@@ -1,8 +1,8 @@
 """A generator's part of an order while requests run: refuse paths, fetch from the network, verify.
 
     slot in host memory or a file    verified
-    tcp                              fetched and verified once for this host; the order then names that slot
-    slot on a GPU, nccl              left to the engine, which verifies while it loads
+    tcp, nccl                        fetched and verified once for this host; the order then names that slot
+    slot on a GPU                    left to the engine, which verifies before it loads
 
 So requests wait only for the loading, not for the network, and a failed transfer leaves the weights in use
 unchanged. The memory holds one copy for all workers of this host, and is reused for the next version.
@@ -29,12 +29,12 @@ class HostStaging:
     def stage(self, order: UpdateOrder) -> UpdateOrder:
         until_s = time.monotonic() + order.deadline_s
         self._refuse_other_files(order)
-        if order.transport == "nccl" or order.details.get("slot", {}).get("exported") is not None:
+        if order.details.get("slot", {}).get("exported") is not None:
             return order
         layout = Layout.from_plain(order.details["layout"])
         sums = order.details["checksums"]
-        if order.transport == "tcp":
-            slot = self._relay.bring(order.details["source"], layout, sums, until_s=until_s)
+        if order.transport in ("tcp", "nccl"):
+            slot = self._relay.bring(order.transport, order.details["source"], layout, sums, until_s=until_s)
             return replace(order, transport="slot", details={**order.details, "slot": slot})
         verify(open_slot(order.details["slot"], layout.total_bytes, keep=True).buffer, layout, sums)
         return order

@@ -7,7 +7,8 @@
     learner -> generator   size (8 bytes; 0 if no slot holds that publication), then the slot's bytes
 
 A connection serves one request and ends. One thread serves all of them, however many there are: the kernel
-sends a slot's memory by itself. The key, drawn for each start of the learner, keeps strangers out; nothing is
+sends a slot's memory by itself. With `GROUP` in place of a stamp, the connection is handed to a process, see
+asyncrl/weights/nccl.py. The key, drawn for each start of the learner, keeps strangers out; nothing is
 encrypted. The checksums of the order tell whether the bytes are the learner's.
 """
 
@@ -16,6 +17,7 @@ import contextlib
 import hmac
 import logging
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -27,11 +29,17 @@ from torch import Tensor
 
 from asyncrl.errors import TransferError
 from asyncrl.weights.layout import Layout, verify
+from asyncrl.workers import Worker
 
 log = logging.getLogger(__name__)
 
 _REQUEST = struct.Struct("<32sQ")
 _SIZE = struct.Struct("<Q")
+# In place of a stamp: the connection of a host that receives over NCCL.
+GROUP = 2**64 - 1
+# A host that has lost its power is noticed after about ten minutes.
+_IDLE_S = 60
+_LOOK_S = 1.0
 _BACKLOG = 1024
 # Connections without a request. One more closes the oldest of them.
 _MOST_STRANGERS = 256
@@ -43,17 +51,28 @@ _END_S = 5.0
 
 
 class SlotServer:
-    """Serves whole slots from one thread. `find` returns the open file of a publication's slot, or -1."""
+    """Serves whole slots from one thread."""
 
-    def __init__(self, host: str, find: Callable[[int], int], size_bytes: int, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        find: Callable[[int], int],
+        size_bytes: int,
+        *,
+        deadline_s: float,
+        start: Callable[[socket.socket], Worker] | None = None,
+    ) -> None:
         """Listen on one address of this host. Raises OSError.
 
         Args:
             host: the address; IPv6 without brackets.
+            find: returns the open file of a publication's slot, or -1.
             size_bytes: the size of every slot.
-            deadline_s: a connection that lasts longer is closed.
+            deadline_s: a connection that lasts longer is closed, unless a process has it.
+            start: starts the process for a connection that asks for a group; without it, none is served.
         """
         self._find, self._size_bytes, self._deadline_s = find, size_bytes, deadline_s
+        self._start = start
         self._key = secrets.token_bytes(32)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -115,12 +134,33 @@ class SlotServer:
                     log.warning("weights are asked for with a wrong key from %s", channel.getpeername())
                     return
                 self._readers[channel] = None
-                await self._send(channel, self._find(stamp))
+                if stamp != GROUP:
+                    await self._send(channel, self._find(stamp))
+            if stamp == GROUP and self._start:
+                await self._hand_over(channel, self._start)
         except (OSError, asyncio.SendfileNotAvailableError):
             pass  # the other side has gone, or its time is over
         finally:
             del self._readers[channel]
             channel.close()
+
+    async def _hand_over(self, channel: socket.socket, start: Callable[[socket.socket], Worker]) -> None:
+        """Let a process serve a connection until one of them ends; the process may hang in its group."""
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        channel.setblocking(True)
+        closed = select.poll()
+        closed.register(channel, select.POLLRDHUP)
+        try:
+            worker = start(channel)
+        except OSError as error:
+            log.warning("the process that sends weights to a host does not start: %s", error)
+            return
+        try:
+            while worker.is_running and not closed.poll(0):
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            worker.end()
 
     async def _send(self, channel: socket.socket, file: int) -> None:
         size_bytes = self._size_bytes if file >= 0 else 0
@@ -152,37 +192,48 @@ def fetch(
         TransferError: it is late, the learner cannot be reached or has no such version, or a checksum
             differs; `buffer` is incomplete then.
     """
-    try:
-        host, port = str(source["host"]), int(source["port"])
-        request = _REQUEST.pack(bytes(source["key"]), int(source["stamp"]))
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise TransferError(f"weights over tcp: malformed order ({error!r})") from error
     memory, arrived = buffer.numpy().data, 0
     try:
-        with contextlib.closing(socket.create_connection((host, port), timeout=_left_s(until_s))) as channel:
-            channel.sendall(request)
+        with connect(source, source.get("stamp"), until_s) as channel:
             _require_size(channel, layout.total_bytes, until_s)
             for index, end in enumerate(layout.offsets[1:]):
                 while arrived < end:
-                    channel.settimeout(_left_s(until_s))
+                    channel.settimeout(left_s(until_s))
                     if not (count := channel.recv_into(memory[arrived:])):
                         raise ConnectionError("the learner closed the connection")
                     arrived += count
                     on_progress()
                 verify(buffer, layout, checksums, index)
     except OSError as error:  # TimeoutError is one, too
+        where = f"{source['host']}:{source['port']}: {arrived:,} of {layout.total_bytes:,} bytes arrived"
         raise TransferError(
-            f"weights over tcp from {host}:{port}: {arrived:,} of {layout.total_bytes:,} bytes arrived "
-            f"({error}); the next order brings them again. If it repeats, check that this host reaches every "
-            "port of that address, and raise weights.deadline_s if the network is slow"
+            f"weights over tcp from {where} ({error}); the next order brings them again. If it repeats, "
+            "check that this host reaches every port of that address, and raise weights.deadline_s if the "
+            "network is slow"
         ) from error
+
+
+def connect(source: Mapping[str, Any], stamp: Any, until_s: float) -> socket.socket:
+    """Connect to a server, and send the request. Raises OSError; TransferError if `source` is malformed."""
+    try:
+        address = str(source["host"]), int(source["port"])
+        request = _REQUEST.pack(bytes(source["key"]), int(stamp))
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise TransferError(f"weights: malformed order ({error!r})") from error
+    channel = socket.create_connection(address, timeout=left_s(until_s))
+    try:
+        channel.sendall(request)
+    except OSError:
+        channel.close()
+        raise
+    return channel
 
 
 def _require_size(channel: socket.socket, size_bytes: int, until_s: float) -> None:
     """Read the size that the server announces. Raises ConnectionError if it is another one."""
     header = bytearray()
     while len(header) < _SIZE.size:
-        channel.settimeout(_left_s(until_s))
+        channel.settimeout(left_s(until_s))
         if not (piece := channel.recv(_SIZE.size - len(header))):
             raise ConnectionError("the learner closed the connection: it has another key, or has restarted")
         header += piece
@@ -192,7 +243,7 @@ def _require_size(channel: socket.socket, size_bytes: int, until_s: float) -> No
         raise ConnectionError(f"the learner {found}")
 
 
-def _left_s(until_s: float) -> float:
+def left_s(until_s: float) -> float:
     """Seconds until then. Raises TimeoutError if there are none."""
     if (left_s := until_s - time.monotonic()) <= 0:
         raise TimeoutError("the deadline has passed")

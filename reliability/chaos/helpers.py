@@ -11,7 +11,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine, logits_of, logprobs_of
 from asyncrl.lineage import INITIAL
 from asyncrl.types import Rollout
-from asyncrl.weights.base import Sent, UpdateOrder
+from asyncrl.weights.base import UpdateOrder
 
 PROBE = (1, 2, 3, 4)
 DOOMED = 77
@@ -78,60 +78,24 @@ def order_of(version: int, history: str = str(INITIAL)) -> UpdateOrder:
 
 
 class OrdersOnly:
-    """A publisher whose weights follow from the version, and the sender of every generator."""
+    """A publisher whose weights follow from the version."""
 
     one_host = True
 
     def __init__(self) -> None:
-        self.order: UpdateOrder | None = None
+        self._newest: UpdateOrder | None = None
 
     def announce(self, version: int) -> None:
-        self.order = order_of(version)
+        self._newest = order_of(version)
 
     def publish(self, *_: Any) -> float:
         raise NotImplementedError("weights follow from the version")
 
-    def open_sender(self, workers: int) -> "OrderSender":
-        return OrderSender(self)
+    def order(self, reader: str, transport: str) -> UpdateOrder | None:
+        return self._newest
 
+    def release(self, reader: str) -> None: ...
     def close(self) -> None: ...
-
-
-class OrderSender:
-    """Answers at once, through a pipe, because the hub waits for something readable."""
-
-    def __init__(self, publisher: OrdersOnly) -> None:
-        self._publisher = publisher
-        self._readable, self._writable = os.pipe()
-        self._replies: list[UpdateOrder | Sent] = []
-
-    def fileno(self) -> int:
-        return self._readable
-
-    def prepare(self, transport: str) -> bool:
-        if self._publisher.order is not None:
-            self._reply(self._publisher.order)
-        return self._publisher.order is not None
-
-    def transfer(self) -> None:
-        self._reply(Sent())
-
-    def _reply(self, reply: UpdateOrder | Sent) -> None:
-        self._replies.append(reply)
-        os.write(self._writable, b"x")
-
-    def replies(self) -> list[Any]:
-        if self._replies:
-            os.read(self._readable, 4096)
-        replies, self._replies = self._replies, []
-        return replies
-
-    def give_up(self) -> None:
-        self.replies()
-
-    def close(self) -> None:
-        os.close(self._readable)
-        os.close(self._writable)
 
 
 def mark(directory: Path, what: str, ticket_id: int) -> None:

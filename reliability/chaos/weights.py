@@ -56,7 +56,7 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import layout, staging, stream
-from asyncrl.weights.base import TensorSpec, UpdateOrder, receivable
+from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import open_slot
@@ -269,7 +269,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         config_hash="x",
         version=0,
         pid=os.getpid(),
-        transports=receivable("auto"),
+        transports=TRANSPORTS,
     )
     told("joining", pid=os.getpid())
     await Generator(
@@ -530,7 +530,6 @@ def stricken(learner: Learner, injections: int, until_s: float) -> dict[str, Any
         "tokens": sum(member.tokens for member in learner.members),
         "mixed_tokens": sum(member.mixed for member in learner.members),
         "back_after_ms": {kind: spread(seconds) for kind, seconds in back_s.items()},
-        "senders_killed": learner.hub.counters()["senders_killed"],
     }
 
 
@@ -582,7 +581,9 @@ def visitors(learner: Learner, joins: int, until_s: float, at_once: int = 4) -> 
         "join_to_first_update_ms": spread(first_update_s),
         "failed_updates_of_the_steady": steady.counts["failed"] - failed,
         "mixed_tokens": mixed + steady.mixed,
-        "open_senders": sum(not sender.is_closed for sender in learner.publisher._senders),
+        "readers_that_are_gone": sum(
+            not reader.startswith("steady:") for reader in list(learner.publisher._readers)
+        ),
     }
 
 

@@ -1,7 +1,7 @@
 """The control plane: the shipped hub and client under the virtual clock, over a wire that loses, delays and
 repeats messages.
 
-Strangers speak too. What stands in: sockets, threads, and the processes that send weights.
+Strangers speak too. What stands in: sockets, threads, and the publisher of weights.
 """
 
 from collections import deque
@@ -21,11 +21,10 @@ from asyncrl.control.base import Heartbeat, Hello, Leave, Stop, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.membership import RunIdentity
 from asyncrl.control.messages import CODEC
-from asyncrl.control.updates import Phase
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlRefused
 from asyncrl.lineage import Weights
-from asyncrl.weights.base import Failed, Sent, UpdateOrder, UpdateReport
+from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 from .engine import Engine, Process
 from .faults import Faults
@@ -207,61 +206,45 @@ class Wire:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One version on its way to one generator."""
+    """One version that one generator is told to read."""
 
     serial: int
-    sent: bool = False
+    learner: Process
+    is_pinned: bool = True
+
+    @property
+    def is_safe(self) -> bool:
+        """Nothing is written over it yet."""
+        return self.is_pinned and self.learner.is_alive
 
 
-class Sender:
-    """In the place of the shipped sender."""
+class Orders:
+    """In the place of the shipped publisher."""
+
+    one_host = True
 
     def __init__(self, world: "World", learner: "LearnerProcess") -> None:
         self._world, self._learner = world, learner
-        self._replies: list[UpdateOrder | Sent | Failed] = []
-        self._update: Update | None = None
-        self._lives = 0
+        self.pinned: dict[str, Update] = {}
+        """By reader."""
 
-    def prepare(self, transport: str) -> bool:
+    def order(self, reader: str, transport: str) -> UpdateOrder | None:
+        self.release(reader)
         newest, world = self._learner.published, self._world
-        if newest is None:
-            return False
-        update, number = Update(newest.serial), world.next_number()
-        self._update = world.updates[number] = update
-        order = UpdateOrder(
+        if newest is None or world.faults.strikes("failed_transfer"):
+            return None  # in the second case, a copy of it is being made
+        if world.faults.strikes("failed_transfer", share=0.5):
+            raise OSError("cannot")
+        update, number = Update(newest.serial, self._learner.process), world.next_number()
+        self.pinned[reader] = world.updates[number] = update
+        return UpdateOrder(
             version=newest.weights.version, transport=transport, deadline_s=DEADLINE_S, details={"update": number},
             probe_ids=(), probe_logprobs=(), initial_logprobs=(), history=str(newest.history),
         )  # fmt: skip
-        self._reply(Failed(reason="cannot") if world.faults.strikes("failed_transfer", share=0.5) else order)
-        return True
 
-    def transfer(self) -> None:
-        update = self._update
-        assert update is not None
-        if self._world.faults.strikes("failed_transfer"):
-            self._reply(*self._world.engine.random.choice([[], [Failed(reason="broken")]]))
-        else:
-            self._reply(Sent(), first=lambda: setattr(update, "sent", True))
-
-    def _reply(self, *replies: UpdateOrder | Sent | Failed, first: Callable[[], None] = lambda: None) -> None:
-        life, engine = self._lives, self._world.engine
-
-        def say() -> None:
-            if life == self._lives and self._learner.process.is_alive:
-                first()
-                self._replies.extend(replies)
-
-        engine.at(engine.random.uniform(0.01, 1.0), say)
-
-    def replies(self) -> list[UpdateOrder | Sent | Failed]:
-        found, self._replies = self._replies, []
-        return found
-
-    def give_up(self) -> None:
-        self._lives, self._replies = self._lives + 1, []
-
-    def close(self) -> None:
-        self.give_up()
+    def release(self, reader: str) -> None:
+        if update := self.pinned.pop(reader, None):
+            update.is_pinned = False
 
 
 class Hub(ControlHub):
@@ -269,7 +252,7 @@ class Hub(ControlHub):
 
     def __init__(self, world: "World", learner: "LearnerProcess") -> None:
         self._world, self._learner = world, learner
-        publisher: Any = SimpleNamespace(one_host=True, open_sender=lambda workers: Sender(world, learner))
+        self._orders = publisher = Orders(world, learner)
         config: Any = SimpleNamespace(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S)
         super().__init__(
             "virtual", publisher, config, RunIdentity(release=RELEASE, config_hash=CONFIG_HASH),
@@ -293,6 +276,7 @@ class Hub(ControlHub):
             member.holder: self._peers.peer(member.holder) for member in self._membership.members.values()
         }
         super()._round()
+        self._check_pins()
         if self._world.wire.router is not self._router:
             return
         living = {one.process.name: one for one in self._world.generators.values() if one.process.is_alive}
@@ -309,9 +293,15 @@ class Hub(ControlHub):
         for holder in self._schedule.members.keys() & living.keys():
             self._check_weights(holder, living[holder].published.weights)
 
+    def _check_pins(self) -> None:
+        """What nobody reads must not stay pinned, and what is read must."""
+        updating = {holder for holder, member in self._schedule.members.items() if member.target is not None}
+        pinned = self._orders.pinned.keys()
+        require(pinned == updating, "other versions are pinned than are read", pinned, updating)
+
     def _check_weights(self, holder: str, truth: Weights) -> None:
         member = self._schedule.members[holder]
-        if member.phase is Phase.IDLE and (believed := member.version) >= 0:
+        if member.target is None and (believed := member.version) >= 0:
             # A history forgets what is old.
             name = self._learner.history.weights(believed) if believed else Weights(0)
             require(

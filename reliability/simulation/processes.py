@@ -159,10 +159,14 @@ class GeneratorProcess:
         """In the order of asyncrl.generator."""
         update, until_s = self.world.updates[order.details["update"]], self.engine.now_s + order.deadline_s
         told = {"version": order.version, "lineage": order.weights.lineage}
-        while not update.sent:
-            if self.engine.now_s > until_s:
-                return UpdateReport(**told, applied=False, reason="late")
-            self.engine.sleep(0.3)
+        random = self.engine.random
+        self.engine.sleep(random.uniform(0.01, 1.0))
+        if self.world.faults.strikes("failed_transfer"):
+            if random.random() < 0.5:
+                self.engine.sleep(max(until_s - self.engine.now_s, 0.0))
+            return UpdateReport(**told, applied=False, reason="broken, or late")
+        if not update.is_safe and random.random() < 0.5:
+            return UpdateReport(**told, applied=False, reason="the next version was written over it")
         history = History.parse(order.history)
         self.spoiled += self.published.weights not in history
         self.published = Published(order.weights, history, update.serial)
@@ -289,7 +293,7 @@ class LearnerProcess:
         """(shard, ids)"""
         self.version = 0
         self.published: Published | None = None
-        """What its senders send."""
+        """What its generators are told to read."""
         self._decoded = DecodedFrames(decode)
         self.engine.start(self.process, self._run)
 

@@ -29,7 +29,7 @@ def test_generators_come_and_go():
         0,
         0,
     )
-    assert found["open_senders"] == 1
+    assert found["readers_that_are_gone"] == 0
 
 
 @pytest.mark.parametrize("transport", ["slot", "tcp"])

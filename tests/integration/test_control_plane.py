@@ -1,4 +1,4 @@
-"""The learner's end in this process, senders and generators in theirs: stopped, killed and replaced."""
+"""The learner's end in this process, generators in theirs: stopped, killed and replaced."""
 
 import asyncio
 import errno
@@ -15,7 +15,7 @@ import zmq
 
 from asyncrl.config.addresses import host_of
 from asyncrl.config.sections import ControlConfig
-from asyncrl.control.base import Hello
+from asyncrl.control.base import Heartbeat, Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
@@ -70,13 +70,14 @@ class Learner:
     ):
         self.layout = layout
         self.dead = []
+        goes_out = transport == "tcp" or (transport == "nccl" and endpoint)
         self.publisher = SlotPublisher(
             layout,
             probe_ids=(1, 2),
             initial_logprobs=(0.0,),
             directory=directory / "weights",
             deadline_s=deadline_s,
-            interface=host_of(endpoint or "tcp://127.0.0.1:*") if transport == "tcp" else None,
+            interface=host_of(endpoint or "tcp://127.0.0.1:*") if goes_out else None,
         )
         self.hub = ControlHub(
             endpoint or f"ipc://{directory}/c.sock",
@@ -89,12 +90,13 @@ class Learner:
             on_dead=self.dead.append,
         )
 
-    def publish(self, version):
+    def publish(self, version, *, probe=0.0, announces=True):
         """Seconds that the training loop spends in it."""
         tensors = weights(self.layout, version)
         started_s = time.perf_counter()
-        self.publisher.publish(version, tensors, (0.0,), SKIPPED).result(30)
-        self.hub.announce(version)
+        self.publisher.publish(version, tensors, (probe,), SKIPPED).result(30)
+        if announces:
+            self.hub.announce(version)
         return time.perf_counter() - started_s
 
     def close(self):
@@ -104,8 +106,11 @@ class Learner:
     def wait_for(self, condition):
         wait_until(
             lambda: condition(self.hub.counters(), {m.generator_id: m for m in self.hub.members()}),
-            seen=lambda: (self.hub.counters(), self.hub.members()),
+            seen=lambda: (self.hub.counters(), self.hub.members(), self.publisher.pinned),
         )
+
+    def wait_until_nothing_is_read(self):
+        self.wait_for(lambda *_: self.publisher.pinned == 0)
 
 
 class Generator:
@@ -216,6 +221,7 @@ def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_r
         well.expect("applied", version)
     learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"])
     learner.wait_for(lambda *_: learner.dead == ["sick:x"])
+    learner.wait_until_nothing_is_read()
 
 
 @pytest.mark.parametrize("transport", ["slot", "tcp"])
@@ -233,6 +239,7 @@ def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stag
         assert learner.publish(version) < 5.0
         well.expect("applied", version)
     learner.wait_for(lambda counters, members: counters["died"] == 1 and list(members) == ["well"])
+    learner.wait_until_nothing_is_read()
     sick.signal(signal.SIGCONT)
     sick.expect("applied", 7)
     learner.wait_for(lambda counters, members: counters["joined"] == 3 and members["sick"].version == 7)
@@ -248,11 +255,16 @@ def test_a_transfer_that_hangs_is_given_up_and_only_its_generator_waits(stage, t
         generator.expect("joined")
     learner.publish(1)
     sick.expect("hanging", 1)  # its heartbeats go on
-    learner.wait_for(lambda counters, _: counters["senders_killed"] >= 1)
+    assert learner.publisher.pinned >= 1
+    learner.wait_for(lambda counters, _: counters["updates_failed"] >= 1)
+    learner.wait_until_nothing_is_read()  # until the next attempt
     learner.publish(2)
     well.expect("applied", 2)
     assert {m.generator_id for m in learner.hub.members()} == {"well", "sick"}
     assert learner.dead == []
+    learner.wait_for(lambda *_: learner.publisher.pinned == 1)
+    learner.hub.stop("enough")
+    assert learner.publisher.pinned == 0
 
 
 def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_by_slot(stage):
@@ -266,6 +278,18 @@ def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_b
     assert learner.hub.counters()["updates_failed"] == 2
     learner.publish(2)
     assert generator.expect("applied", 2)["transport"] == "slot"
+
+
+def test_after_two_failed_transfers_a_version_for_another_host_comes_by_tcp(stage):
+    make_learner, make_generator = stage
+    learner = make_learner(endpoint="tcp://127.0.0.1:*", transport="nccl")
+    generator = make_generator(learner, "a", fail_times=2, transports=["nccl", "tcp", "disk"])
+    generator.expect("joined")
+    learner.publish(1)
+    assert generator.expect("applied", 1)["transport"] == "tcp"
+    learner.wait_for(lambda counters, _: counters["updates"] == 1)
+    assert learner.hub.counters()["updates_failed"] == 2
+    learner.wait_until_nothing_is_read()
 
 
 def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_weights(stage):
@@ -284,6 +308,26 @@ def test_a_learner_that_restarts_gets_its_generators_back_and_replaces_their_wei
         lambda counters, members: {m.version for m in members.values()} == {11} and len(members) == 2
     )
     assert learner.hub.counters()["died"] == 0
+
+
+def test_what_an_earlier_learner_ordered_is_replaced_though_the_generator_has_applied_nothing_yet(stage):
+    """It may load those weights after the restarted learner has heard that it has the initial ones."""
+    make_learner, _ = stage
+    learner = make_learner()
+    learner.publish(1)
+
+    async def scenario():
+        client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0)
+        await client.join(hello_of("a"))
+        client.beat(Heartbeat(generator_id="a", incarnation="i", version=0, state="sampling"))
+        assert (await asyncio.wait_for(client.next_order(), 60.0)).version == 1
+        await asyncio.to_thread(_kill_without_a_word, learner)
+        restarted = await asyncio.to_thread(make_learner)
+        await asyncio.to_thread(restarted.publish, 0)
+        assert (await asyncio.wait_for(client.next_order(), 60.0)).version == 0
+        await client.leave()
+
+    asyncio.run(scenario())
 
 
 def _kill_without_a_word(learner):
@@ -323,21 +367,65 @@ def test_a_fall_back_to_another_transport_works_and_is_logged(stage, caplog):
     )
 
 
-def test_a_sender_that_cannot_be_made_is_tried_again_and_the_thread_lives(stage, monkeypatch, caplog):
+def test_an_order_that_cannot_be_made_is_counted_and_tried_again_and_the_thread_lives(
+    stage, monkeypatch, caplog
+):
     make_learner, make_generator = stage
     learner = make_learner()
 
-    def refuse(workers):
+    def refuse(reader, transport):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner.publisher, "open_sender", refuse)
+        patch.setattr(learner.publisher, "order", refuse)
         generator = make_generator(learner, "a")
-        learner.wait_for(lambda counters, _: counters["senders_not_started"] >= 2)
         learner.publish(1)
+        learner.wait_for(lambda counters, _: counters["updates_failed"] >= 2)
     generator.expect("applied", 1)
-    assert "the sender of generator a" in caplog.text and "is tried again" in caplog.text
+    assert "weights for generator a" in caplog.text and os.strerror(errno.EMFILE) in caplog.text
     learner.hub.check()
+
+
+def test_an_order_that_cannot_be_sent_reads_nothing_and_is_tried_again(stage, caplog):
+    make_learner, make_generator = stage
+    learner = make_learner(deadline_s=1000.0)
+    generator = make_generator(learner, "a")
+    generator.expect("joined")
+    learner.publish(1, probe=float("nan"))
+    learner.wait_for(lambda counters, _: counters["updates_failed"] >= 2)
+    assert learner.publisher.pinned == 0 and "was not sent" in caplog.text
+    learner.publish(2)
+    generator.expect("applied", 2)
+    learner.hub.check()
+
+
+def test_a_version_that_is_not_there_yet_is_asked_for_until_it_is(stage):
+    make_learner, make_generator = stage
+    learner = make_learner()
+    generator = make_generator(learner, "a")
+    learner.hub.announce(1)
+    generator.expect("joined")
+    learner.wait_for(lambda *_: learner.publisher._readers)  # it has asked
+    learner.publish(1, announces=False)
+    generator.expect("applied", 1)
+    assert learner.hub.counters()["updates_failed"] == 0
+
+
+def test_a_generator_that_leaves_while_it_reads_reads_nothing_more(stage):
+    make_learner, _ = stage
+    learner = make_learner()
+    learner.publish(1)
+
+    async def scenario():
+        client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0, keys=KEYS.join.control)
+        await client.join(hello_of("a"))
+        await asyncio.wait_for(client.next_order(), 60.0)
+        assert learner.publisher.pinned == 1
+        await client.leave()
+
+    asyncio.run(scenario())
+    learner.wait_for(lambda counters, _: counters["left"] == 1)
+    learner.wait_until_nothing_is_read()
 
 
 def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_place(stage):
@@ -345,12 +433,17 @@ def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_
     learner = make_learner()
     assert "release" in make_generator(learner, "a", release="0.9").expect("refused")["refused"]
     assert "config" in make_generator(learner, "a", config_hash="xyz").expect("refused")["refused"]
-    alive = make_generator(learner, "a", incarnation="one")
+    alive = make_generator(learner, "a", incarnation="one", hang_on=1)
     alive.expect("joined")
+    learner.publish(1)
+    alive.expect("hanging", 1)
     assert "alive" in make_generator(learner, "a", incarnation="two").expect("refused")["refused"]
     alive.close()
-    make_generator(learner, "a", incarnation="three").expect("joined")
+    third = make_generator(learner, "a", incarnation="three")
+    third.expect("joined")
     learner.wait_for(lambda *_: learner.dead == ["a:one"])
+    third.expect("applied", 1)
+    learner.wait_until_nothing_is_read()
 
 
 def hello_of(name):
@@ -413,7 +506,8 @@ def test_twenty_joins_and_leaves_in_a_row(stage):
     assert sorted(learner.dead) == sorted(f"died{turn}:i" for turn in range(1, 11))
     counters = learner.hub.counters()
     assert (counters["joined"], counters["left"], counters["updates"]) == (21, 10, 30)
-    assert len([sender for sender in learner.publisher._senders if not sender.is_closed]) == 1
+    learner.wait_until_nothing_is_read()
+    assert set(learner.publisher._readers) <= learner.hub._schedule.members.keys()
 
 
 def test_garbage_is_counted_and_harms_nobody(stage):

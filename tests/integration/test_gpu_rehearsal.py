@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 # A figure of each row that a CPU has, and its verdict.
 EXPECTED = {
     "task": {"making a model of random weights": "noted"},
-    "stack": {"packages": "ok", "vLLM's plugin asyncrl": "ok", "GPUs, NCCL": "absent"},
+    "stack": {"packages": "ok", "vLLM's plugin asyncrl": "ok", "GPUs": "absent"},
     "engine": {"start": "rehearsed", "probe floor, mean": "ok", "probe floor, largest": "ok"},
     "copies": {"host: copy": "noted", "copies to and from a GPU": "absent"},
     "links": {"tcp": "noted", "nccl, peer to peer": "absent"},
@@ -20,6 +20,11 @@ EXPECTED = {
         "slot: of its limit": "rehearsed",
         "disk: of its limit": "rehearsed",
         "tcp: of its limit": "rehearsed",
+        "nccl: sent, verified and loaded": "noted",  # over Gloo
+        "nccl: kill -9 of the learner's process during a transfer, back after": "ok",
+        "nccl: learner's processes after kill -9 of the learner's": "ok",
+        "nccl: kill -9 of the generator's process during a transfer, back after": "ok",
+        "nccl: learner's processes after kill -9 of the generator's": "ok",
         "slot: pinned after kill -9 of the generator that loaded it": "ok",
         "slot: kill -9 of a generator that loads, another one has the next version after": "rehearsed",
     },

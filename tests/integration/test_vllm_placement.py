@@ -86,7 +86,7 @@ def test_a_model_is_the_one_that_vllms_reload_makes(kind, on, tmp_path):
         (first, second), specs = versions(tmp_path, 2)
         expected = []
         for weights in (first, second):
-            with reloading(model, config, {}):
+            with reloading(model, config):
                 model.load_weights(weights.items())
             expected.append(observed(model))
         addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -104,7 +104,7 @@ def test_a_model_is_the_one_that_vllms_reload_makes(kind, on, tmp_path):
                 write.source is not None for placed in placement.layers for write in placed.writes
             )
         # vLLM's own reload still works behind it, and the other way round.
-        with reloading(model, config, {}):
+        with reloading(model, config):
             model.load_weights(first.items())
         assert_same(observed(model), expected[0])
         placement.load(second, config)
@@ -137,7 +137,7 @@ class Small(Model):
         return {name: torch.randn(8, 8) for name in ("embed.weight", "down.weight")}
 
     def reloaded(self, weights):
-        with reloading(self, CONFIG, {}):
+        with reloading(self, CONFIG):
             self.load_weights(weights.items())
         return observed(self)
 

@@ -36,7 +36,7 @@ def test_a_module_that_makes_its_own_scale_is_updated_again_and_again(model):
     addresses = [model.down.weight.data_ptr(), model.down.weight_scale.data_ptr()]
     for version in (1, 2, 3):
         weights = sent(version, "embed.weight", "down.weight")
-        with reloading(model, CONFIG, {}):
+        with reloading(model, CONFIG):
             model.load_weights(weights.items())
         assert torch.equal(model.embed.weight, weights["embed.weight"])
         assert model.head.weight is model.embed.weight
@@ -51,7 +51,7 @@ def test_what_is_missing_is_said_in_the_names_that_are_sent_and_the_kernels_keep
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with (
         pytest.raises(TransferError, match=r"1 of 2 parameters were not sent, first 'down\.weight'"),
-        reloading(model, CONFIG, {}),
+        reloading(model, CONFIG),
     ):
         model.load_weights(sent(1, "embed.weight").items())
     after = dict(model.named_parameters())
@@ -64,7 +64,7 @@ def test_a_model_that_does_not_say_what_it_has_loaded_is_refused(model):
     model.__class__ = type("Silent", (Model,), {"load_weights": lambda self, weights: None})
     with (
         pytest.raises(TransferError, match="Silent does not say which parameters it has loaded"),
-        reloading(model, CONFIG, {}),
+        reloading(model, CONFIG),
     ):
         model.load_weights(sent(1, "embed.weight", "down.weight").items())
 

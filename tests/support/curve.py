@@ -7,7 +7,7 @@ from asyncrl.control.curve import present_keys
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES, set_options
 
 HELLO = Hello(generator_id="a", incarnation="1", release="another", config_hash="abc", version=0)
-"""Of another release: an answer is a refusal, so that no sender is started."""
+"""Of another release: an answer is a refusal, so it does not join."""
 
 
 def answer(endpoint, keys, *, secret=None, wait_ms=1500, wire_key=b""):

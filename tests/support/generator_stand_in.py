@@ -3,7 +3,7 @@ lines.
 
 Its options:
     hang_on     version whose transfer it stops reading half way, for good
-    fail_times  how many transfers over slot it declares failed
+    fail_times  how many transfers it declares failed
     secret      of the run, as run.key holds it
     release, config_hash, heartbeat_s, incarnation, transports
 """
@@ -20,7 +20,7 @@ from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
 from asyncrl.processes import die_with_parent
 from asyncrl.run.keys import RunKeys
-from asyncrl.weights.base import UpdateReport, receivable
+from asyncrl.weights.base import TRANSPORTS, UpdateReport
 from tests.support import receiver_stand_in as receiving
 
 
@@ -42,7 +42,7 @@ async def main(endpoint, generator_id, options):
         release=options.get("release", "1.0"),
         config_hash=options.get("config_hash", "abc"),
         version=0,
-        transports=tuple(options.get("transports", receivable("auto"))),
+        transports=tuple(options.get("transports", TRANSPORTS)),
     )
     try:
         welcome = await client.join(hello)
@@ -79,7 +79,7 @@ def receive(order, options):
             say(hanging=order.version)
             time.sleep(1000)
 
-    if order.transport == "slot" and options.get("fail_times", 0) > 0:
+    if options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1
         raise TransferError("told to fail")
     return receiving.receive(order, on_tensor)

@@ -48,7 +48,9 @@ class Learner:
     def bring(self, relay, stamp, wait_s=WAIT_S):
         """What a generator's engine would find."""
         until_s = time.monotonic() + wait_s
-        described = relay.bring(self.server.source(stamp), self.layout, self.sums[stamp], until_s=until_s)
+        described = relay.bring(
+            "tcp", self.server.source(stamp), self.layout, self.sums[stamp], until_s=until_s
+        )
         return open_slot(described, self.layout.total_bytes)
 
     def holds(self, slot, stamp):
@@ -78,7 +80,7 @@ def work(directory, channel):
             stream.verify, relay.SILENT_S = slowly, order["silent_s"]
             layout, until_s = Layout.from_plain(order["layout"]), time.monotonic() + order["wait_s"]
             try:
-                described = sharing.bring(order["source"], layout, order["sums"], until_s=until_s)
+                described = sharing.bring("tcp", order["source"], layout, order["sums"], until_s=until_s)
                 slot = open_slot(described, layout.total_bytes)
                 answer = int(slot.buffer.sum())
                 slot.require_unchanged()

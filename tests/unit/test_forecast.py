@@ -22,6 +22,8 @@ from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from asyncrl.weights.base import TensorSpec
+from asyncrl.weights.layout import Layout
 from asyncrl.wire.group_frames import encode_group
 
 ROOT = Path(__file__).parents[2]
@@ -349,8 +351,10 @@ def test_what_cannot_go_well_is_told(sections, machine, said):
     assert all(" lower " in warning or " raise " in warning for warning in warnings)
 
 
-def test_every_number_says_how_it_is_formed_and_the_table_fits(monkeypatch):
-    plan = planned(config_of(data={"eval": "e"}, learner={"ranks": 2}))
+@pytest.mark.parametrize(("machine", "transport"), [(CPU, "auto"), (GPU, "nccl")])
+def test_every_number_says_how_it_is_formed_and_the_table_fits(machine, transport):
+    weights = {"transport": transport}
+    plan = planned(config_of(data={"eval": "e"}, learner={"ranks": 2}, weights=weights), machine=machine)
     assert all(line.formed and line.shown for line in plan.lines)
     assert len({line.name for line in plan.lines}) == len(plan.lines)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -437,15 +441,40 @@ def test_a_bucket_that_is_made_after_the_backward_pass_takes_the_place_of_activa
     assert planned(config_of(model={"dtype": "bfloat16"}))["buffers"] == 0
 
 
-@pytest.mark.parametrize(
-    ("weights", "bind", "count"),
-    [({"transport": "nccl"}, "tcp://10.0.0.1:5555", 6), ({}, "tcp://10.0.0.1:5555", 0), ({}, None, 0)],
-)
-def test_the_process_of_the_senders_is_on_the_first_ranks_gpu(weights, bind, count):
-    config = config_of(
-        model={"dtype": "bfloat16"}, weights=weights, control={"bind": bind}, generator={"count": 6},
-        learner={"ranks": 2},
-    )  # fmt: skip
-    plan = planned(config, machine=GPU)
-    senders = GIB + count * ((410 << 20) + 2 * (64 << 20)) if count else 0
-    assert plan["GPU 0"] - plan["GPU 1"] == plan["published versions"] + senders
+@pytest.mark.parametrize(("bucket_mib", "made_mib"), [(64, 64), (1, 16), (47, 32)])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_nccl_has_a_process_on_the_first_rank_s_gpu_and_one_on_a_generator_s(
+    bucket_mib, made_mib, tensor_parallel
+):
+    settings = {
+        "model": {"dtype": "bfloat16"},
+        "generator": {"count": 3, "tensor_parallel": tensor_parallel},
+        "learner": {"ranks": 2},
+    }
+    plain = planned(config_of(**settings), machine=GPU)
+    plan = planned(
+        config_of(**settings, weights={"transport": "nccl", "bucket_mib": bucket_mib}), machine=GPU
+    )
+    sends = GIB + (410 << 20)
+    receives = sends + 2 * (made_mib << 20)
+    assert plan["process that sends"] == sends and plan["process that receives"] == receives
+    more = [plan[f"GPU {gpu}"] - plain[f"GPU {gpu}"] for gpu in range(8)]
+    assert more == [sends, 0, receives, 0, 0, 0, 0, 0]
+    assert "process that sends" not in {line.name for line in plain.lines}
+
+
+def test_a_host_of_generators_alone_has_the_process_that_receives():
+    config = config_of(weights={"transport": "nccl"}, control={"bind": "tcp://10.0.0.1:5555"})
+    there = placement_of(config, 8, generators=2, has_learner=False)
+    plan = forecast(config, STORIES, GPU, rows=None, placement=there)
+    assert plan["GPU 0"] - plan["GPU 1"] == plan["process that receives"]
+    on_cpus = planned(config)
+    assert not any(line.name.startswith("process that") for line in on_cpus.lines)
+
+
+def test_the_buckets_of_the_forecast_are_those_that_are_made():
+    specs = [TensorSpec(name="a", dtype="uint8", shape=(100 << 20,))]
+    for mib in (1, 15, 16, 31, 32, 47, 64):
+        made = max(end - begin for _, begin, end in Layout.plan(specs, mib << 20).pieces())
+        plan = planned(config_of(weights={"transport": "nccl", "bucket_mib": mib}), machine=GPU)
+        assert plan["process that receives"] - plan["process that sends"] == 2 * made

@@ -1,13 +1,10 @@
 """What nvidia-smi, the kernel and libraries say about GPUs is read as it is printed, and each fault is named."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch import generator_process, machine
+from asyncrl.launch import machine
 from asyncrl.launch.gpus import count_gpus, visible_names
 from asyncrl.launch.nvidia import GIB, MIB, choose, read_gpus, read_instances
 from asyncrl.preflight import doubts
@@ -226,36 +223,11 @@ def test_the_doctor_says_which_attention_a_learner_would_use(monkeypatch):
     assert finding.verdict == "warning" and "flash-attn 2.1.0" in finding.found
 
 
-def test_an_nccl_without_a_function_that_vllm_calls_is_named(monkeypatch, caplog):
-    def raises() -> None:
-        raise AttributeError("/usr/lib/libnccl.so.2: undefined symbol: ncclCommSuspend")
-
-    name = "vllm.distributed.device_communicators.pynccl_wrapper"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(NCCLLibrary=raises))
-    finding = checks.nccl()
-    assert finding.verdict == "warning" and "ncclCommSuspend" in finding.found
-    assert ">=2.29.7" in finding.fix and "VLLM_NCCL_SO_PATH" in finding.fix
-    assert generator_process.supported("nccl") == ("slot", "tcp", "disk")
-    (record,) = caplog.records
-    assert all(part in record.message for part in ("ncclCommSuspend", "2.29.7 or newer", "pip install"))
-    works = SimpleNamespace(ncclGetVersion=lambda: "2.29.7")
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(NCCLLibrary=lambda: works))
-    assert checks.nccl().verdict == "ok"
-    assert generator_process.supported("nccl")[0] == "nccl"
-
-
-def test_a_generator_of_another_transport_does_not_look_for_nccl(monkeypatch):
-    monkeypatch.setattr(generator_process, "nccl_version", None)
-    assert (
-        generator_process.supported("auto") == generator_process.supported("slot") == ("slot", "tcp", "disk")
-    )
-
-
 def test_only_a_machine_with_gpus_is_asked_about_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     plain = [check.name for check in machine_checks(None)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     more = [check.name for check in machine_checks(None)]
     assert [name for name in more if name not in plain] == [
-        *("gpu driver", "gpu health", "gpu memory", "attention", "nccl"),
+        *("gpu driver", "gpu health", "gpu memory", "attention"),
     ]

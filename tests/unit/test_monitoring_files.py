@@ -176,7 +176,6 @@ HEALTHY = {
     "asyncrl_stall_seconds": "1800x40",
     "asyncrl_weights_died": "0x40",
     "asyncrl_weights_updates_failed": "1x40",
-    "asyncrl_weights_senders_killed": "0x40",
     "asyncrl_member_silent_seconds{generator='g0'}": "1x40",
     "asyncrl_member_version{generator='g0'}": "0+1x40",
     "asyncrl_members": "2x40",

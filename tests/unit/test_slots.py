@@ -12,9 +12,8 @@ import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.weights import publisher as publisher_module
-from asyncrl.weights import sender as senders_module
 from asyncrl.weights import slots
-from asyncrl.weights.base import Failed, Sent, TensorSpec, UpdateOrder
+from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, Slots, open_slot
@@ -82,12 +81,9 @@ def publish(publisher, version):
     assert publisher.publish(version, tensors(version), (0.5,), SKIPPED).result(10) == version
 
 
-def order_of(sender):
-    assert sender.prepare("slot")
-    (order,) = sender.replies()
+def order_of(publisher, reader="a"):
+    order = publisher.order(reader, "slot")
     assert isinstance(order, UpdateOrder)
-    sender.transfer()
-    assert sender.replies() == [Sent()]
     return order
 
 
@@ -100,11 +96,10 @@ def read(order):
 
 
 def test_readers_find_the_newest_version_whole_and_two_slots_are_enough(publisher):
-    senders = [publisher.open_sender(1) for _ in range(5)]
     for version in range(1, 8):
         publish(publisher, version)
-        for sender in senders:
-            order = order_of(sender)
+        for reader in "abcde":
+            order = order_of(publisher, reader)
             assert (order.version, order.transport) == (version, "slot")
             assert (order.probe_logprobs, order.initial_logprobs) == ((0.5,), (0.25,))
             assert order.skipped == SKIPPED
@@ -113,13 +108,12 @@ def test_readers_find_the_newest_version_whole_and_two_slots_are_enough(publishe
 
 
 def test_a_slow_reader_keeps_its_slot_on_a_host_and_learns_of_its_loss_on_a_gpu(publisher, device):
-    slow, fast = publisher.open_sender(1), publisher.open_sender(1)
     publish(publisher, 1)
-    held = order_of(slow)
+    held = order_of(publisher, "slow")
     reading = open_slot(held.details["slot"], LAYOUT.total_bytes)
     for version in range(2, 6):
         publish(publisher, version)
-        assert read(order_of(fast)) == {version}
+        assert read(order_of(publisher, "fast")) == {version}
     if device == "cpu":
         reading.require_unchanged()
         assert read(held) == {1}
@@ -128,7 +122,7 @@ def test_a_slow_reader_keeps_its_slot_on_a_host_and_learns_of_its_loss_on_a_gpu(
         with pytest.raises(TransferError, match="wrote the next version over these"):
             reading.require_unchanged()
         assert len(publisher._slots._slots) == 2
-    assert read(order_of(slow)) == {5}
+    assert read(order_of(publisher, "slow")) == {5}
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
@@ -143,11 +137,10 @@ def test_the_training_loops_stream_has_only_the_copy_into_the_slot(publisher, mo
         return call
 
     monkeypatch.setattr(publisher_module, "checksums", noted("sums", checksums))
-    sender = publisher.open_sender(1)
     publish(publisher, 1)
     summed = streams["sums"]
     monkeypatch.setattr(torch.Tensor, "copy_", noted("copy to the host", copy))
-    assert read(file_order(sender)) == {1}
+    assert read(file_order(publisher)) == {1}
     monkeypatch.setattr(torch.Tensor, "copy_", noted("copy into the slot", copy))
     publish(publisher, 2)
     assert streams["copy into the slot"] is None
@@ -155,22 +148,18 @@ def test_the_training_loops_stream_has_only_the_copy_into_the_slot(publisher, mo
 
 
 def test_a_reader_that_was_given_up_does_not_count_twice(publisher):
-    sender = publisher.open_sender(1)
     publish(publisher, 1)
-    order_of(sender)
+    order_of(publisher)
     assert publisher.pinned == 1
-    sender.give_up()
-    sender.give_up()
-    sender.close()
-    sender.close()
+    publisher.release("a")
+    publisher.release("a")
     assert publisher.pinned == 0
 
 
 def test_a_late_reader_is_told_when_it_opens(publisher):
-    sender = publisher.open_sender(1)
     publish(publisher, 1)
-    late = order_of(sender)
-    sender.give_up()  # its deadline has passed
+    late = order_of(publisher)
+    publisher.release("a")  # its deadline has passed
     publish(publisher, 2)
     publish(publisher, 3)
     with pytest.raises(TransferError, match="wrote the next version over these"):
@@ -178,23 +167,28 @@ def test_a_late_reader_is_told_when_it_opens(publisher):
 
 
 def test_before_the_first_version_there_is_nothing_to_send(publisher):
-    assert not publisher.open_sender(1).prepare("slot")
+    assert publisher.order("a", "slot") is None
 
 
-def file_order(sender):
-    """An order to read a file: the copy takes a moment."""
-    wait_until(lambda: sender.prepare("disk"))
-    return sender.replies()[0]
+def file_order(publisher, reader="a", transport="disk"):
+    """An order for a copy, which takes a moment."""
+    orders = []
+
+    def is_there():
+        orders.append(publisher.order(reader, transport))
+        return orders[-1]
+
+    wait_until(is_there)
+    return orders[-1]
 
 
 def test_files_have_the_newest_version_and_are_kept_for_their_readers(publisher, tmp_path):
-    slow, fast = publisher.open_sender(1), publisher.open_sender(1)
     publish(publisher, 1)
-    held = file_order(slow)
+    held = file_order(publisher, "slow")
     assert held.transport == "disk"
     for version in range(2, 6):
         publish(publisher, version)
-        order = file_order(fast)
+        order = file_order(publisher, "fast")
         assert (order.version, read(order)) == (version, {version})
     assert read(held) == {1}
     staging = HostStaging(tmp_path / "w")
@@ -204,25 +198,24 @@ def test_files_have_the_newest_version_and_are_kept_for_their_readers(publisher,
 
 def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatch):
     """Otherwise the newest version would have been copied never."""
-    sender, late, may_copy, copy = publisher.open_sender(1), publisher.open_sender(1), Event(), Slot.reserve
+    may_copy, copy = Event(), Slot.reserve
     monkeypatch.setattr(Slot, "reserve", lambda slot: may_copy.wait(30) and copy(slot))
     publish(publisher, 1)
-    assert not sender.prepare("disk")
+    assert publisher.order("a", "disk") is None
     publish(publisher, 2)
-    assert not sender.prepare("disk") and not late.prepare("disk")
+    assert publisher.order("a", "disk") is publisher.order("late", "disk") is None
     may_copy.set()
-    assert file_order(sender).version == 1
-    assert [file_order(each).version for each in (late, sender)] == [2, 2]
+    assert file_order(publisher).version == 1
+    assert [file_order(publisher, each).version for each in ("late", "a")] == [2, 2]
 
 
 def test_other_hosts_fetch_a_copy_in_host_memory_wherever_the_parameters_are(device, tmp_path):
     options = {"probe_ids": (1, 2), "initial_logprobs": (0.25,), "deadline_s": 5.0, "device": device}
     publisher = SlotPublisher(LAYOUT, directory=tmp_path / "w", interface="127.0.0.1", **options)
-    sender, staging = publisher.open_sender(1), HostStaging(tmp_path)
+    staging = HostStaging(tmp_path)
     for version in (1, 2, 3):
         publish(publisher, version)
-        wait_until(lambda: sender.prepare("tcp"))
-        (order,) = sender.replies()
+        order = file_order(publisher, transport="tcp")
         assert (order.version, order.transport) == (version, "tcp") and "slot" not in order.details
         staged = staging.stage(order)
         assert staged.transport == "slot" and read(staged) == {version}
@@ -231,7 +224,6 @@ def test_other_hosts_fetch_a_copy_in_host_memory_wherever_the_parameters_are(dev
 
 
 def test_a_full_disk_is_a_failure_and_the_next_attempt_succeeds(publisher, monkeypatch):
-    sender = publisher.open_sender(1)
     publish(publisher, 1)
 
     def full(*_):
@@ -239,31 +231,31 @@ def test_a_full_disk_is_a_failure_and_the_next_attempt_succeeds(publisher, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        reply = file_order(sender)
-        assert isinstance(reply, Failed) and "No space left" in reply.reason
-    assert read(file_order(sender)) == {1}
-    assert read(order_of(sender)) == {1}
+        with pytest.raises(OSError, match="No space left"):
+            file_order(publisher)
+    assert read(file_order(publisher)) == {1}
+    assert read(order_of(publisher)) == {1}
 
 
-def test_a_process_that_cannot_start_is_a_failure(publisher, monkeypatch):
-    sender = publisher.open_sender(1)
+def test_a_port_that_cannot_be_had_is_a_failure_and_pins_nothing(publisher, monkeypatch):
     publish(publisher, 1)
 
-    def fails(module):
-        raise OSError(11, "no more processes")
+    def fails(*arguments, **options):
+        raise OSError(24, "too many open files")
 
-    monkeypatch.setattr(senders_module, "Worker", fails)
-    assert sender.prepare("nccl")
-    (reply,) = sender.replies()
-    assert isinstance(reply, Failed) and "no more processes" in reply.reason
-    assert read(order_of(sender)) == {1}
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "SlotServer", fails)
+        with pytest.raises(OSError, match="too many open files"):
+            publisher.order("a", "nccl")
+    publisher.release("a")
+    assert publisher.pinned == 0
+    assert read(order_of(publisher)) == {1}
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_damaged_memory_is_refused_while_requests_run(publisher, tmp_path):
-    sender = publisher.open_sender(1)
     publish(publisher, 1)
-    order = order_of(sender)
+    order = order_of(publisher)
     staging = HostStaging(tmp_path)
     assert staging.stage(order) is order
     slot = publisher._slots._slots[0]

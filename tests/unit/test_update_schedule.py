@@ -5,24 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.updates import (
-    MOST_REFUSALS,
-    CloseSender,
-    Deliver,
-    GiveUp,
-    Phase,
-    Prepare,
-    UpdateSchedule,
-)
-from asyncrl.weights.base import UpdateOrder, UpdateReport, receivable
+from asyncrl.control.updates import MOST_REFUSALS, Begin, Release, UpdateSchedule
+from asyncrl.weights.base import TRANSPORTS, UpdateOrder, UpdateReport
 
-DEADLINE_S, PREPARATION_S = 10.0, 60.0
+DEADLINE_S = 10.0
 
 
 def make(transport="slot", *, one_host=True):
-    return UpdateSchedule(
-        transport=transport, deadline_s=DEADLINE_S, preparation_s=PREPARATION_S, one_host=one_host
-    )
+    return UpdateSchedule(transport=transport, deadline_s=DEADLINE_S, one_host=one_host)
 
 
 def order(version, transport="slot", history="0"):
@@ -62,32 +52,33 @@ def joined(schedule, *holders, version=0, now_s=0.0):
 
 
 def run_one(schedule, holder, version, now_s):
-    (deliver,) = schedule.prepared(holder, order(version), now_s)
-    assert isinstance(deliver, Deliver)
-    schedule.sent(holder, now_s)
-    return schedule.reported(holder, applied(version), now_s)
+    """The actions after its release, which comes first: the next update may pin another version."""
+    schedule.ordered(holder, order(version), now_s)
+    first, *others = schedule.reported(holder, applied(version), now_s)
+    assert first == Release(holder)
+    return others
 
 
 def test_the_initial_model_needs_no_update_to_version_zero():
     schedule = make()
     assert schedule.announce(0, 0.0) == []
     assert joined(schedule, "a") == []
-    assert schedule.announce(1, 1.0) == [Prepare("a", "slot")]
+    assert schedule.announce(1, 1.0) == [Begin("a", "slot")]
 
 
 def test_weights_of_an_unknown_learner_are_replaced_whatever_their_number():
     schedule = make()
     schedule.announce(12, 0.0)
-    assert joined(schedule, "a", version=12) == [Prepare("a", "slot")]
+    assert joined(schedule, "a", version=12) == [Begin("a", "slot")]
 
 
 def test_a_report_on_an_earlier_learners_order_means_nothing_though_the_number_is_the_same():
     schedule = make()
     joined(schedule, "a")
     schedule.announce(3, 0.0)
-    schedule.prepared("a", order(3, history="9 0 0 2 7"), 0.0)
+    schedule.ordered("a", order(3, history="9 0 0 2 7"), 0.0)
     for report in (applied(3), replace(applied(3), lineage=7), replace(applied(2), lineage=9)):
-        assert schedule.reported("a", report, 1.0) == [] and schedule.members["a"].phase is Phase.UPDATING
+        assert schedule.reported("a", report, 1.0) == [] and schedule.members["a"].target is not None
     schedule.reported("a", replace(applied(3), lineage=9), 1.0)
     assert schedule.members["a"].version == 3
 
@@ -96,12 +87,12 @@ def test_a_slow_generator_skips_versions_and_the_others_do_not_wait():
     schedule = make()
     joined(schedule, "slow", "fast")
     schedule.announce(1, 0.0)
-    schedule.prepared("slow", order(1), 0.0)
+    schedule.ordered("slow", order(1), 0.0)
     run_one(schedule, "fast", 1, 0.0)
     for version in (2, 3):
-        assert schedule.announce(version, 1.0) == [Prepare("fast", "slot")]
+        assert schedule.announce(version, 1.0) == [Begin("fast", "slot")]
         assert run_one(schedule, "fast", version, 1.0) == []
-    assert schedule.reported("slow", applied(1), 2.0) == [Prepare("slow", "slot")]
+    assert schedule.reported("slow", applied(1), 2.0) == [Release("slow"), Begin("slow", "slot")]
     run_one(schedule, "slow", 3, 2.0)
     assert schedule.members["slow"].version == 3
     assert (schedule.updates, schedule.failed, schedule.measured["probe_max"]) == (5, 0, 0.25)
@@ -120,7 +111,7 @@ def refused(version: int, difference: float = 0.12) -> UpdateReport:
 
 def refuse(schedule: UpdateSchedule, holder: str, version: int, now_s: float, report: UpdateReport) -> None:
     schedule.tick(now_s)
-    schedule.prepared(holder, order(version), now_s)
+    schedule.ordered(holder, order(version), now_s)
     schedule.reported(holder, report, now_s)
 
 
@@ -133,7 +124,7 @@ def test_what_every_generator_refuses_again_and_again_is_hopeless():
         assert schedule.hopeless is None
         schedule.tick(100.0 * attempt)
         for holder in ("a", "b"):
-            schedule.prepared(holder, order(1), 100.0 * attempt)
+            schedule.ordered(holder, order(1), 100.0 * attempt)
         schedule.reported("a", refused(1), 100.0 * attempt)
         assert schedule.hopeless is None, "the other one may take it"
         schedule.reported("b", refused(1), 100.0 * attempt)
@@ -159,8 +150,8 @@ def transports_of_failing_updates(schedule, attempts):
     actions, now_s, transports = schedule.announce(1, 0.0), 0.0, []
     while len(transports) < attempts:
         transports.append(actions[0].transport)
-        schedule.prepared("a", order(1), now_s)
-        assert schedule.reported("a", failed(1), now_s) == [GiveUp("a")]
+        schedule.ordered("a", order(1), now_s)
+        assert schedule.reported("a", failed(1), now_s) == [Release("a")]
         assert schedule.tick(now_s) == []  # backs off
         now_s += 31.0
         actions = schedule.tick(now_s)
@@ -173,20 +164,24 @@ def test_after_two_failures_every_other_attempt_goes_by_disk_and_a_success_leads
     transports, now_s = transports_of_failing_updates(schedule, 6)
     assert transports == ["slot", "slot", "disk", "slot", "disk", "slot"]
     run_one(schedule, "a", 1, now_s)
-    assert schedule.announce(2, now_s + 1) == [Prepare("a", "slot")]
+    assert schedule.announce(2, now_s + 1) == [Begin("a", "slot")]
 
 
 @pytest.mark.parametrize("transport", ["nccl", "tcp", "disk"])
-def test_other_hosts_are_never_sent_to_files_that_are_only_here(transport):
+def test_other_hosts_are_sent_by_tcp_and_never_to_files_that_are_only_here(transport):
     schedule = make(transport, one_host=False)
-    schedule.join("a", version=0, transports=receivable(transport), now_s=0.0)
-    assert transports_of_failing_updates(schedule, 5)[0] == [transport] * 5
+    schedule.join("a", version=0, transports=TRANSPORTS, now_s=0.0)
+    transports, now_s = transports_of_failing_updates(schedule, 5)
+    assert transports == [transport, transport, "tcp", transport, "tcp"]
+    run_one(schedule, "a", 1, now_s)
+    assert schedule.announce(2, now_s + 1) == [Begin("a", transport)]
 
 
-def test_a_generator_that_cannot_read_files_is_not_sent_to_them():
-    schedule = make("slot")
-    schedule.join("a", version=0, transports=("slot",), now_s=0.0)
-    assert set(transports_of_failing_updates(schedule, 4)[0]) == {"slot"}
+@pytest.mark.parametrize(("transport", "one_host"), [("slot", True), ("nccl", False)])
+def test_a_generator_is_not_sent_what_it_does_not_offer(transport, one_host):
+    schedule = make(transport, one_host=one_host)
+    schedule.join("a", version=0, transports=(transport,), now_s=0.0)
+    assert set(transports_of_failing_updates(schedule, 4)[0]) == {transport}
 
 
 @pytest.mark.parametrize(
@@ -206,49 +201,71 @@ def test_the_common_transport_is_the_best_that_both_have(wanted, offered, one_ho
     assert schedule.common_transport(offered) == common
     if common is not None:
         schedule.announce(1, 0.0)
-        assert schedule.join("a", version=0, transports=offered, now_s=0.0) == [Prepare("a", common)]
+        assert schedule.join("a", version=0, transports=offered, now_s=0.0) == [Begin("a", common)]
 
 
-def test_a_prepare_that_found_no_version_is_repeated_with_the_next_tick():
+def test_while_the_publisher_has_no_version_every_tick_asks_again_and_it_is_no_failure():
     schedule = make()
     joined(schedule, "a")
-    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
-    schedule.postpone("a")
-    assert schedule.tick(0.1) == [Prepare("a", "slot")]
+    assert schedule.announce(1, 0.0) == [Begin("a", "slot")]
+    for now_s in (0.1, 0.2, 1000.0):  # a copy has no deadline
+        assert schedule.tick(now_s) == [Begin("a", "slot")]
+    assert schedule.failed == 0 and schedule.members["a"].version == 0
+    assert run_one(schedule, "a", 1, 1000.0) == []
 
 
-def test_every_phase_has_its_deadline():
+def test_an_update_has_its_deadline_from_the_order_to_the_report():
     schedule = make()
     joined(schedule, "a")
     schedule.announce(1, 0.0)
-    assert schedule.tick(PREPARATION_S) == []
-    assert schedule.tick(PREPARATION_S + 0.1) == [GiveUp("a")]
-    assert schedule.tick(100.0) == [Prepare("a", "slot")]
-    schedule.prepared("a", order(1), 100.0)
-    schedule.sent("a", 109.0)
-    assert schedule.tick(118.0) == []  # it has left, the generator applies it
-    assert schedule.tick(119.1) == [GiveUp("a")]
-    assert schedule.members["a"].version == -1
-    assert schedule.failed == 2
+    schedule.ordered("a", order(1), 100.0)
+    assert schedule.tick(100.0 + DEADLINE_S) == []
+    assert schedule.announce(2, 100.0 + DEADLINE_S) == []  # one update at a time
+    assert schedule.tick(100.1 + DEADLINE_S) == [Release("a")]
+    assert schedule.failed == 1
+    assert schedule.reported("a", applied(1), 110.2) == []  # late: its slot may hold another version
+    assert schedule.members["a"].version == -1 and schedule.updates == 0
+    assert schedule.tick(200.0) == [Begin("a", "slot")]
 
 
-def test_a_failure_without_an_update_under_way_costs_nothing():
+def test_an_order_that_cannot_be_made_leaves_the_weights_as_they_are():
     schedule = make()
-    joined(schedule, "a")
-    assert schedule.fail("a", 0.0) == schedule.fail("nobody", 0.0) == []
-    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
-    assert schedule.failed == 0
+    joined(schedule, "a", "b")
+    schedule.announce(1, 0.0)
+    for holder in "ab":
+        run_one(schedule, holder, 1, 0.0)
+    schedule.announce(2, 1.0)
+    assert schedule.fail("a", 1.0) == [Release("a")]
+    assert schedule.members["a"].version == 1
+    schedule.ordered("b", order(2), 1.0)
+    assert schedule.fail("b", 1.0) == [Release("b")]  # the order may have arrived
+    assert schedule.members["b"].version == -1
+    assert schedule.failed == 2
+    assert schedule.tick(1.0) == schedule.announce(3, 1.0) == []  # both back off
+    assert schedule.tick(40.0) == [Begin("a", "slot"), Begin("b", "slot")]
+
+
+def test_whoever_is_gone_reads_nothing_and_is_brought_nothing():
+    schedule = make()
+    joined(schedule, "idle", "reads")
+    schedule.announce(1, 0.0)
+    schedule.ordered("reads", order(1), 0.0)
+    for holder in ("idle", "reads"):
+        assert schedule.remove(holder) == [Release(holder)]
+        assert schedule.remove(holder) == []
+    assert schedule.reported("reads", applied(1), 1.0) == schedule.tick(1000.0) == []
+    assert schedule.announce(2, 1000.0) == [] and (schedule.updates, schedule.failed) == (0, 0)
 
 
 def test_updates_that_fail_are_tried_ever_more_rarely():
     schedule, starts_s = make(), []
     joined(schedule, "a")
-    assert schedule.announce(1, 0.0) == [Prepare("a", "slot")]
+    assert schedule.announce(1, 0.0) == [Begin("a", "slot")]
     schedule.fail("a", 0.0)
     for tenths in range(3_000):
         if schedule.tick(tenths / 10):
             starts_s.append(tenths / 10)
-            assert schedule.fail("a", tenths / 10) == [GiveUp("a")]
+            assert schedule.fail("a", tenths / 10) == [Release("a")]
     pauses_s = [round(later - earlier, 3) for earlier, later in pairwise(starts_s)]
     assert pauses_s == sorted(pauses_s)
     assert 10 <= len(starts_s) <= 20
@@ -260,7 +277,7 @@ def test_a_day_of_failures_is_no_failure_of_the_schedule():
     joined(schedule, "a")
     schedule.announce(1, 0.0)
     for failures in range(1, 3_000):
-        assert schedule.fail("a", 31.0 * failures - 0.5) == [GiveUp("a")]
+        assert schedule.fail("a", 31.0 * failures - 0.5) == [Release("a")]
         assert [action.holder for action in schedule.tick(31.0 * failures + 30.0)] == ["a"]
 
 
@@ -270,31 +287,20 @@ def test_late_and_foreign_reports_mean_nothing():
     assert schedule.reported("b", applied(1), 0.0) == []
     schedule.announce(5, 0.0)
     assert schedule.reported("a", applied(5), 0.0) == []  # has not been told yet
-    schedule.prepared("a", order(5), 0.0)
+    schedule.ordered("a", order(5), 0.0)
     assert schedule.reported("a", applied(4), 0.0) == []
-    assert schedule.members["a"].phase is Phase.UPDATING
+    assert schedule.members["a"].target is not None
 
 
 HOLDERS = ("a", "b", "c")
+EVENTS = ("publish", "announce", "join", "remove", "applied", "applied", "failed", "tick")
 steps = st.lists(
     st.tuples(
-        st.sampled_from(
-            [
-                "announce",
-                "join",
-                "remove",
-                "prepared",
-                "prepared",
-                "sent",
-                "applied",
-                "applied",
-                "failed",
-                "died",
-                "tick",
-            ]
-        ),
+        st.sampled_from(EVENTS),
         st.sampled_from(HOLDERS),
         st.sampled_from([0.0, 0.1, 1.0, 11.0, 61.0]),
+        # Whether the publisher has something to order, and the order can be sent.
+        st.sampled_from(["yes", "yes", "no version", "no order", "not sent"]),
     ),
     max_size=80,
 )
@@ -304,56 +310,60 @@ class World:
     """Executes actions as the control plane does, and checks them on the way."""
 
     def __init__(self):
-        self.schedule, self.now_s, self.newest = make(), 0.0, 0
-        self.senders = {}  # holder -> None | ("preparing", version) | ("transferring", version)
+        self.schedule, self.now_s, self.published, self.announced = make(), 0.0, 0, 0
+        self.luck = "yes"
+        self.reading = {}  # holder -> the version that it has pinned, or None
         self.applied = {}
 
     def obey(self, actions, about=None):
         for action in actions:
-            assert action.holder in self.senders
-            if about is not None:
-                assert action.holder == about, "one generator's trouble costs another one an action"
+            holder = action.holder
+            assert holder in self.applied
+            assert about in (None, holder), "one generator's trouble costs another one an action"
             match action:
-                case Prepare(holder):
-                    assert self.senders[holder] is None, "two updates at once"
-                    self.senders[holder] = ("preparing", self.newest)
-                case Deliver(holder, sent):
-                    assert self.senders[holder] == ("preparing", sent.version)
-                    self.senders[holder] = ("transferring", sent.version)
-                case GiveUp(holder):
-                    self.senders[holder] = None
-                case CloseSender(holder):
-                    del self.senders[holder]
+                case Begin():
+                    assert self.reading[holder] is None, "two updates at once"
+                    self.order(holder)
+                case Release():
+                    self.reading[holder] = None
 
-    def step(self, event, holder, wait_s):
+    def order(self, holder):
+        match self.luck:
+            case "no order":
+                self.obey(self.schedule.fail(holder, self.now_s), holder)
+            case "yes" | "not sent":
+                self.reading[holder] = self.published
+                self.schedule.ordered(holder, order(self.published), self.now_s)
+                if self.luck == "not sent":
+                    self.obey(self.schedule.fail(holder, self.now_s), holder)
+
+    def step(self, event, holder, wait_s, luck):
         self.now_s += wait_s
-        busy = self.senders.get(holder)
+        self.luck = luck
+        version = self.reading.get(holder)
         match event:
+            case "publish":
+                self.published += 1
             case "announce":
-                self.newest += 1
-                self.obey(self.schedule.announce(self.newest, self.now_s))
-            case "join" if holder not in self.senders:
-                self.senders[holder] = None
-                self.applied[holder] = 0
+                self.announced = self.published
+                self.obey(self.schedule.announce(self.announced, self.now_s))
+            case "join" if holder not in self.applied:
+                self.applied[holder], self.reading[holder] = 0, None
                 self.obey(joined(self.schedule, holder, now_s=self.now_s), holder)
             case "remove":
                 self.obey(self.schedule.remove(holder), holder)
-                assert holder not in self.senders
-            case "prepared" if busy and busy[0] == "preparing":
-                self.obey(self.schedule.prepared(holder, order(busy[1]), self.now_s), holder)
-            case "sent" if busy and busy[0] == "transferring":
-                self.schedule.sent(holder, self.now_s)
-            case "applied" if busy and busy[0] == "transferring":
-                assert busy[1] >= self.applied[holder], "a version went backwards"
-                self.applied[holder] = busy[1]
-                self.senders[holder] = None
-                self.obey(self.schedule.reported(holder, applied(busy[1]), self.now_s), holder)
-            case "failed" if busy and busy[0] == "transferring":
-                self.obey(self.schedule.reported(holder, failed(busy[1]), self.now_s), holder)
-            case "died":
-                self.obey(self.schedule.fail(holder, self.now_s), holder)
+                assert self.reading.pop(holder, None) is None, "a version stays pinned"
+                self.applied.pop(holder, None)
+            case "applied" if version is not None:
+                assert version >= self.applied[holder], "a version went backwards"
+                self.applied[holder] = version
+                self.obey(self.schedule.reported(holder, applied(version), self.now_s), holder)
+            case "failed" if version is not None:
+                self.obey(self.schedule.reported(holder, failed(version), self.now_s), holder)
             case "tick":
                 self.obey(self.schedule.tick(self.now_s))
+        for one, member in self.schedule.members.items():
+            assert (member.target is None) == (self.reading[one] is None), "pinned without an update, or not"
 
 
 @settings(max_examples=300)
@@ -362,14 +372,14 @@ def test_one_update_at_a_time_versions_only_grow_and_everybody_converges(events)
     world = World()
     for event in events:
         world.step(*event)
-    for _ in range(4):  # from now on all goes well
-        world.step("tick", "a", 31.0)
-        for holder in list(world.senders):
-            for event in ("prepared", "sent", "applied"):
-                world.step(event, holder, 0.0)
-    for holder in world.senders:
-        assert world.applied[holder] == world.newest
-        assert world.schedule.members[holder].phase is Phase.IDLE
+    world.step("announce", "a", 31.0, "yes")  # from now on all goes well
+    for _ in range(4):
+        world.step("tick", "a", 31.0, "yes")
+        for holder in list(world.applied):
+            world.step("applied", holder, 0.0, "yes")
+    for holder, version in world.applied.items():
+        assert version == world.published
+        assert world.reading[holder] is None
     assert world.schedule.tick(world.now_s + 1000) == []
 
 

@@ -24,8 +24,6 @@ def engine_args(
     device: Device,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    from vllm.config import WeightTransferConfig
-
     arguments: dict[str, Any] = {
         "model": model.path,
         "revision": model.revision,
@@ -39,9 +37,6 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(
-            backend="asyncrl-nccl" if weights.transport == "nccl" else "asyncrl-weights"
-        ),
         "disable_log_stats": True,
         "enable_log_requests": False,
         "worker_extension_cls": "asyncrl.engine.vllm.receiver.VersionLoader",

@@ -7,7 +7,7 @@ from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig
 from asyncrl.engine.vllm.args import Device, engine_args, set_environment
 
 # What `LLM` sets itself, and what makes its workers ours.
-_OURS = ("weight_transfer_config", "worker_extension_cls", "enable_log_requests")
+_OURS = ("worker_extension_cls", "enable_log_requests")
 
 
 def open_bare(

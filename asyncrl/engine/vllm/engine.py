@@ -211,13 +211,8 @@ class VLLMEngine:
         self._unanswered, self._received = 0, True
 
     async def _receive(self, order: UpdateOrder) -> None:
-        update = {
-            "transport": order.transport,
-            "target": order.target,
-            "deadline_s": order.deadline_s,
-            "details": order.details,
-        }
-        failures = filter(None, await self._llm.collective_rpc("load_version", args=(update,)))
+        call = self._llm.collective_rpc("load_version", args=(order.target, order.details))
+        failures = filter(None, await call)
         if said := "; ".join(dict.fromkeys(failures)):  # of each worker
             raise TransferError(said)
 

@@ -19,30 +19,22 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import checksum, require_equal
 
 # vLLM would warn of every layer without own weights at every update. `reloading` finds missing parameters.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @contextmanager
-def reloading(model: nn.Module, model_config: Any, checksums: Mapping[str, int]) -> Iterator[None]:
+def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
     """Context for loading all parameters; at its end, vLLM makes the kernels' packed copies again.
 
-    `checksums`, by name, are those of the tensors that are not verified yet. Raises TransferError if one of
-    them differs, or if parameters were missing.
+    Raises TransferError if parameters were missing.
     """
     loaded: set[str] = set()
     load_weights: Any = model.load_weights
 
-    def verified(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if name in checksums:
-                require_equal(name, checksum(tensor), checksums[name])
-            yield name, tensor
-
     def recording(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names: set[str] | None = load_weights(verified(weights))
+        names: set[str] | None = load_weights(weights)
         if names is None:
             raise TransferError(
                 f"{type(model).__name__} does not say which parameters it has loaded, so nobody would notice "

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.schema import Config
-from asyncrl.engine.vllm.nccl_library import CURE, nccl_version
-from asyncrl.errors import DataError, EngineError
+from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus, driver_is_replaced
 from asyncrl.launch.nvidia import Gpu, ask, is_installed, short_bus, visible_gpus
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
@@ -134,14 +133,6 @@ def attention() -> Finding:
         return doubtful(f"{found}: attention is {chosen}", "install a newer one, or uninstall it")
     own = "torch's own, over all sequences at once"
     return fine(own if chosen == VARLEN else f"{chosen} of {version or 'flash-attn-3'}")
-
-
-def nccl() -> Finding:
-    """Check that vLLM can load NCCL."""
-    try:
-        return fine(f"{nccl_version()}, which vLLM can load")
-    except EngineError as error:
-        return doubtful(str(error), CURE)
 
 
 def gpu_doubts(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import DataError
 from asyncrl.launch.generator_process import allotted, resolve_device
 from asyncrl.launch.gpus import count_gpus, visible_devices
-from asyncrl.launch.placement import placement_of
+from asyncrl.launch.placement import Seat, placement_of
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in, judged, noted
 from asyncrl.preflight.gpu.sampling_rate import Load, prompts, sampled_per_s
 from asyncrl.trainer.deepspeed.loading import load_model
@@ -60,15 +60,23 @@ def engine(place: Place) -> Iterator[Figure]:
     yield from _floor(sequences, config, scores)
 
 
+def seat_of(config: Config) -> Seat:
+    """Return the seat of the config's first generator on this machine."""
+    return placement_of(config, count_gpus()).generators[0]
+
+
+def seen_by(seat: Seat) -> dict[str, str]:
+    """Return the variables with which a process sees the GPUs of the seat only."""
+    return {"CUDA_VISIBLE_DEVICES": visible_devices(seat.gpus)} if seat.gpus else {}
+
+
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[VLLMEngine]:
     """Start the engine of the config's first generator on the GPUs of its seat, and close it."""
-    device = resolve_device(config)
-    seat = placement_of(config, count_gpus()).generators[0]
+    device, seat = resolve_device(config), seat_of(config)
     generator = allotted(config, seat.share if seat.gpus else None, is_shared=seat.is_shared)
-    visible = {"CUDA_VISIBLE_DEVICES": visible_devices(seat.gpus)} if seat.gpus else {}
     # The learner's part of the check, in this process, uses another GPU if there is one.
-    with changed_environment(visible):
+    with changed_environment(seen_by(seat)):
         started = await VLLMEngine.start(
             config.model, generator, config.sampling, config.weights, device=device
         )

@@ -25,7 +25,7 @@ PAIR_S = 90.0
 
 
 def stack(place: Place) -> Iterator[Figure]:
-    """Check versions, vLLM's plugin, GPUs and NCCL."""
+    """Check versions, vLLM's plugin, and GPUs."""
     yield _found("packages", software.packages())
     for name in ("torch", "deepspeed", "transformers", *software.ENGINES):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -33,11 +33,11 @@ def stack(place: Place) -> Iterator[Figure]:
     plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
     yield judged("vLLM's plugin asyncrl", float("asyncrl" in plugins), at_least=1)
     if not place.on_gpu:
-        yield absent("GPUs, NCCL", "a rehearsal on the CPU")
+        yield absent("GPUs", "a rehearsal on the CPU")
         return
     yield _found("GPUs", software.gpus())
     yield noted("CUDA", note=str(torch.version.cuda))
-    for check in (gpu.driver, gpu.health, gpu.free_memory, gpu.attention, gpu.nccl):
+    for check in (gpu.driver, gpu.health, gpu.free_memory, gpu.attention):
         yield _found(check.__name__.replace("_", " "), check())
 
 

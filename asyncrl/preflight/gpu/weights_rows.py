@@ -1,14 +1,12 @@
-"""The row about weights: a version by each possible transport; a sender and a generator that are killed."""
+"""The row about weights: a version over each transport; processes of NCCL and a generator are killed."""
 
 import asyncio
 import contextlib
 import os
-import select
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,28 +19,29 @@ from asyncrl.config.schema import Config
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.launch.gpus import count_gpus
-from asyncrl.preflight.gpu.engine_rows import START_S, running
+from asyncrl.preflight.gpu.engine_rows import START_S, changed_environment, running, seat_of, seen_by
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted, value_in
 from asyncrl.preflight.gpu.hardware_rows import copy_s
-from asyncrl.weights.base import Failed, Sender, Sent, TensorSpec, UpdateOrder
+from asyncrl.preflight.gpu.host_process import HostProcess, open_host_process
+from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
-from asyncrl.weights.staging import HostStaging
 
 TIMES = 4  # updates by each transport; the first one, which opens connections, is not counted
 LEAST_RATIO = 0.85  # of the rate of a bare copy or broadcast
 DEADLINE_S = 30.0
 MOST_BACK_S = 2 * DEADLINE_S  # after a death: a deadline, and an update
 TRIES = 20  # a small model may be loaded before the kill
+ASKED_S = 0.5  # until a process that runs has read what the other one has sent
+READER = "generator"
 
 
 @dataclass(slots=True)
 class _Learner:
-    """The learner's side: a publisher of the model's weights and one sender."""
+    """The learner's side: a publisher of the model's weights."""
 
     publisher: SlotPublisher
     tensors: dict[str, Tensor]
-    sender: Sender
     total_bytes: int
     version: int = 0
 
@@ -66,7 +65,7 @@ class _Learner:
             deadline_s=DEADLINE_S,
             interface="127.0.0.1",
         )
-        return cls(publisher, tensors, publisher.open_sender(1), layout.total_bytes)
+        return cls(publisher, tensors, layout.total_bytes)
 
     def publish(self) -> float:
         """Publish the next version; return the seconds for which a training loop would wait."""
@@ -77,46 +76,39 @@ class _Learner:
         published.result(DEADLINE_S)
         return blocked_s
 
-    def prepare(self, transport: str) -> UpdateOrder:
-        """Have the sender prepare the newest version. Raises TransferError."""
+    def order(self, transport: str) -> UpdateOrder:
+        """Return the order for the newest version. Raises TransferError, OSError."""
         until_s = time.monotonic() + DEADLINE_S
-        while not self.sender.prepare(transport):  # a host copy of a GPU's version is being made
+        while (order := self.publisher.order(READER, transport)) is None:  # a copy of it is being made
             if time.monotonic() > until_s:
                 raise TransferError(f"{transport}: no copy of the version within {DEADLINE_S:.0f} s")
             time.sleep(0.001)
-        reply = self.reply(until_s)
-        if not isinstance(reply, UpdateOrder):
-            raise TransferError(f"{transport}: the sender answered {reply}, not an order")
-        return reply
-
-    def reply(self, until_s: float) -> UpdateOrder | Sent | Failed:
-        """Wait for the sender's next reply. Raises TransferError."""
-        while (left_s := until_s - time.monotonic()) > 0:
-            select.select([self.sender], [], [], left_s)
-            for reply in self.sender.replies():
-                return reply
-        raise TransferError(f"the sender was silent for {DEADLINE_S:.0f} s")
+        return order
 
 
 def weights(place: Place) -> Iterator[Figure]:
-    """Publish and load versions over each transport, then kill a sender and a generator during a transfer."""
+    """Publish and load versions over each transport, then kill processes during a transfer."""
     config = load_config(place.directory / "task.yaml")
-    with asyncio.Runner() as runner, _engine(runner, config) as started:
-        learner, staging = _Learner.open(place, config), HostStaging(place.directory)
+    with (
+        asyncio.Runner() as runner,
+        _engine(runner, config) as started,
+        _host(place, config) as host,
+    ):
+        learner = _Learner.open(place, config)
         try:
             yield noted("version", learner.total_bytes / 1e6, "MB")
             blocked_s = statistics.median([learner.publish() for _ in range(TIMES)])
             yield noted("learner's loop blocked by publishing", 1000 * blocked_s, "ms")
             for transport in transports(place):
-                yield from _by(transport, place, runner, started, learner, staging)
+                yield from _by(transport, place, runner, started, learner, host)
             if "nccl" in transports(place):
-                yield _killed(runner, started, learner, staging)
-            elif place.on_gpu:
+                for end in ("learner", "generator"):
+                    yield from _killed(end, runner, started, learner, host)
+            else:
                 yield absent("nccl", "one GPU: NCCL refuses two processes on it")
-            yield from _killed_loading(place, config, runner, started, learner, staging)
+            yield from _killed_loading(place, config, runner, started, learner, host)
         finally:
             learner.publisher.close()
-            staging.close()
 
 
 @contextlib.contextmanager
@@ -129,9 +121,18 @@ def _engine(runner: asyncio.Runner, config: Config) -> Iterator[VLLMEngine]:
         runner.run(opened.__aexit__(None, None, None))
 
 
+@contextlib.contextmanager
+def _host(place: Place, config: Config) -> Iterator[HostProcess]:
+    """Stage on the generator's GPUs: NCCL refuses two processes on the learner's, which this process uses."""
+    with contextlib.ExitStack() as stack:
+        with changed_environment(seen_by(seat_of(config))):
+            host = stack.enter_context(open_host_process(place.directory))
+        yield host
+
+
 def transports(place: Place) -> list[str]:
     """Return the transports that learner and generator of this machine can use."""
-    return ["slot", "disk", "tcp", *(["nccl"] if place.on_gpu and count_gpus() > 1 else [])]
+    return ["slot", "disk", "tcp", *([] if place.on_gpu and count_gpus() == 1 else ["nccl"])]
 
 
 def _by(
@@ -140,19 +141,17 @@ def _by(
     runner: asyncio.Runner,
     engine: VLLMEngine,
     learner: _Learner,
-    staging: HostStaging,
+    host: HostProcess,
 ) -> Iterator[Figure]:
     seconds, stalls_s = [], []
     for _ in range(TIMES):
         learner.publish()
-        order = learner.prepare(transport)
+        order = learner.order(transport)
         started_s, before_s = time.perf_counter(), engine.stats().paused_s
-        learner.sender.transfer()
-        runner.run(_update(engine, staging, order))
+        runner.run(_update(engine, host, order))
         seconds.append(time.perf_counter() - started_s)
         stalls_s.append(engine.stats().paused_s - before_s)
-        if not isinstance(reply := learner.reply(time.monotonic() + DEADLINE_S), Sent):
-            raise TransferError(f"{transport}: the sender answered {reply}")
+        learner.publisher.release(READER)
     rate = learner.total_bytes / statistics.median(seconds[1:]) / 1e9
     yield noted(f"{transport}: requests paused", 1000 * statistics.median(stalls_s[1:]), "ms")
     yield noted(f"{transport}: sent, verified and loaded", rate, "GB/s")
@@ -161,9 +160,9 @@ def _by(
         yield place.speed(f"{transport}: of its limit", rate / limit, at_least=LEAST_RATIO, note=note)
 
 
-async def _update(engine: VLLMEngine, staging: HostStaging, order: UpdateOrder) -> None:
+async def _update(engine: VLLMEngine, host: HostProcess, order: UpdateOrder) -> None:
     """Do what a generator does with an order."""
-    ready = await asyncio.to_thread(staging.stage, order)
+    ready = await host.stage(order)
     await engine.begin_update()
     await engine.receive(ready)
     await engine.finish_update(order.weights)
@@ -187,39 +186,57 @@ def _limit(transport: str, place: Place, learner: _Learner) -> float | None:
     return learner.total_bytes / seconds / 1e9
 
 
-def _killed(runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, staging: HostStaging) -> Figure:
-    """Kill NCCL's sender while the generator receives, and measure until the next version is loaded."""
+def _killed(
+    end: str, runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, host: HostProcess
+) -> Iterator[Figure]:
+    """Kill one of NCCL's two processes during a transfer, and measure until the next version is loaded."""
     learner.publish()
-    order = replace(learner.prepare("nccl"), deadline_s=DEADLINE_S / 2)
-    (sender,) = (p for p in psutil.Process().children() if "asyncrl.weights.nccl" in p.cmdline())
-    sender.send_signal(signal.SIGSTOP)  # so that the transfer cannot be over before the kill
-    learner.sender.transfer()
+    order, before_s = learner.order("nccl"), engine.stats().paused_s
+    (sends,), (receives,) = _ends(os.getpid()), _ends(host.pid)
 
     async def cut_off() -> bool:
-        receiving = asyncio.create_task(_update(engine, staging, order))
-        await asyncio.sleep(0.1)
-        os.kill(sender.pid, signal.SIGKILL)
+        sends.suspend()  # so that the transfer cannot be over before the kill
+        receiving = asyncio.create_task(_update(engine, host, order))
+        await asyncio.sleep(ASKED_S)
+        if end == "learner":
+            sends.kill()
+        else:
+            receives.suspend()
+            sends.resume()
+            await asyncio.sleep(ASKED_S)  # it sends, and nothing receives
+            receives.kill()
         with contextlib.suppress(TransferError, EngineError):
             await receiving
             return False
         return True
 
     started_s = time.perf_counter()
-    refused = runner.run(cut_off())
-    learner.sender.give_up()
+    refused = runner.run(cut_off()) and engine.stats().paused_s == before_s
     learner.publish()
-    order = learner.prepare("nccl")
-    learner.sender.transfer()
-    runner.run(_update(engine, staging, order))
+    runner.run(_update(engine, host, learner.order("nccl")))
+    learner.publisher.release(READER)
     seconds = time.perf_counter() - started_s
-    note = "" if refused else "the version without its sender was accepted"
-    return judged(
-        "nccl: kill -9 of the sender during a transfer, back after",
+    yield judged(
+        f"nccl: kill -9 of the {end}'s process during a transfer, back after",
         seconds if refused else float("nan"),
         "s",
         at_most=MOST_BACK_S,
-        note=note,
+        note="" if refused else "a version that had not arrived paused the engine",
     )
+    until_s = time.monotonic() + DEADLINE_S
+    while (left := len(_ends(os.getpid()))) > 1 and time.monotonic() < until_s:
+        time.sleep(0.1)
+    yield judged(f"nccl: learner's processes after kill -9 of the {end}'s", left, at_least=1, at_most=1)
+
+
+def _ends(parent: int) -> list[psutil.Process]:
+    """The processes of NCCL that `parent` has started and that run."""
+    found = []
+    for process in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and may still be a zombie
+            if "asyncrl.weights.nccl" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def _killed_loading(
@@ -228,23 +245,21 @@ def _killed_loading(
     runner: asyncio.Runner,
     engine: VLLMEngine,
     learner: _Learner,
-    staging: HostStaging,
+    host: HostProcess,
 ) -> Iterator[Figure]:
     """Kill a generator while it loads from a slot; another one then adopts a new version."""
 
     async def cut_off(order: UpdateOrder) -> bool:
-        receiving = asyncio.create_task(_update(engine, staging, order))
+        receiving = asyncio.create_task(_update(engine, host, order))
         path = order.details["slot"]["path"]
-        was_loading = await asyncio.to_thread(_kill_reader, os.stat(path), receiving.done)
+        was_loading = await asyncio.to_thread(_kill_reader, host.pid, os.stat(path), receiving.done)
         with contextlib.suppress(EngineError, TransferError):
             await receiving
         return was_loading
 
     for _ in range(TRIES):
         learner.publish()
-        order = learner.prepare("slot")
-        learner.sender.transfer()
-        learner.sender.replies()
+        order = learner.order("slot")
         started_s = time.perf_counter()
         if runner.run(cut_off(order)):
             break
@@ -252,20 +267,22 @@ def _killed_loading(
         raise TransferError(f"slot: none of {TRIES} loads took long enough to be cut off")
     for _ in range(TIMES):
         learner.publish()
-    learner.sender.close()  # as the control plane does
+    learner.publisher.release(READER)  # as the control plane does
     pinned = learner.publisher.pinned
     yield judged("slot: pinned after kill -9 of the generator that loaded it", pinned, at_most=0)
-    learner.sender = learner.publisher.open_sender(1)
     with _engine(runner, config) as other:
-        runner.run(_update(other, staging, learner.prepare("slot")))
+        runner.run(_update(other, host, learner.order("slot")))
         seconds = time.perf_counter() - started_s
     name = "slot: kill -9 of a generator that loads, another one has the next version after"
     yield place.speed(name, seconds, "s", at_most=START_S + MOST_BACK_S)
 
 
-def _kill_reader(file: os.stat_result, is_over: Callable[[], bool]) -> bool:
-    """Kill the process of the engine that has the file open; False if none had before the update was over."""
-    engines = psutil.Process().children(recursive=True)
+def _kill_reader(host: int, file: os.stat_result, is_over: Callable[[], bool]) -> bool:
+    """Kill the process of the engine that has the file open; False if none had before the update was over.
+
+    The process `host`, which verifies before the engine loads, is not killed.
+    """
+    engines = [each for each in psutil.Process().children(recursive=True) if each.pid != host]
     while not is_over():
         for process in engines:
             if _has_open(process.pid, file):

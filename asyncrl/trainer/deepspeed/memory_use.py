@@ -8,7 +8,7 @@ accumulated gradients, 3 also the weights.
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
+from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig, WeightsConfig
 
 FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -23,6 +23,10 @@ LOGIT_COPIES = 3
 SLOTS, CUDA = "published versions", "CUDA"
 # Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
 CONTEXT_BYTES = 1 << 30
+# Buffers of one communicator of NCCL: an estimate, no GPU has measured it.
+COMMUNICATOR_BYTES = 410 << 20
+# Buckets of received weights are multiples of this, and at least one: `weights.layout.Layout.pieces`.
+BUCKET_STEP_BYTES = 16 << 20
 # What a generator's engine needs besides weights and KV cache: context, CUDA graphs, activations; and its
 # sampler per running sequence, in copies of the logits.
 ENGINE_BYTES, SAMPLER_COPIES = 2 << 30, 3
@@ -195,6 +199,13 @@ def generator_kv_bytes(
     weights = -(-weights_bytes(shape, model) // generator.tensor_parallel)
     sampler = generator.max_running * shape.vocabulary * SAMPLER_COPIES * FP32
     return allowed_bytes - weights - ENGINE_BYTES - sampler
+
+
+def receiver_bytes(weights: WeightsConfig) -> int:
+    """Bytes of the process that receives over NCCL: context, communicator, two buckets. 0 without NCCL."""
+    steps = max((weights.bucket_mib << 20) // BUCKET_STEP_BYTES, 1)
+    needed = CONTEXT_BYTES + COMMUNICATOR_BYTES + 2 * steps * BUCKET_STEP_BYTES
+    return needed if weights.transport == "nccl" else 0
 
 
 def kept_at_peak(
