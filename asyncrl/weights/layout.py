@@ -99,13 +99,15 @@ def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
     if buffer.is_cuda:
         of_views = [device_sum(layout.view(buffer, index)) for index in range(count)]
         return tuple(torch.stack(of_views).tolist())  # waits for the GPU once
-    sums = [0] * count
+    memory, sums = buffer.numpy().data, [0] * count
     # The largest tensor first, so that the threads end at about the same time.
     todo = iter(sorted(range(count), key=lambda index: _size_bytes(layout.specs[index]), reverse=True))
 
     def work(_: int) -> None:
         for index in todo:  # each goes to one thread; xxhash lets the others run
-            sums[index] = _host_sum(buffer, layout, index)
+            start = layout.offsets[index]
+            # Without a view of the tensor, which takes microseconds.
+            sums[index] = xxhash.xxh3_64_intdigest(memory[start : start + _size_bytes(layout.specs[index])])
 
     if (threads := checksum_threads(layout.total_bytes)) == 1:
         work(0)
@@ -118,13 +120,6 @@ def checksums(buffer: Tensor, layout: Layout) -> tuple[int, ...]:
 def checksum_threads(size_bytes: int) -> int:
     """How many threads `checksums` takes for a version of this size in host memory."""
     return 1 if size_bytes < _BYTES_FOR_THREADS else min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def _host_sum(buffer: Tensor, layout: Layout, index: int) -> int:
-    """`checksum` of one tensor in host memory, without a view of it, which takes microseconds."""
-    start = layout.offsets[index]
-    memory = buffer.numpy().data[start : start + _size_bytes(layout.specs[index])]
-    return xxhash.xxh3_64_intdigest(memory)
 
 
 def checksum(tensor: Tensor) -> int:
