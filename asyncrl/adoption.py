@@ -137,10 +137,10 @@ class Adoption:
 
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
-        scores = await self.engine.score(order.probe_ids)
         try:
-            return self.agreement.judge(scores, order)
+            return self.agreement.judge(await self.engine.score(order.probe_ids), order)
         except ProbeRefused:
+            self.engine.distrust()
             await self._discard_running()
             raise
 

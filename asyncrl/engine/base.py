@@ -80,6 +80,10 @@ class Engine(Protocol):
         """Put the received weights, named `weights`, into use and resume sampling."""
         ...
 
+    def distrust(self) -> None:
+        """Load in the safest way from now on: the loaded weights have failed the probe."""
+        ...
+
     async def abort_requests(self) -> None:
         """Abort every running request; their callers get EngineError."""
         ...

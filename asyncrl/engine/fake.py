@@ -154,6 +154,9 @@ class FakeEngine:
             )
         self._received = logits
 
+    def distrust(self) -> None:
+        pass
+
     async def finish_update(self, weights: Weights) -> None:
         self._require_alive()
         if self._paused_since_s is None or self._received is None:

@@ -1,18 +1,23 @@
 """A version that is copied to where vLLM's loaders would put it is bit for bit the one that vLLM's own reload
 makes: parameters, buffers, and what layers with packed copies compute. Loaders that compute are left to vLLM."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from asyncrl.engine.vllm.layerwise import reloading
+from asyncrl.engine.vllm.receiver import VersionLoader
 from asyncrl.engine.vllm.recorded_load import learn
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
+from asyncrl.weights.slots import Slot
 from tests.support.models import SIZES
 from tests.support.vllm_models import CONFIG, Coarse, Model, built
 
@@ -109,6 +114,37 @@ def test_a_model_is_the_one_that_vllms_reload_makes(kind, on, tmp_path):
         assert_same(observed(model), expected[0])
         placement.load(second, config)
         assert_same(observed(model), expected[1])
+
+
+def test_a_worker_that_repeats_wrong_copies_loads_rightly_when_it_is_told_not_to(tmp_path):
+    with built(saved("llama", tmp_path)) as (model, config):
+        (first, second), specs = versions(tmp_path, 2)
+        with reloading(model, config):
+            model.load_weights(second.items())
+        right = observed(model)
+        layout = Layout.plan(specs, 1 << 20)
+        worker = SimpleNamespace(
+            vllm_config=get_current_vllm_config(),
+            device=torch.device("cpu"),
+            get_model=lambda: model,
+            learned=VersionLoader.learned,
+        )
+
+        def update(weights, *, repeats):
+            slot = Slot.create(layout.total_bytes)
+            for index, spec in enumerate(specs):
+                layout.view(slot.buffer, index).copy_(weights[spec.name])
+            slot.complete(1)
+            details = {"layout": layout.to_plain(), "slot": slot.describe()}
+            assert VersionLoader.load_version(worker, "weights", details, repeats) == ""
+            slot.close()
+
+        update(first, repeats=True)
+        worker.learned[2].layers[0].writes.clear()
+        update(second, repeats=True)
+        assert any(not torch.equal(found, right[name]) for name, found in observed(model).items())
+        update(second, repeats=False)
+        assert_same(observed(model), right)
 
 
 class Counted(TorchDispatchMode):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -443,8 +444,9 @@ def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
         assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {0}
 
 
-def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_given_back():
+def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_given_back(monkeypatch):
     world = World(token_s=0.02)
+    monkeypatch.setattr(world.engine, "distrust", distrust := Mock())
 
     async def script(world: World) -> None:
         await world.until(lambda: world.engine.stats().running_requests > 0)
@@ -452,6 +454,7 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
         report = await asyncio.wait_for(world.control.reports.get(), 5)
         assert not report.applied
         assert "probe differs" in report.reason and report.probe_max == pytest.approx(0.1, rel=1e-3)
+        distrust.assert_called_once_with()
         await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
         assert world.engine.weights.version == -1
         await world.until(lambda: world.control.beats[-1].state == "dirty")

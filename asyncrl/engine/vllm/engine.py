@@ -51,6 +51,7 @@ class VLLMEngine:
         self._updates = 0  # updates begun: the cache salt
         self._received = False
         self._unanswered = 0  # updates in a row
+        self._trusted = True  # whether loads may repeat recorded copies
         self._request_ids = itertools.count()
         self._running: dict[asyncio.Task[list[Rollout]], int] = {}
         self._sampled_tokens = 0
@@ -211,10 +212,15 @@ class VLLMEngine:
         self._unanswered, self._received = 0, True
 
     async def _receive(self, order: UpdateOrder) -> None:
-        call = self._llm.collective_rpc("load_version", args=(order.target, order.details))
+        call = self._llm.collective_rpc("load_version", args=(order.target, order.details, self._trusted))
         failures = filter(None, await call)
         if said := "; ".join(dict.fromkeys(failures)):  # of each worker
             raise TransferError(said)
+
+    def distrust(self) -> None:
+        if self._trusted:
+            log.warning("vLLM reloads its model in its own way from now on, which is slower")
+        self._trusted = False
 
     async def finish_update(self, weights: Weights) -> None:
         if self._paused_since_s is None or not self._received:

@@ -23,8 +23,8 @@ class VersionLoader:
     # A model, the tensors of its updates, and where they belong; None: only vLLM's reload can load them.
     learned: tuple[Any, Any, Placement | None] = (None, None, None)
 
-    def load_version(self: Any, target: str, details: Mapping[str, Any]) -> str:
-        """Load the slot of an order; return why it failed, or nothing.
+    def load_version(self: Any, target: str, details: Mapping[str, Any], repeats: bool) -> str:
+        """Load the slot of an order; return why it failed, or nothing. Without `repeats`, vLLM reloads all.
 
         If it raised, vLLM would not read the answers of the workers behind this one, and would take them for
         answers to the next update.
@@ -33,20 +33,20 @@ class VersionLoader:
             if target != "weights":
                 raise TransferError(f"an update of {target!r}; this engine knows only weights")
             with set_current_vllm_config(self.vllm_config):
-                _load(self, self.get_model(), details)
+                _load(self, self.get_model(), details, repeats)
         except Exception as error:  # noqa: BLE001 - the engine raises it
             traceback.print_exc()
             return str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         return ""
 
 
-def _load(worker: Any, model: Any, details: Mapping[str, Any]) -> None:
+def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) -> None:
     """Verify a slot on a GPU, and load it. Raises TransferError."""
     layout = Layout.from_plain(details["layout"])
     if worker.learned[:2] != (model, layout.specs):
         moves = worker.vllm_config.parallel_config.enable_eplb  # vLLM moves experts between updates
         worker.learned = (model, layout.specs, None if moves else learn(model, layout.specs))
-    placement, model_config = worker.learned[2], worker.vllm_config.model_config
+    placement, model_config = worker.learned[2] if repeats else None, worker.vllm_config.model_config
     device = torch.cuda.current_device() if worker.device.type == "cuda" else None
     slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
     if slot.buffer.is_cuda:  # the generator's process cannot read it, and has verified the others
