@@ -38,41 +38,18 @@ WIRE = KEYS.join.wire
 REPORT = {"version": 1, "applied": True, "reason": "", **dict.fromkeys(MEASUREMENTS, 0.0)}
 
 
-class CountedSender:
-    def __init__(self):
-        self._ours, self._theirs = socket.socketpair()
+class Publisher:
+    """It has no version to send, and knows who asked for one."""
 
-    def fileno(self):
-        return self._ours.fileno()
-
-    def replies(self):
-        return []
-
-    def prepare(self, transport):
-        return False
-
-    def transfer(self): ...
-
-    def give_up(self): ...
-
-    def close(self):
-        self._ours.close()
-        self._theirs.close()
-
-
-class CountingPublisher:
     one_host = True
 
     def __init__(self):
-        self.opened = 0
-        self.fails = 0
+        self.asked = set()
 
-    def open_sender(self, workers):
-        if self.fails:
-            self.fails -= 1
-            raise OSError("no more processes")
-        self.opened += 1
-        return CountedSender()
+    def order(self, reader, transport):
+        self.asked.add(reader)
+
+    def release(self, reader): ...
 
 
 class Caller:
@@ -123,7 +100,7 @@ class Caller:
 
 class Stage:
     def __init__(self, tmp_path):
-        self.publisher, self.reports, self.dead, self.callers = CountingPublisher(), [], [], []
+        self.publisher, self.reports, self.dead, self.callers = Publisher(), [], [], []
         self.told = lambda name, report: self.reports.append((name, report))
         self.hub = ControlHub(
             f"ipc://{tmp_path}/c.sock",
@@ -230,32 +207,23 @@ def test_nobody_speaks_for_another_whose_name_it_has_read(stage, identity):
     stage.wait_for(lambda: stage.rejected() == len(lies) + 1)
 
 
-def test_hellos_alone_make_no_process(stage):
+def test_hellos_alone_get_no_weights(stage):
+    stage.hub.announce(1)
     callers = [stage.caller(f"g{i}") for i in range(MAX_GREETED + 20)]
     for caller in callers:
         caller.say(caller.hello())
     stage.wait_for(lambda: stage.rejected() == 20)
-    assert stage.publisher.opened == 0
+    assert not stage.publisher.asked
     assert len(stage.members()) == MAX_GREETED
     # Who speaks again makes room for one more.
     welcomed = [caller for caller in callers if caller.hear(wait_ms=200)]
     assert len(welcomed) == MAX_GREETED
     welcomed[0].say(welcomed[0].beat())
     assert isinstance(welcomed[0].hear(), Welcome)
-    stage.wait_for(lambda: stage.publisher.opened == 1)
+    stage.wait_for(lambda: len(stage.publisher.asked) == 1)
     late = next(caller for caller in callers if caller not in welcomed)
     late.join()
-    stage.wait_for(lambda: stage.publisher.opened == 2)
-
-
-def test_a_sender_that_cannot_be_made_is_tried_again_with_the_next_sign_of_life(stage):
-    stage.publisher.fails = 1
-    member = stage.caller()
-    member.join()
-    assert stage.publisher.opened == 0
-    member.say(member.beat())
-    stage.wait_for(lambda: stage.publisher.opened == 1)
-    stage.check_alive()
+    stage.wait_for(lambda: len(stage.publisher.asked) == 2)
 
 
 def test_more_generators_than_one_learner_serves_are_refused(stage, monkeypatch):
@@ -422,7 +390,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (160, 4096))
 sys.path[:0] = {paths!r}
 import test_hostile_generators as hostile
 from asyncrl.control.zmq import ControlHub
-hub = ControlHub("tcp://127.0.0.1:*", hostile.CountingPublisher(), hostile.ControlConfig(),
+hub = ControlHub("tcp://127.0.0.1:*", hostile.Publisher(), hostile.ControlConfig(),
                  hostile.RunIdentity(release="1.0", config_hash="abc"), transport="tcp", deadline_s=5.0, wire_key=hostile.WIRE, keys=hostile.KEYS.control)
 print(hub.endpoint, flush=True)
 sys.stdin.readline()
