@@ -12,7 +12,8 @@ Run = Mapping[str, Any]
 
 def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     """Return the tables of the weights plane."""
-    stricken, visitors, aborted = (found.get(name, []) for name in ("stricken", "visitors", "aborted"))
+    kinds = [found.get(name, []) for name in ("stricken", "parted", "visitors", "aborted")]
+    stricken, _, visitors, _ = kinds
     yield (
         "| fault | transport | injected | aim | seeds | learner errors | failed updates of others | tokens of "
         "mixed weights |"
@@ -20,11 +21,7 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for transport in dict.fromkeys(run["transport"] for runs in found.values() for run in runs):
         yield from _weights_faults(
-            transport,
-            *(
-                [run for run in runs if run["transport"] == transport]
-                for runs in (stricken, visitors, aborted)
-            ),
+            transport, *([run for run in runs if run["transport"] == transport] for runs in kinds)
         )
     yield ""
     yield (
@@ -53,17 +50,29 @@ def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
 
 
 def _weights_faults(
-    transport: str, stricken: Sequence[Run], visitors: Sequence[Run], aborted: Sequence[Run]
+    transport: str,
+    stricken: Sequence[Run],
+    parted: Sequence[Run],
+    visitors: Sequence[Run],
+    aborted: Sequence[Run],
 ) -> Iterator[str]:
-    killed, stopped = (_sum(stricken, "injected", kind) for kind in ("SIGKILL", "SIGSTOP"))
-    what = f"receiver killed ({killed}) or stopped ({stopped}) in the middle of an update"
-    yield _row(what, transport, killed + stopped, 100, stricken, "failed_updates_of_the_others")
-    left, died = (_sum(visitors, "leaves", way) for way in ("left", "died"))
-    what = f"generator joins, takes an update and goes ({left} left, {died} died)"
-    yield _row(what, transport, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
-    cut = _sum(aborted, "by", "connections cut")
-    what = "transfer ended at a random tensor" + f", {cut} of them on the wire" * (cut > 0)
-    yield _row(what, transport, _sum(aborted, "failed_updates"), 100, aborted, "")
+    if stricken:
+        killed, stopped = (_sum(stricken, "injected", kind) for kind in ("SIGKILL", "SIGSTOP"))
+        what = f"receiver killed ({killed}) or stopped ({stopped}) in the middle of an update"
+        yield _row(what, transport, killed + stopped, 100, stricken, "failed_updates_of_the_others")
+    if parted:
+        strikes = sum(sum(run["injected"].values()) - run["injected"].get("gone before", 0) for run in parted)
+        failed = _sum(parted, "failed_updates")
+        what = f"process of a pair stopped, and then killed, left or continued ({failed} updates failed)"
+        yield _row(what, transport, strikes, 100, parted, "failed_updates_of_the_others")
+    if visitors:
+        left, died = (_sum(visitors, "leaves", way) for way in ("left", "died"))
+        what = f"generator joins, takes an update and goes ({left} left, {died} died)"
+        yield _row(what, transport, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
+    if aborted:
+        cut = _sum(aborted, "by", "connections cut")
+        what = "transfer ended at a random tensor" + f", {cut} of them on the wire" * (cut > 0)
+        yield _row(what, transport, _sum(aborted, "failed_updates"), 100, aborted, "")
 
 
 def _row(what: str, transport: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:

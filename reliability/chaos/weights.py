@@ -1,16 +1,18 @@
 """Faults on the weights plane: `python -m reliability.chaos.weights [--injections N] [--joins N] [--aborts N]
-[--minutes M] [--transport slot|tcp] [--hosts]`.
+[--minutes M] [--transport slot|tcp|nccl] [--hosts]`.
 
 The learner's end is here: publisher, control hub, a loop that publishes a version every `STEP_S` and times
 itself. Generators are the shipped loop, control client and staging,
 in processes of their own, with a toy engine whose tensors all hold the version: a token that sees two
 numbers, or another one than its tag, is of a mixture. With `--hosts`, learner and generators have a network
 each, joined by a cable. Over TCP those that are struck share what they fetch, and the others fetch for
-themselves.
+themselves. Over NCCL, whose part Gloo plays here, two generators share a host and a third one has its own.
 
     stricken   a receiver is killed or stopped in the middle of an update; the others and the learner must not notice
     visitors   generators join, take one update, and leave or die
     aborted    transfers end at a random tensor, on the wire or in the engine
+    parted     nccl only, in place of `stricken`: one of the two processes between learner and host is stopped
+               during a transfer, and then killed, left, or continued
 """
 
 import argparse
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 
 from asyncrl.algo.trainable import GroupLimits
@@ -64,6 +67,7 @@ from asyncrl.weights.staging import HostStaging
 
 from .helpers import PROBE, probe_logprobs
 from .hosts import Hosts, inside, move_to
+from .pairs import ENDINGS, ends_of, pairs_of
 
 LAYOUT = layout.Layout.plan(
     [TensorSpec(name=f"w{i}", dtype="int32", shape=(256, 512)) for i in range(24)], 1 << 20
@@ -71,6 +75,8 @@ LAYOUT = layout.Layout.plan(
 KEYS = RunKeys(bytes(32))
 STEP_S = 0.5
 DEADLINE_S, TIMEOUT_S, HEARTBEAT_S = 8.0, 4.0, 0.25
+# Both processes of a pair import torch first.
+DEADLINES_S = {"nccl": 30.0}
 WAIT_S = 600.0
 """For anything that must happen; a loaded machine is slow."""
 
@@ -320,6 +326,7 @@ class Learner:
     """Publisher, hub, and a loop that trains nothing and publishes. A context manager."""
 
     def __init__(self, directory: Path, seed: int, transport: str, hosts: Hosts | None = None) -> None:
+        deadline_s = DEADLINES_S.get(transport, DEADLINE_S)
         self.rng = random.Random(seed)
         self._options = {"directory": str(directory)}
         if hosts:
@@ -336,8 +343,8 @@ class Learner:
                 probe_ids=PROBE,
                 initial_logprobs=probe_logprobs(0),
                 directory=directory / "w",
-                deadline_s=DEADLINE_S,
-                interface=address or ("127.0.0.1" if transport == "tcp" else None),
+                deadline_s=deadline_s,
+                interface=address or (None if transport == "slot" else "127.0.0.1"),
             )
             self.hub = ControlHub(
                 f"tcp://{address}:*" if address else f"ipc://{directory}/c.sock",
@@ -345,7 +352,7 @@ class Learner:
                 ControlConfig(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S),
                 RunIdentity(release="1", config_hash="x"),
                 transport=transport,
-                deadline_s=DEADLINE_S,
+                deadline_s=deadline_s,
                 keys=KEYS.control,
             )
         self.version = 0
@@ -617,6 +624,58 @@ def aborted(learner: Learner, aborts: int, until_s: float) -> dict[str, Any]:
     }
 
 
+def parted(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
+    """Stop one process of a pair while versions are sent, then kill it or the other one, wait, or go on."""
+    well = learner.add("well", shares="well")
+    sick = [learner.add(f"sick{number}", shares="sick") for number in range(2)]
+    everyone = [well, *sick]
+    learner.wait_for(lambda: all(member.counts["applied"] >= 2 for member in everyone), "two updates of each")
+    struck: Counter[str] = Counter()
+    back_s: dict[str, list[float]] = {}
+    before, failed = Counter(well.counts), 0
+    while _goes_on(sum(struck.values()), injections, until_s):
+        pairs = [pair for member in sick for pair in pairs_of(os.getpid(), member.process.pid)]
+        if not pairs:  # the first transfer after a fault has not begun
+            learner.listen()
+            continue
+        pair = learner.rng.choice(pairs)
+        end, what = learner.rng.choice(("sends", "receives")), learner.rng.choice(list(ENDINGS))
+        seen_failed, started_s = sum(member.counts["failed"] for member in sick), time.monotonic()
+        try:
+            pair[end].suspend()
+            while time.monotonic() < started_s + 3 * STEP_S:
+                learner.listen()
+            ENDINGS[what](pair, end)
+        except psutil.NoSuchProcess:  # a generator that found the version of the other has ended its pair
+            struck["gone before"] += 1
+            continue
+        for member in sick:
+            learner.wait_until_more(member, "applied")
+        lost = sum(member.counts["failed"] for member in sick) - seen_failed
+        failed += lost
+        struck[f"{end} {what}{'' if lost else ', no update failed'}"] += 1
+        back_s.setdefault(what, []).append(time.monotonic() - started_s)
+
+    def unpaired() -> int:
+        pairs = [pairs_of(os.getpid(), member.process.pid) for member in everyone]
+        return len(ends_of(os.getpid())) - sum(map(len, pairs))
+
+    with suppress(AssertionError):  # then the result says how many are left
+        learner.wait_for(lambda: unpaired() == 0, "end of the processes whose other end has gone", DEADLINE_S)
+    return {
+        "injected": dict(struck),
+        "failed_updates": failed,
+        "learner_errors": len(learner.errors),
+        "updates_of_the_others": well.counts["applied"] - before["applied"],
+        "failed_updates_of_the_others": well.counts["failed"] - before["failed"],
+        "tokens": sum(member.tokens for member in everyone),
+        "mixed_tokens": sum(member.mixed for member in everyone),
+        "wrong_weights": sum(member.counts["wrong"] for member in everyone),
+        "processes_without_a_pair": unpaired(),
+        "back_after_ms": {kind: spread(seconds) for kind, seconds in back_s.items()},
+    }
+
+
 def sampling_on(learner: Learner, mixtures: int, until_s: float) -> dict[str, Any]:
     """A broken engine, which does not pause for an update."""
     member = learner.add("broken", never_pauses=True)
@@ -654,13 +713,14 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=200)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="per kind of fault, at most")
-    parser.add_argument("--transport", choices=["slot", "tcp"], default="slot")
+    parser.add_argument("--transport", choices=["slot", "tcp", "nccl"], default="slot")
     parser.add_argument("--hosts", action="store_true", help="a network each for learner and generators")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="runs of other seeds keep their place there")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    counts = {stricken: arguments.injections, visitors: arguments.joins, aborted: arguments.aborts}
+    strikes = parted if arguments.transport == "nccl" else stricken
+    counts = {strikes: arguments.injections, visitors: arguments.joins, aborted: arguments.aborts}
     found: dict[str, Any] = (
         json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     )
@@ -687,6 +747,7 @@ def main() -> int:
             "wrong_weights",
             "failed_updates_of_the_others",
             "failed_updates_of_the_steady",
+            "processes_without_a_pair",
         )
         broken += sum(result.get(name, 0) for name in harm)
         if arguments.json:

@@ -3,7 +3,8 @@
 import pytest
 
 from reliability.chaos.hosts import obstacle
-from reliability.chaos.weights import aborted, run, sampling_on, stricken, visitors
+from reliability.chaos.pairs import ENDINGS
+from reliability.chaos.weights import aborted, parted, run, sampling_on, stricken, visitors
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -19,6 +20,19 @@ def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others
         0,
     )
     assert found["updates_of_the_others"] > 0 and found["steps_under_faults"] > 0
+
+
+@pytest.mark.slow
+def test_a_pair_that_loses_an_end_costs_the_learner_and_the_other_hosts_nothing(monkeypatch):
+    monkeypatch.delitem(ENDINGS, "stopped until the deadline")
+    found = run(parted, 4, transport="nccl")
+    assert sum(found["injected"].values()) == 4 and found["updates_of_the_others"] > 0
+    assert (found["learner_errors"], found["failed_updates_of_the_others"], found["mixed_tokens"]) == (
+        0,
+        0,
+        0,
+    )
+    assert (found["wrong_weights"], found["processes_without_a_pair"]) == (0, 0)
 
 
 def test_generators_come_and_go():
