@@ -71,6 +71,15 @@ def _a_slot_is_on_this_host(control: ControlConfig, weights: WeightsConfig) -> I
         yield Mistake(("weights.transport", "control.bind"), text)
 
 
+def _nccl_sends_from_a_gpu(weights: WeightsConfig) -> Iterator[Mistake]:
+    if weights.transport == "nccl" and weights.slots == "host":
+        text = (
+            "weights.slots is host, but weights.transport is nccl, which sends from the learner's GPU; leave "
+            "one of them auto"
+        )
+        yield Mistake(("weights.slots", "weights.transport"), text)
+
+
 def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
     if eval.samples > 1 and eval.temperature == 0:
         text = f"eval.samples is {eval.samples} at eval.temperature 0: all would be equal; set a temperature"
@@ -269,6 +278,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_transfer_is_not_a_hang,
     _a_late_heartbeat_is_not_a_death,
     _a_slot_is_on_this_host,
+    _nccl_sends_from_a_gpu,
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,

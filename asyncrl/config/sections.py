@@ -229,8 +229,7 @@ class LearnerConfig(Part):
     ranks: PositiveInt = 1
     """Processes of the learner, one GPU each, on one host."""
     sequence_parallel: PositiveInt = 1
-    """P: ranks that divide each sequence among them (Ulysses), for long sequences; must divide `ranks` and
-    the number of attention heads."""
+    """P: ranks that divide each long sequence (Ulysses); it must divide `ranks` and the attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -301,8 +300,10 @@ class WeightsConfig(Part):
 
     transport: Literal["auto", "slot", "tcp", "nccl", "disk"] = "auto"
     """`slot`: generators of one host read the learner's memory. `tcp`: generators of other hosts fetch it.
-    `nccl`: two processes bring it from the learner's GPU to each host, over Gloo between CPUs. `auto` is slot
-    on one host, else tcp."""
+    `nccl`: two processes bring it to each host, from GPU to GPU. `auto` is slot on one host, else tcp."""
+    slots: Literal["auto", "gpu", "host"] = "auto"
+    """Where a learner on GPUs publishes: on rank 0's GPU, or in memory of the host, for which training waits
+    longer. `auto` is gpu, unless a generator of this host has a GPU that cannot read rank 0's."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer; after it the transfer is given up and tried again."""
     bucket_mib: PositiveInt = 64

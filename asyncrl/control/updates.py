@@ -4,9 +4,9 @@
                  ^               |
                  '-- back-off ---'  failed, or too late: released
 
-A generator always goes straight to the newest version, and never waits for another one. After two failures in
-a row, every other attempt uses files, if all processes are on one host, else TCP; a success restores the
-transport.
+A generator always goes straight to the newest version, and never waits for another one. After two failures
+in a row, every other attempt uses files, if all processes are on one host, else TCP. A success there restores
+the transport. If it fails twice again, the next 2 updates go the other way, then 4, up to `LONGEST_DETOUR`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,8 @@ from asyncrl.lineage import Weights
 from asyncrl.weights.base import PROBE_FIELDS, UPDATE_FIELDS, UpdateOrder, UpdateReport
 
 FAILURES_BEFORE_OTHER = 2
+# Updates that arrive the other way before a transport that has kept failing is tried again.
+LONGEST_DETOUR = 64
 # Updates in a row that arrive and fail the probe before the run gives up.
 MOST_REFUSALS = 3
 _BACKOFF = Backoff(0.25, 30.0)
@@ -52,8 +54,13 @@ class _Member:
     target: Weights | None = None
     # End of the update, or of the back-off.
     until_s: float = 0.0
+    # Transport of that update.
+    over: str = ""
     # Failed updates in a row.
     failures: int = 0
+    # Updates that the alternative brings in a row this time, and how many of them are left.
+    detour: int = 0
+    detour_left: int = 0
     # Updates in a row that arrived and failed the probe, and the reason of the last one.
     refused: int = 0
     reason: str = ""
@@ -61,7 +68,19 @@ class _Member:
     @property
     def next_transport(self) -> str:
         tried = self.failures - FAILURES_BEFORE_OTHER
-        return self.alternative if tried >= 0 and tried % 2 == 0 else self.transport
+        on_detour = tried % 2 == 0 if tried >= 0 else self.detour_left > 0
+        return self.alternative if on_detour else self.transport
+
+    def arrived(self) -> None:
+        """Count an update that was applied."""
+        if self.over == self.transport:
+            self.detour = self.detour_left = 0
+        elif self.detour_left:
+            self.detour_left -= 1
+        else:
+            self.detour = min(2 * self.detour, LONGEST_DETOUR) or 1
+            self.detour_left = self.detour - 1
+        self.failures = 0
 
 
 @dataclass(slots=True)
@@ -111,7 +130,7 @@ class UpdateSchedule:
     def ordered(self, holder: str, order: UpdateOrder, now_s: float) -> None:
         """An order, whose version may be newer than the announced one, is on its way."""
         member = self.members[holder]
-        member.target, member.until_s = order.weights, now_s + self.deadline_s
+        member.target, member.until_s, member.over = order.weights, now_s + self.deadline_s, order.transport
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""
@@ -126,8 +145,9 @@ class UpdateSchedule:
             return self.fail(holder, now_s)
         self.updates += 1
         self.measured |= {name: getattr(report, name) for name in UPDATE_FIELDS}
+        member.arrived()
         member.refused = 0
-        member.target, member.version, member.failures, member.until_s = None, report.version, 0, now_s
+        member.target, member.version, member.until_s = None, report.version, now_s
         return [Release(holder), *self._begin(holder, now_s)]
 
     @property

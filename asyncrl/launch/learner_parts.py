@@ -268,7 +268,7 @@ def open_hub(
     config = lead.config
     publisher = SlotPublisher(
         lead.layout,
-        device=lead.device.type,
+        device="cpu" if config.weights.slots == "host" else lead.device.type,
         probe_ids=lead.probe_ids,
         initial_logprobs=lead.initial_logprobs,
         directory=lead.directory.weights,

@@ -5,8 +5,9 @@ enough for its tensor parallelism; else it shares the learner's.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
@@ -135,6 +136,19 @@ def placement_of(
         tensor_parallel=config.generator.tensor_parallel,
         share=config.generator.gpu_memory_utilization,
     )
+
+
+def place_slots(
+    config: Config, placement: Placement, can_read: Callable[[int, int], bool | None]
+) -> Literal["gpu", "host"]:
+    """Return what `weights.slots` means. `can_read` says whether one GPU can read another one's memory."""
+    if config.weights.slots != "auto":
+        return config.weights.slots
+    if config.weights.transport not in ("auto", "slot") or config.control.bind or not placement.learner_gpus:
+        return "gpu"
+    source = placement.learner_gpus[0]
+    readers = {gpu for seat in placement.generators for gpu in seat.gpus} - {source}
+    return "host" if any(can_read(source, gpu) is False for gpu in sorted(readers)) else "gpu"
 
 
 def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator[Mistake]:

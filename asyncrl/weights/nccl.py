@@ -32,7 +32,7 @@ from asyncrl.errors import TransferError
 from asyncrl.processes import die_with_parent
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout, device_sum, require_equal, verify
-from asyncrl.weights.slots import Slot, open_slot
+from asyncrl.weights.slots import Slot, open_slot, register
 from asyncrl.weights.stream import GROUP, connect, left_s
 from asyncrl.workers import Worker, pack, receive
 
@@ -222,7 +222,10 @@ def _join(rank: int, backend: str, store: TCPStore, deadline_s: float) -> None:
 def _mapped(path: str, inode: int, size_bytes: int) -> Tensor:
     """The file's memory, mapped once: to map its pages takes longer than to fill them."""
     with open(path, "r+b", buffering=0) as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        register(memory)
+    return memory
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Publishing: one copy of the weights into a slot, from which generators get the newest version.
 
-    training loop       publish: copy the parameters into a slot, on the device where they are
+    training loop       publish: copy the parameters into a slot, usually on the device where they are
     publisher's thread  the slot's checksums; then the version is the newest and is announced
     another thread      copies of the newest version, in host memory or in a file, if a transport needs them
     server's thread     sends slots to generators of other hosts, or has processes send them
@@ -38,7 +38,8 @@ class SlotPublisher:
 
     Args:
         layout: layout of the parameters that every `publish` gets.
-        device: "cpu" or "cuda", where the parameters are.
+        device: "cpu" or "cuda", where versions are published. Parameters on a GPU may have their versions in
+            memory of the host; then the training loop waits for a copy to the host.
         probe_ids: the fixed token sequence of the probe.
         initial_logprobs: its log-probabilities under the initial weights, in nats.
         directory: emptied and owned by this object, for the versions of the disk transport.

@@ -14,7 +14,9 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +35,11 @@ _MOST_ON_A_GPU = 2
 # A generator usually reads two in turn. A file that is kept holds its memory, even if its learner has ended.
 _MOST_KEPT = 2
 # Positions among the arguments of torch's `rebuild_cuda_tensor`: of the tensor class, the storage class and
-# the dtype; of the device; of the memory's handle.
-_CLASSES, _DEVICE, _HANDLE = (0, 4, 5), 6, 7
+# the dtype; of the device; of the handle, which stands for a whole allocation, and of the place in that.
+_CLASSES, _DEVICE, _HANDLE, _PLACE = (0, 4, 5), 6, 7, 9
+# Whether the reader waits for an event of the learner's GPU, which it may not see.
+_WAITS = 14
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +69,12 @@ class Slot:
             os.ftruncate(file, size_bytes + STAMP.size)
             memory = mmap.mmap(file, size_bytes + STAMP.size)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+            if directory is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                register(buffer)
             return cls(buffer, file=file, _path=path, _stamp_at=size_bytes)
         os.ftruncate(file, STAMP.size)
-        buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        with _mappable_memory():
+            buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
     def reserve(self) -> None:
@@ -195,7 +203,7 @@ class OpenSlot:
 def open_slot(
     described: Mapping[str, Any], size_bytes: int, *, device: int | None = None, keep: bool = False
 ) -> OpenSlot:
-    """Map the slot that `Slot.describe` describes; `device` is the index of this process's GPU.
+    """Map the slot that `Slot.describe` describes. `device` is the index of this process's GPU, if any.
 
     `keep` keeps memory of the host mapped for the slot's next versions; then nothing may write to `buffer`.
 
@@ -214,7 +222,7 @@ def open_slot(
     if exported is not None:
         slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)
     else:
-        buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
+        buffer = _kept_buffer(file, size_bytes, device) if keep else _host_buffer(file, size_bytes)
         slot = OpenSlot(buffer, file, size_bytes, stamp)
     slot.require_unchanged()
     return slot
@@ -233,41 +241,85 @@ def _host_buffer(file: int, size_bytes: int) -> Tensor:
 _kept: dict[tuple[int, int, int], Tensor] = {}
 
 
-def _kept_buffer(file: int, size_bytes: int) -> Tensor:
-    """`_host_buffer`, made once for as long as the file is one of the `_MOST_KEPT` read last."""
+def _kept_buffer(file: int, size_bytes: int, device: int | None) -> Tensor:
+    """The file's memory, mapped once for as long as the file is one of the `_MOST_KEPT` read last."""
     status = os.fstat(file)
     key = (status.st_dev, status.st_ino, size_bytes)
     buffer = _kept.pop(key, None)
-    _kept[key] = _host_buffer(file, size_bytes) if buffer is None else buffer
+    if buffer is None:
+        buffer = _host_buffer(file, size_bytes) if device is None else _registered(file, size_bytes)
+    _kept[key] = buffer
     while len(_kept) > _MOST_KEPT:
         del _kept[next(iter(_kept))]
     return _kept[key]
+
+
+def _registered(file: int, size_bytes: int) -> Tensor:
+    """The file's memory for copies to a GPU; nothing can write to it. CUDA would copy private pages."""
+    memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is read-only
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+    register(buffer, _READ_ONLY)
+    return buffer
+
+
+def register(buffer: Tensor, flags: int = 0) -> None:
+    """Let the GPU copy between its memory and this memory of the host by itself, several times as fast.
+
+    Without effect if the system does not allow it.
+    """
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, flags)) == 0:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        return
+    with contextlib.suppress(RuntimeError):  # otherwise the next kernel would report this error
+        torch.zeros(1, device="cuda")
+
+
+@contextlib.contextmanager
+def _mappable_memory() -> Iterator[None]:
+    """Leave out torch's expandable segments: to map one, a process needs the right to debug this one."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    if "expandable_segments:true" not in settings.lower().replace(" ", ""):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _export(buffer: Tensor) -> list[Any]:
     """The arguments of torch's `rebuild_cuda_tensor` as plain values."""
     from torch.multiprocessing.reductions import reduce_tensor
 
+    torch.cuda.synchronize()  # so that no reader has to wait for an event
     arguments = reduce_tensor(buffer)[1]  # type: ignore[no-untyped-call]
-    return [
+    exported = [
         None if position in _CLASSES else list(value) if isinstance(value, tuple) else value
         for position, value in enumerate(arguments)
     ]
+    exported[_WAITS] = False
+    return exported
 
 
-# GPU memory of one learner, by handle: each of its slots is mapped once. A mapping keeps the memory of a
-# learner that has ended, so a new learner's process id drops all of them.
-_mappings: dict[str, dict[bytes, Tensor]] = {}
+# GPU memory of one learner, by handle and place: each of its slots is mapped once. A mapping keeps the memory
+# of a learner that has ended, so a new learner's process id drops all of them.
+_mappings: dict[str, dict[tuple[bytes, int], Tensor]] = {}
 
 
 def _mapped(exported: list[Any], device: int | None, learner: str) -> Tensor:
     """The tensor that `_export` describes, in this process's `device`."""
     if learner not in _mappings:
         _mappings.clear()
-    buffers, handle = _mappings.setdefault(learner, {}), bytes(exported[_HANDLE])
-    if handle not in buffers:
-        buffers[handle] = _import(exported, device)
-    return buffers[handle]
+    buffers = _mappings.setdefault(learner, {})
+    key = bytes(exported[_HANDLE]), int(exported[_PLACE])
+    if key not in buffers:
+        buffers[key] = _import(exported, device)
+    return buffers[key]
 
 
 def _import(exported: list[Any], device: int | None) -> Tensor:
@@ -283,6 +335,6 @@ def _import(exported: list[Any], device: int | None) -> Tensor:
     except RuntimeError as error:
         raise TransferError(
             f"weights: the learner's GPU memory cannot be mapped ({error}): the GPUs of learner and "
-            "generator need peer access; set weights.transport=nccl, or disk"
+            "generator need peer access; set weights.slots=host, or weights.transport=nccl"
         ) from error
     return buffer

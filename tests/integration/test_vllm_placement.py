@@ -1,6 +1,7 @@
 """A version that is copied to where vLLM's loaders would put it is bit for bit the one that vLLM's own reload
 makes: parameters, buffers, and what layers with packed copies compute. Loaders that compute are left to vLLM."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.engine.vllm.receiver import VersionLoader
 from asyncrl.engine.vllm.recorded_load import learn
+from asyncrl.weights import slots
 from asyncrl.weights.base import TensorSpec
-from asyncrl.weights.layout import Layout
+from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from tests.support.models import SIZES
 from tests.support.vllm_models import CONFIG, Coarse, Model, built
@@ -145,6 +147,43 @@ def test_a_worker_that_repeats_wrong_copies_loads_rightly_when_it_is_told_not_to
         assert any(not torch.equal(found, right[name]) for name, found in observed(model).items())
         update(second, repeats=False)
         assert_same(observed(model), right)
+
+
+def test_a_slot_on_a_gpu_is_verified_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Memory of this process stands for the learner's GPU."""
+    with built(saved("llama", tmp_path)) as (model, _):
+        (first, second), specs = versions(tmp_path, 2)
+        layout = Layout.plan(specs, 1 << 20)
+        memory = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        monkeypatch.setattr(slots, "_import", lambda exported, device: memory)
+        slot = Slot(memory, file=os.memfd_create("stamp"), _exported=[*[None] * 7, b"handle", 0, 0])
+        slot._path = f"/proc/{os.getpid()}/fd/{slot.file}"
+        worker = SimpleNamespace(
+            vllm_config=get_current_vllm_config(),
+            device=torch.device("cpu"),
+            get_model=lambda: model,
+            learned=VersionLoader.learned,
+        )
+
+        def update(weights, spoil=lambda: None):
+            for index, spec in enumerate(specs):
+                layout.view(memory, index).copy_(weights[spec.name])
+            slot.complete(1)
+            details = {"layout": layout.to_plain(), "slot": slot.describe()}
+            details["checksums"] = list(checksums(memory, layout))
+            spoil()
+            return VersionLoader.load_version(worker, "weights", details, True)
+
+        def one_element():
+            layout.view(memory, len(specs) // 2).view(-1)[-1] += 1e-6
+
+        assert update(first) == ""
+        loaded = observed(model)
+        assert f"tensor {specs[len(specs) // 2].name!r} has checksum" in update(second, one_element)
+        assert_same(observed(model), loaded)
+        assert "wrote the next version over these" in update(second, lambda: slot.complete(2))
+        assert update(second) == ""
+        assert any(not torch.equal(found, loaded[name]) for name, found in observed(model).items())
 
 
 class Counted(TorchDispatchMode):

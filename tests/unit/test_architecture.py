@@ -48,7 +48,7 @@ READS_THE_ENVIRONMENT = {
     "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py", "preflight/gpu/engine_rows.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/wandb.py", "preflight/checks/stack.py",
-    "trainer/deepspeed/collectives.py", "trainer/deepspeed/engine_settings.py",
+    "trainer/deepspeed/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
     # the board where every process shows its progress; values that no log may show
     "progress.py", "telemetry/logs.py",
 }  # fmt: skip

@@ -122,6 +122,15 @@ def test_one_kernel_gives_what_one_call_per_sequence_gives(kv_heads: int, scalin
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_are_repeated_as_torch_groups_them(kv_heads: int) -> None:
+    query, key, value = columns(kv_heads=kv_heads)
+    many = [attention.repeated(each, query) for each in (key, value)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert many[0].shape == query.shape
+    torch.testing.assert_close(sdpa(query, *many), sdpa(query, key, value, enable_gqa=True))
+
+
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_a_sliding_window_holds_the_token_itself_and_those_before_it(window: int) -> None:
     query, key, value = columns(kv_heads=2)

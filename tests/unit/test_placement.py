@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from asyncrl.launch.placement import MARGIN, misplaced, place, placement_of
+from asyncrl.launch.placement import MARGIN, misplaced, place, place_slots, placement_of
 from tests.support.task_config import config_of
 
 
@@ -137,3 +137,36 @@ def test_generators_on_other_hosts_are_not_judged_by_the_learner_s_gpus():
     config = config_of(generator={"count": 6, "tensor_parallel": 4, "gpu_memory_utilization": 0.9})
     assert list(misplaced(config, 1)) and not list(misplaced(config, 1, generators=False))
     assert placement_of(config, 1, generators=0).learner_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "peers", "expected"),
+    [
+        (0, {}, (), "gpu"),
+        (1, {}, (), "gpu"),
+        (2, {}, {(0, 1)}, "gpu"),
+        (2, {}, (), "host"),
+        (2, {"learner": {"ranks": 2}}, (), "host"),
+        (2, {"weights": {"slots": "gpu"}}, (), "gpu"),
+        (1, {"weights": {"slots": "host"}}, (), "host"),
+        (2, {"weights": {"transport": "nccl"}}, (), "gpu"),
+        (2, {"weights": {"transport": "disk"}}, (), "gpu"),
+        (
+            2,
+            {"control": {"bind": "tcp://10.0.0.1:5555"}, "store": {"bind": "tcp://10.0.0.1:6380"}},
+            (),
+            "gpu",
+        ),
+        (4, {}, {(0, 1), (0, 2), (0, 3)}, "gpu"),
+        (4, {}, {(0, 1), (0, 2)}, "host"),
+        (4, {"learner": {"ranks": 2}}, {(0, 2), (0, 3)}, "gpu"),
+        (2, {}, None, "gpu"),
+    ],
+)
+def test_versions_are_published_where_every_generator_can_read_them(gpus, changes, peers, expected):
+    """`peers` are the pairs of GPUs that read each other's memory; None: it is not known."""
+    config = config_of(**changes)
+    found = place_slots(
+        config, placement_of(config, gpus), lambda *pair: None if peers is None else pair in peers
+    )
+    assert found == expected

@@ -27,7 +27,8 @@ _shared: dict[int, torch.Tensor] = {}
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request, monkeypatch):
-    """Both kinds of slots; a GPU's memory is replaced by memory of this process, its handle by a number."""
+    """Both kinds of slots; a GPU's memory is replaced by memory of this process, the place in its one
+    allocation by a number."""
     if request.param == "cuda":
         zeros = torch.zeros
         monkeypatch.setattr(torch.cuda, "Stream", object)
@@ -36,10 +37,10 @@ def device(request, monkeypatch):
 
         def export(buffer):
             _shared[len(_shared)] = buffer
-            return [None] * 7 + [bytes([len(_shared) - 1])]
+            return [*[None] * 7, b"one for all", buffer.nbytes, len(_shared) - 1]
 
         monkeypatch.setattr(slots, "_export", export)
-        monkeypatch.setattr(slots, "_import", lambda exported, device: _shared[exported[7][0]])
+        monkeypatch.setattr(slots, "_import", lambda exported, device: _shared[exported[9]])
         slots._mappings.clear()
         _shared.clear()
     return request.param
@@ -319,12 +320,92 @@ def test_slots_that_are_kept_mapped_show_their_newest_content_and_are_few(monkey
     assert open_slot(made[2].describe(), 8192).buffer is not next(reversed(slots._kept.values()))
 
 
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize(
+    ("variables", "calls"),
+    [
+        ({}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"},
+            ["expandable_segments:False", "slot", "max_split_size_mb:64, expandable_segments:True"],
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": ""},
+            ["expandable_segments:False", "slot", "expandable_segments:True"],
+        ),
+    ],
+)
+def test_the_memory_of_a_gpu_slot_is_in_no_expandable_segment(variables, calls, device, monkeypatch):
+    made, zeros = [], torch.zeros
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: made.append("slot") or zeros(*a, **k))
+    Slot.create(64, "cuda").close()
+    assert made == (calls or ["slot"])
+
+
+class Runtime:
+    """In place of CUDA's: what is registered."""
+
+    def __init__(self, status=0):
+        self.registered, self._status = {}, status
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        self.registered[address] = (size_bytes, flags)
+        return self._status
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    made = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_memory_that_a_gpu_copies_is_registered_for_as_long_as_it_is_mapped(runtime, monkeypatch):
+    monkeypatch.setattr(slots, "_kept", {})
+    made = [Slot.create(8192) for _ in range(3)]
+    assert [size for size, _ in runtime.registered.values()] == [8192] * 3
+    before = set(runtime.registered)
+    for version, slot in enumerate(made, 1):
+        slot.buffer.fill_(version)
+        slot.complete(version)
+        opened = open_slot(slot.describe(), 8192, device=0, keep=True)
+        assert set(opened.buffer.unique().tolist()) == {version}
+        del opened
+        mine = {address: what for address, what in runtime.registered.items() if address not in before}
+        assert list(mine.values()) == [(8192, 8)] * min(version, 2)  # read-only
+
+
+def test_memory_that_cannot_be_registered_is_used_all_the_same(runtime, monkeypatch):
+    runtime._status, zeros, launched = 1, torch.zeros, []
+
+    def launch(*sizes, device="cpu", **others):
+        if device == "cuda":
+            launched.append(sizes)
+            raise RuntimeError("CUDA error: operation not supported")  # which is reported once
+        return zeros(*sizes, **others)
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    slot = Slot.create(8192)
+    slot.complete(1)
+    assert open_slot(slot.describe(), 8192, device=0, keep=True).buffer.sum() == 0
+    assert launched == [(1,), (1,)]
+
+
 def test_a_new_learner_drops_the_mappings_of_the_one_before(monkeypatch):
     monkeypatch.setattr(slots, "_import", lambda exported, device: torch.zeros(1))
     for learner in ("5", "5", "6"):
-        slots._mapped([None] * 7 + [b"a"], 0, learner)
-        slots._mapped([None] * 7 + [bytes([int(learner)])], 0, learner)
-    assert {learner: set(buffers) for learner, buffers in slots._mappings.items()} == {"6": {b"a", b"\x06"}}
+        for handle in (b"a", bytes([int(learner)])):
+            slots._mapped([*[None] * 7, handle, 1, 64], 0, learner)
+    (learner, mapped), *others = slots._mappings.items()
+    assert (learner, set(mapped), others) == ("6", {(b"a", 64), (b"\x06", 64)}, [])
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 4096, (1 << 24) + 9])

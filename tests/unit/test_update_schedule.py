@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.updates import MOST_REFUSALS, Begin, Release, UpdateSchedule
+from asyncrl.control.updates import LONGEST_DETOUR, MOST_REFUSALS, Begin, Release, UpdateSchedule
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder, UpdateReport
 
 DEADLINE_S = 10.0
@@ -53,7 +53,8 @@ def joined(schedule, *holders, version=0, now_s=0.0):
 
 def run_one(schedule, holder, version, now_s):
     """The actions after its release, which comes first: the next update may pin another version."""
-    schedule.ordered(holder, order(version), now_s)
+    member = schedule.members[holder]
+    schedule.ordered(holder, order(version, member.next_transport), now_s)
     first, *others = schedule.reported(holder, applied(version), now_s)
     assert first == Release(holder)
     return others
@@ -165,6 +166,41 @@ def test_after_two_failures_every_other_attempt_goes_by_disk_and_a_success_leads
     assert transports == ["slot", "slot", "disk", "slot", "disk", "slot"]
     run_one(schedule, "a", 1, now_s)
     assert schedule.announce(2, now_s + 1) == [Begin("a", "slot")]
+
+
+def detours(works):
+    """Versions that arrive in a row over each transport, while `works(version)` says whether the slot does."""
+    schedule, now_s, found = make(), 0.0, []
+    joined(schedule, "a")
+    for version in range(1, 6 * LONGEST_DETOUR):
+        actions = schedule.announce(version, now_s)
+        while True:
+            (begin,) = actions
+            if begin.transport == "disk" or works(version):
+                break
+            schedule.ordered("a", order(version, begin.transport), now_s)
+            schedule.reported("a", failed(version), now_s)
+            now_s += 31.0
+            actions = schedule.tick(now_s)
+        run_one(schedule, "a", version, now_s)
+        found.append((begin.transport, schedule.failed))
+    return found
+
+
+def test_a_transport_that_never_works_is_tried_ever_more_rarely():
+    found = detours(lambda version: False)
+    assert {transport for transport, _ in found} == {"disk"}
+    new = [
+        number for number, (before, after) in enumerate(pairwise([(0, 0), *found])) if after[1] > before[1]
+    ]
+    assert [later - earlier for earlier, later in pairwise(new)][:8] == [1, 2, 4, 8, 16, 32, 64, 64]
+    assert found[-1][1] == 2 * len(new)
+
+
+def test_a_transport_that_works_again_is_kept():
+    found = [transport for transport, _ in detours(lambda version: version > 9)]
+    again = found.index("slot")
+    assert 10 <= again + 1 <= 18 and set(found[again:]) == {"slot"}
 
 
 @pytest.mark.parametrize("transport", ["nccl", "tcp", "disk"])

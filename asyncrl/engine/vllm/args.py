@@ -13,6 +13,8 @@ from asyncrl.config.sections import (
 from asyncrl.engine.base import OWNER_ENV
 
 Device = Literal["cpu", "cuda"]
+# Tokens of one step of the engine. On a GPU, vLLM's default for a library is less than for its server.
+STEP_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 
 
 def engine_args(
@@ -31,6 +33,7 @@ def engine_args(
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": generator.tensor_parallel,
         "max_num_seqs": generator.max_running,
+        "max_num_batched_tokens": max(STEP_TOKENS[device], generator.max_running),
         # Scoring the probe samples one token behind it.
         "max_model_len": max(sampling.max_tokens, weights.probe_tokens + 1),
         # Log-probabilities after temperature: those of the distribution that tokens are sampled from.

@@ -49,7 +49,8 @@ def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) ->
     placement, model_config = worker.learned[2] if repeats else None, worker.vllm_config.model_config
     device = torch.cuda.current_device() if worker.device.type == "cuda" else None
     slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
-    if slot.buffer.is_cuda:  # the generator's process cannot read it, and has verified the others
+    # The generator's process has verified slots in memory of the host, and cannot read those on a GPU.
+    if details["slot"]["exported"] is not None:
         for spec, *sums in zip(
             layout.specs, checksums(slot.buffer, layout), details["checksums"], strict=True
         ):

@@ -47,6 +47,8 @@ def segment_attention(
     longer = sliding_window is not None and max(lengths) > sliding_window
     window = [f"sliding_window {sliding_window} on {max(lengths)} tokens"] if longer else []
     _refuse(module, _unsupported(kwargs) + window)
+    if query_1HND.is_cuda:
+        key_1HND, value_1HND = (repeated(each, query_1HND) for each in (key_1HND, value_1HND))
     grouped = query_1HND.shape[1] != key_1HND.shape[1]
     columns = (torch.split(column_1HND, lengths, dim=2) for column_1HND in (query_1HND, key_1HND, value_1HND))
     outputs = [
@@ -56,6 +58,12 @@ def segment_attention(
         for query, key, value in zip(*columns, strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def repeated(column_1HND: Tensor, query_1HND: Tensor) -> Tensor:
+    """Keys or values for each query head. A GPU's kernel for float32 takes no groups, and the one that torch
+    would use instead keeps all probabilities."""
+    return column_1HND.repeat_interleave(query_1HND.shape[1] // column_1HND.shape[1], dim=1)
 
 
 def varlen_attention(

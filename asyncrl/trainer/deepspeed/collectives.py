@@ -38,7 +38,7 @@ class Ranks:
 
         `per_share` consecutive ranks have the same share of every batch.
         """
-        self.rank, self.count, self._device = rendezvous.rank, rendezvous.ranks, device
+        self.rank, self.count = rendezvous.rank, rendezvous.ranks
         self.per_share = per_share
         timeout = timedelta(seconds=rendezvous.timeout_s)
         # DeepSpeed makes further groups, which use torch's default timeout of 10 minutes.
@@ -51,6 +51,8 @@ class Ranks:
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout
             )
+            # Bytes go over Gloo: ranks that wait in NCCL keep their GPUs busy, which generators may share.
+            self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None
         except (OSError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"learner rank {self.rank}: no meeting of {self.count} ranks at "
@@ -62,33 +64,28 @@ class Ranks:
         """Rank 0's bytes, on every rank."""
         if self.count == 1:
             return value or b""
-        size = self._tensor([len(value or b"")], torch.int64)
-        dist.broadcast(size, src=0)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        if self.rank == 0:
-            data.copy_(_bytes_tensor(value or b""))
-        dist.broadcast(data, src=0)
-        return data.cpu().numpy().tobytes()
+        size = torch.tensor([len(value or b"")])
+        dist.broadcast(size, src=0, group=self._messages)
+        data = _bytes_tensor(value or b"") if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._messages)
+        return data.numpy().tobytes()
 
     def gather(self, value: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank."""
         if self.count == 1:
             return [value]
-        sizes = [self._tensor([0], torch.int64) for _ in range(self.count)]
-        dist.all_gather(sizes, self._tensor([len(value)], torch.int64))
+        sizes = [torch.tensor([0]) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([len(value)]), group=self._messages)
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
+        padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(value)] = _bytes_tensor(value)
         parts = [torch.empty_like(padded) for _ in range(self.count)]
-        dist.all_gather(parts, padded)
-        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        dist.all_gather(parts, padded, group=self._messages)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def gather_shares(self, value: bytes) -> list[bytes]:
         """The bytes of the first rank of each share, on every rank."""
         return self.gather(value)[:: self.per_share]
-
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
