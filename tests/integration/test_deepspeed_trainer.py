@@ -88,6 +88,37 @@ def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
         assert report["metrics"]["skipped_steps"] == 0, name
 
 
+CLIPPED = [
+    *((stage, "float32", False) for stage in range(4)),
+    (3, "float32", True),
+    *((stage, "bfloat16", False) for stage in range(4)),
+    (3, "bfloat16", True),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(2, "uneven"), slow(1, "cut")])
+def test_a_gradient_above_max_grad_norm_is_scaled_as_a_whole(
+    learner: Ranks, model: Path, tmp_path: Path, ranks: int, cut: str
+) -> None:
+    expected, _ = oracle(model)
+    whole = torch.cat([gradient.flatten() for gradient in expected.values()])
+    most = float(whole.norm()) / 8
+    scenarios: list[dict[str, Any]] = [
+        {"run": "gradient", "name": f"{stage} {dtype} {offload}", "cut": CUTS[cut], "max_grad_norm": most}
+        | {"stage": stage, "dtype": dtype, "offload": offload}
+        # A step much larger than the weights, so that their rounding hides nothing of it.
+        | ({"lr": 1e3} if dtype == "bfloat16" else {})
+        for stage, dtype, offload in CLIPPED
+    ]
+    for name, (gradients, report) in learner.run(ranks, model, scenarios, tmp_path).items():
+        # Relative to the norm of what it is compared with; bfloat16 rounds activations to 8 bits.
+        tolerance = 0.03 if "bfloat16" in name else 1e-4
+        found = torch.cat([gradients[parameter].float().flatten() for parameter in expected])
+        assert report["grad_norm"] == pytest.approx(float(whole.norm()), rel=tolerance), name
+        assert float((found - whole / 8).norm()) <= tolerance * most, name
+        assert float(found.norm()) == pytest.approx(most, rel=min(tolerance, 0.01)), name
+
+
 # ZeRO stage, data type, whether the optimizer is in host memory: the two that differ most come first.
 KINDS = [
     (0, "float32", False),

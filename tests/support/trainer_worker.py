@@ -140,9 +140,10 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 
 
 def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """The gradient that was applied: AdamW's first step with lr 1 and eps 1 subtracts u = g / (|g| + 1), so g
-    = u / (1 - |u|)."""
-    trainer = build(job, scenario, lr=1.0, eps=1.0, max_grad_norm=1e9)
+    """The gradient that was applied: AdamW's first step with learning rate r and eps 1 subtracts
+    u = r g / (|g| + 1), so g = u / (r - |u|)."""
+    lr, most = scenario.get("lr", 1.0), scenario.get("max_grad_norm", 1e9)
+    trainer = build(job, scenario, lr=lr, eps=1.0, max_grad_norm=most)
     items = sequences()
     mine = [microbatch([items[i] for i in members], CPU) for members in scenario["cut"][job["rank"]]]
     before = parameters(trainer)
@@ -156,7 +157,7 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
         "names": list(before),
     }
     trainer.close()
-    return {name: (u / (1 - u.abs())).contiguous() for name, u in steps.items()}, report
+    return {name: (u / (lr - u.abs())).contiguous() for name, u in steps.items()}, report
 
 
 def nonfinite(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
