@@ -1,5 +1,6 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,9 @@ from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
 from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.nvidia import can_read
 from asyncrl.launch.own_store import KeptStore, own_store
-from asyncrl.launch.placement import Placement, placement_of
+from asyncrl.launch.placement import Placement, place_slots, placement_of
 from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.standby import MEMORY_SHARE
@@ -38,6 +40,8 @@ from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def started(
     With `console` the supervisor also logs to standard error. `join_key` gets a copy of the generators' key.
     """
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
+    placement = placement_of(config, count_gpus(), generators=None if generators else 0)
+    config = with_slots(config, placement)
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, saved, fresh=fresh))
         members = stack.enter_context(family())
@@ -82,7 +88,6 @@ def started(
         url, tend_store = _store(config, directory, stack)
         is_own = config.store.url is None
         generator_url = with_user(url, GENERATOR) if is_own else url
-        placement = placement_of(config, count_gpus(), generators=None if generators else 0)
         learner_url = with_user(url, LEARNER) if is_own else url
         learner = learner_spec(config, directory, learner_url, placement)
         with needing(directory.path):
@@ -141,6 +146,17 @@ def _claimed(
         with may_fail("removal of old Prometheus targets"):
             directory.forget_targets()
         yield directory.keys()
+
+
+def with_slots(config: Config, placement: Placement) -> Config:
+    """Return the config with the slots in memory of the host, if `auto` means that here."""
+    if config.weights.slots != "auto" or place_slots(config, placement, can_read) == "gpu":
+        return config
+    log.warning(
+        "versions are published in memory of the host (weights.slots: host), because a generator's GPU "
+        "cannot read the learner's"
+    )
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"slots": "host"})})
 
 
 def limits_of(config: Config) -> Limits:

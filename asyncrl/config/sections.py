@@ -231,7 +231,7 @@ class LearnerConfig(Part):
     sequence_parallel: PositiveInt = 1
     """P: ranks that divide each long sequence (Ulysses); it must divide `ranks` and the attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda if there is a GPU. `cpu` applies to the generators too."""
+    """`auto` is cuda if there is a GPU. `cpu` is for generators too, unless vLLM is built for GPUs."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage: ranks divide the optimizer state (1), also gradients (2), also parameters (3)."""
     offload_optimizer: bool = False

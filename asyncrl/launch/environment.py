@@ -36,6 +36,10 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a role; without `gpus` it sees all of ours. `also` are further patterns."""
     password = [config.store.password_env] if config.store.url else []
+    # The order of nvidia-smi, by which a run is planned. By default CUDA puts the fastest GPU first.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    # DeepSpeed takes a GPU where there is one.
+    on_cpu = {"DS_ACCELERATOR": "cpu"} if config.learner.device == "cpu" else {}
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     ours = WITHOUT_CUDA | {
         PARENT_VARIABLE: str(os.getpid()),
@@ -52,4 +56,4 @@ def child_environment(
         for name, value in os.environ.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return inherited | visible | ours
+    return order | inherited | visible | on_cpu | ours

@@ -17,8 +17,8 @@ FIELDS = (
     *("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used"),
     *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending"),
 )
-# How nvidia-smi prints what a GPU does not have, without its brackets.
-ABSENT = ("N/A", "Not Supported")
+# How nvidia-smi prints what a GPU does not have, or does not show in a container, without its brackets.
+ABSENT = ("N/A", "Not Supported", "Insufficient Permissions")
 # Of the size in an instance's name, which is rounded up: an instance 1g.5gb of an A100 has 4.75 GiB.
 MIG_SHARE = 0.95
 
@@ -50,6 +50,32 @@ def visible_gpus() -> tuple[Gpu, ...]:
     gpus = read_gpus(ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"))
     instances = read_instances(ask("-L"), gpus) if any(name.startswith("MIG-") for name in names) else ()
     return choose(names, gpus, instances)
+
+
+def can_read(reader: int, source: int) -> bool | None:
+    """Return whether one of our GPUs can read another one's memory; None if nvidia-smi does not say."""
+    try:
+        one, other = (visible_gpus()[index] for index in (reader, source))
+        if one.uuid == other.uuid:
+            return True
+        if "MIG-" in one.uuid + other.uuid:  # CUDA lets no instance read another one
+            return False
+        found = read_peers(ask("topo", "-p2p", "r")).get((one.index, other.index))
+    except (DataError, IndexError):
+        return None
+    return None if found is None else found == "OK"
+
+
+def read_peers(matrix: str) -> dict[tuple[int, int], str]:
+    """Read what `topo -p2p r` prints for each pair of GPUs: OK, or why one cannot read the other."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    heads = next((row for row in rows if row and all(cell.startswith("GPU") for cell in row)), [])
+    return {
+        (int(row[0][3:]), int(head[3:])): cell
+        for row in rows
+        if len(row) == len(heads) + 1 and row[0] in heads
+        for head, cell in zip(heads, row[1:], strict=True)
+    }
 
 
 def ask(*arguments: str) -> str:

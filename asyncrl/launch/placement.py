@@ -141,14 +141,14 @@ def placement_of(
 def place_slots(
     config: Config, placement: Placement, can_read: Callable[[int, int], bool | None]
 ) -> Literal["gpu", "host"]:
-    """Return what `weights.slots` means. `can_read` says whether one GPU can read another one's memory."""
+    """Return what `weights.slots` means. `can_read` says whether a GPU can read another one's memory."""
     if config.weights.slots != "auto":
         return config.weights.slots
     if config.weights.transport not in ("auto", "slot") or config.control.bind or not placement.learner_gpus:
         return "gpu"
     source = placement.learner_gpus[0]
     readers = {gpu for seat in placement.generators for gpu in seat.gpus} - {source}
-    return "host" if any(can_read(source, gpu) is False for gpu in sorted(readers)) else "gpu"
+    return "host" if any(can_read(gpu, source) is False for gpu in sorted(readers)) else "gpu"
 
 
 def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator[Mistake]:

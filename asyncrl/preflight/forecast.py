@@ -224,6 +224,8 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
     reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
     critic = _needs(config, "values_T")
     parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
+    if on_gpu and config.weights.slots == "host":
+        parts[SLOTS] = 0
     if on_gpu and config.weights.transport == "nccl":
         parts[SENDER] = CONTEXT_BYTES + COMMUNICATOR_BYTES
     return parts

@@ -463,6 +463,16 @@ def test_nccl_has_a_process_on_the_first_rank_s_gpu_and_one_on_a_generator_s(
     assert "process that sends" not in {line.name for line in plain.lines}
 
 
+def test_versions_in_memory_of_the_host_take_none_of_a_gpu():
+    plain, plan = (
+        planned(config_of(model={"dtype": "bfloat16"}, weights={"slots": slots}), machine=GPU)
+        for slots in ("auto", "host")
+    )
+    assert plain["published versions"] == 4 * STORIES.parameters and plan["published versions"] == 0
+    saved = [plain[f"GPU {gpu}"] - plan[f"GPU {gpu}"] for gpu in range(8)]
+    assert saved == [4 * STORIES.parameters, *[0] * 7]
+
+
 def test_a_host_of_generators_alone_has_the_process_that_receives():
     config = config_of(weights={"transport": "nccl"}, control={"bind": "tcp://10.0.0.1:5555"})
     there = placement_of(config, 8, generators=2, has_learner=False)

@@ -167,6 +167,8 @@ def test_versions_are_published_where_every_generator_can_read_them(gpus, change
     """`peers` are the pairs of GPUs that read each other's memory; None: it is not known."""
     config = config_of(**changes)
     found = place_slots(
-        config, placement_of(config, gpus), lambda *pair: None if peers is None else pair in peers
+        config,
+        placement_of(config, gpus),
+        lambda reader, source: None if peers is None else (source, reader) in peers,
     )
     assert found == expected

@@ -38,17 +38,24 @@ def test_an_exported_slot_is_the_same_after_the_wire(monkeypatch):
     )
     monkeypatch.setattr(reductions, "reduce_tensor", lambda buffer: (None, arguments))
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *rebuilt: rebuilt)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     exported = msgpack.unpackb(msgpack.packb(slots._export(torch.zeros(15))))
     rebuilt = slots._import(exported, 1)
-    assert rebuilt == (*arguments[:6], 1, *arguments[7:])
+    # Nor does it wait for an event of the learner's GPU, which has nothing left to do.
+    assert rebuilt == (*arguments[:6], 1, *arguments[7:-1], False)
     inspect.signature(_REBUILD).bind(*rebuilt)
 
 
 def test_the_classes_and_the_device_stand_where_torch_wants_them():
     parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert [parameters[position] for position in slots._CLASSES] == ["tensor_cls", "storage_cls", "dtype"]
-    places = [parameters[position] for position in (slots._DEVICE, slots._HANDLE, slots._PLACE)]
-    assert places == ["storage_device", "storage_handle", "storage_offset_bytes"]
+    places = [slots._DEVICE, slots._HANDLE, slots._PLACE, slots._WAITS]
+    assert [parameters[position] for position in places] == [
+        "storage_device",
+        "storage_handle",
+        "storage_offset_bytes",
+        "event_sync_required",
+    ]
 
 
 def test_an_order_for_a_model_with_every_expert_by_itself_fits_the_wire():

@@ -12,8 +12,10 @@ from asyncrl.cli import foreground
 from asyncrl.commands import up
 from asyncrl.errors import StoreError
 from asyncrl.launch import own_store
+from asyncrl.launch.placement import placement_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.supervisor import ProcessSpec, Supervisor
+from tests.support.task_config import config_of
 
 
 class Server:
@@ -99,3 +101,14 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run(tmp_path):
             assert supervisor.is_over and stopped.status == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("reads", "slots"), [(False, "host"), (True, "auto"), (None, "auto")])
+def test_versions_stay_off_a_gpu_that_a_generator_cannot_read(monkeypatch, caplog, reads, slots):
+    monkeypatch.setattr(up, "can_read", lambda reader, source: reads)
+    config = config_of()
+    found = up.with_slots(config, placement_of(config, 2))
+    assert found.weights.slots == slots
+    assert ("cannot read the learner's" in caplog.text) == (slots == "host")
+    chosen = config_of(weights={"slots": "gpu"})
+    assert up.with_slots(chosen, placement_of(chosen, 2)) is chosen

@@ -3,6 +3,7 @@
 import os
 from typing import Any, Literal
 
+from asyncrl.builds import CPU, build_of
 from asyncrl.config.sections import (
     CPU_KV_CACHE_GIB,
     GeneratorConfig,
@@ -13,6 +14,8 @@ from asyncrl.config.sections import (
 from asyncrl.engine.base import OWNER_ENV
 
 Device = Literal["cpu", "cuda"]
+# Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
+SMALL_SHARE = 0.2
 # Tokens of one step of the engine. On a GPU, vLLM's default for a library is less than for its server.
 STEP_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 
@@ -49,6 +52,8 @@ def engine_args(
         # A bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
         arguments["hf_overrides"] = {"head_dtype": "float32"} | arguments.get("hf_overrides", {})
     if device == "cpu":
+        if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
+            arguments["gpu_memory_utilization"] = SMALL_SHARE
         return arguments | {
             "enforce_eager": True,
             "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30),
