@@ -223,8 +223,7 @@ def _mapped(path: str, inode: int, size_bytes: int) -> Tensor:
     """The file's memory, mapped once: to map its pages takes longer than to fill them."""
     with open(path, "r+b", buffering=0) as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        register(memory)
+    register(memory)
     return memory
 
 

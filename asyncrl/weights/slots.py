@@ -69,7 +69,7 @@ class Slot:
             os.ftruncate(file, size_bytes + STAMP.size)
             memory = mmap.mmap(file, size_bytes + STAMP.size)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
-            if directory is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if directory is None:
                 register(buffer)
             return cls(buffer, file=file, _path=path, _stamp_at=size_bytes)
         os.ftruncate(file, STAMP.size)
@@ -222,7 +222,7 @@ def open_slot(
     if exported is not None:
         slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)
     else:
-        buffer = _kept_buffer(file, size_bytes, device) if keep else _host_buffer(file, size_bytes)
+        buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
         slot = OpenSlot(buffer, file, size_bytes, stamp)
     slot.require_unchanged()
     return slot
@@ -241,13 +241,13 @@ def _host_buffer(file: int, size_bytes: int) -> Tensor:
 _kept: dict[tuple[int, int, int], Tensor] = {}
 
 
-def _kept_buffer(file: int, size_bytes: int, device: int | None) -> Tensor:
+def _kept_buffer(file: int, size_bytes: int) -> Tensor:
     """The file's memory, mapped once for as long as the file is one of the `_MOST_KEPT` read last."""
     status = os.fstat(file)
     key = (status.st_dev, status.st_ino, size_bytes)
     buffer = _kept.pop(key, None)
     if buffer is None:
-        buffer = _host_buffer(file, size_bytes) if device is None else _registered(file, size_bytes)
+        buffer = _registered(file, size_bytes) if _uses_a_gpu() else _host_buffer(file, size_bytes)
     _kept[key] = buffer
     while len(_kept) > _MOST_KEPT:
         del _kept[next(iter(_kept))]
@@ -267,14 +267,20 @@ def _registered(file: int, size_bytes: int) -> Tensor:
 def register(buffer: Tensor, flags: int = 0) -> None:
     """Let the GPU copy between its memory and this memory of the host by itself, several times as fast.
 
-    Without effect if the system does not allow it.
+    Without effect if this process uses no GPU, or if the system does not allow it.
     """
+    if not _uses_a_gpu():
+        return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, flags)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
         return
     with contextlib.suppress(RuntimeError):  # otherwise the next kernel would report this error
         torch.zeros(1, device="cuda")
+
+
+def _uses_a_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
