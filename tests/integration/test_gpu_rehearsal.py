@@ -17,9 +17,12 @@ EXPECTED = {
     "copies": {"host: copy": "noted", "copies to and from a GPU": "absent"},
     "links": {"tcp": "noted", "nccl, peer to peer": "absent"},
     "weights": {
-        "slot: of its limit": "rehearsed",
-        "disk: of its limit": "rehearsed",
-        "tcp: of its limit": "rehearsed",
+        "slot: sent, verified and loaded": "noted",
+        "slot: time, divided by what is allowed": "rehearsed",
+        "disk: sent, verified and loaded": "noted",
+        "disk: time, divided by what is allowed": "rehearsed",
+        "tcp: sent, verified and loaded": "noted",
+        "tcp: time, divided by what is allowed": "rehearsed",
         "nccl: sent, verified and loaded": "noted",  # over Gloo
         "nccl: kill -9 of the learner's process during a transfer, back after": "ok",
         "nccl: learner's processes after kill -9 of the learner's": "ok",
@@ -53,7 +56,8 @@ def test_every_row_that_a_cpu_has_is_rehearsed(tmp_path):
     for row, figures in EXPECTED.items():
         assert {name: found[row].get(name, {}).get("verdict") for name in figures} == figures, row
     assert found["generator"]["1024 running, of vLLM alone"]["at_least"] == 0.97
-    assert found["weights"]["slot: of its limit"]["at_least"] == 0.85
+    limited = found["weights"]["slot: time, divided by what is allowed"]
+    assert limited["at_most"] == 1 and "for the calls of" in limited["note"]
     assert found["loop"]["generators paused for weights"]["at_most"] == 0.01
     assert done.returncode == 0 and {row["verdict"] for row in said["rows"]} == {"ok"}
     # What is large is gone, and figures and logs stay.

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import xxhash
 
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus
@@ -19,6 +20,10 @@ from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
 from asyncrl.processes import bound_to_us, stop_processes
 from asyncrl.weights.slots import Slot
 
+# Names of bare transfers, from which the row `weights` makes its limits.
+HOST_COPY, HOST_CHECKSUM, GPU_COPY = "host: copy", "host: XXH3 in one thread", "GPU: copy"
+GPU_TO_HOST, HOST_TO_GPU = "GPU to pageable host memory", "pageable host memory to GPU"
+TCP, NCCL = "tcp", "nccl"
 GIB = 1 << 30
 TIMES = 4  # the best of as many copies counts
 PAIR_S = 90.0
@@ -57,19 +62,20 @@ def copies(place: Place) -> Iterator[Figure]:
     slot.buffer.fill_(1)
     first_s = time.perf_counter() - started_s
     yield noted("host: first touch", size_bytes / first_s / 1e9, "GB/s")
-    yield noted("host: copy", _rate(torch.empty_like(slot.buffer), slot.buffer), "GB/s")
+    yield noted(HOST_COPY, _rate(torch.empty_like(slot.buffer), slot.buffer), "GB/s")
+    yield noted(HOST_CHECKSUM, size_bytes / _checksum_s(slot.buffer) / 1e9, "GB/s")
     if not place.on_gpu:
         yield absent("copies to and from a GPU", "a rehearsal on the CPU")
         return
     there = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    yield noted("GPU to pageable host memory", _rate(slot.buffer, there), "GB/s")
-    yield noted("pageable host memory to GPU", _rate(there, slot.buffer), "GB/s")
+    yield noted(GPU_TO_HOST, _rate(slot.buffer, there), "GB/s")
+    yield noted(HOST_TO_GPU, _rate(there, slot.buffer), "GB/s")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(slot.buffer.data_ptr(), size_bytes, 0))
     yield judged("status of registering host memory", status, at_most=0)
     yield noted("GPU to registered host memory", _rate(slot.buffer, there), "GB/s")
     yield noted("registered host memory to GPU", _rate(there, slot.buffer), "GB/s")
-    yield noted("GPU: copy", _rate(torch.empty_like(there), there), "GB/s")
+    yield noted(GPU_COPY, _rate(torch.empty_like(there), there), "GB/s")
 
 
 def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
@@ -87,9 +93,24 @@ def copy_s(target: torch.Tensor, source: torch.Tensor) -> float:
     return time.perf_counter() - started_s
 
 
+def copy_to(index: int) -> str:
+    """Return the name of the rate from the first GPU to another one."""
+    return f"copy 0 to {index}"
+
+
+def _checksum_s(buffer: torch.Tensor) -> float:
+    """Return the seconds of the fastest checksum of memory of the host."""
+    seconds = []
+    for _ in range(TIMES):
+        started_s = time.perf_counter()
+        xxhash.xxh3_64_intdigest(buffer.numpy().data)
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds)
+
+
 def links(place: Place) -> Iterator[Figure]:
     """Measure transfers between two processes, and copies between GPUs."""
-    yield noted("tcp", pair_rate("tcp", place.directory), "GB/s", note="loopback, two processes")
+    yield noted(TCP, pair_rate(TCP, place.directory), "GB/s", note="loopback, two processes")
     if not place.on_gpu or count_gpus() < 2:
         yield absent("nccl, peer to peer", "one GPU" if place.on_gpu else "a rehearsal on the CPU")
         return
@@ -97,9 +118,9 @@ def links(place: Place) -> Iterator[Figure]:
         yield noted(f"peer access 0 to {index}", float(torch.cuda.can_device_access_peer(0, index)))
         source = torch.empty(GIB, dtype=torch.uint8, device="cuda:0")
         target = torch.empty(GIB, dtype=torch.uint8, device=f"cuda:{index}")
-        yield noted(f"copy 0 to {index}", _rate(target, source), "GB/s")
+        yield noted(copy_to(index), _rate(target, source), "GB/s")
         del source, target
-    yield noted("nccl", pair_rate("nccl", place.directory), "GB/s", note="first and last GPU")
+    yield noted(NCCL, pair_rate(NCCL, place.directory), "GB/s", note="first and last GPU")
 
 
 def pair_rate(backend: str, directory: Path) -> float:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,16 +20,15 @@ from asyncrl.config.schema import Config
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.launch.gpus import count_gpus
+from asyncrl.preflight.gpu.allowed_time import allowed_time, measured_rate, passes
 from asyncrl.preflight.gpu.engine_rows import START_S, changed_environment, running, seat_of, seen_by
-from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted, value_in
-from asyncrl.preflight.gpu.hardware_rows import copy_s
+from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
 from asyncrl.preflight.gpu.host_process import HostProcess, open_host_process
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
 
 TIMES = 4  # updates by each transport; the first one, which opens connections, is not counted
-LEAST_RATIO = 0.85  # of the rate of a bare copy or broadcast
 DEADLINE_S = 30.0
 MOST_BACK_S = 2 * DEADLINE_S  # after a death: a deadline, and an update
 TRIES = 20  # a small model may be loaded before the kill
@@ -100,7 +100,7 @@ def weights(place: Place) -> Iterator[Figure]:
             blocked_s = statistics.median([learner.publish() for _ in range(TIMES)])
             yield noted("learner's loop blocked by publishing", 1000 * blocked_s, "ms")
             for transport in transports(place):
-                yield from _by(transport, place, runner, started, learner, host)
+                yield from _by(transport, place, config, runner, started, learner, host)
             if "nccl" in transports(place):
                 for end in ("learner", "generator"):
                     yield from _killed(end, runner, started, learner, host)
@@ -138,6 +138,7 @@ def transports(place: Place) -> list[str]:
 def _by(
     transport: str,
     place: Place,
+    config: Config,
     runner: asyncio.Runner,
     engine: VLLMEngine,
     learner: _Learner,
@@ -152,12 +153,18 @@ def _by(
         seconds.append(time.perf_counter() - started_s)
         stalls_s.append(engine.stats().paused_s - before_s)
         learner.publisher.release(READER)
-    rate = learner.total_bytes / statistics.median(seconds[1:]) / 1e9
+    took_s = statistics.median(seconds[1:])
+    rate = learner.total_bytes / took_s / 1e9
+    gpu = next(iter(seat_of(config).gpus), None)
+    allowed = allowed_time(
+        passes(transport, gpu), partial(measured_rate, place), learner.total_bytes, len(learner.tensors)
+    )
+    share = f"{rate / allowed.bare_rate:.2f} of {allowed.bare_name}" if allowed else ""
     yield noted(f"{transport}: requests paused", 1000 * statistics.median(stalls_s[1:]), "ms")
-    yield noted(f"{transport}: sent, verified and loaded", rate, "GB/s")
-    if (limit := _limit(transport, place, learner)) is not None:
-        note = f"the limit is {limit:.3g} GB/s"
-        yield place.speed(f"{transport}: of its limit", rate / limit, at_least=LEAST_RATIO, note=note)
+    yield noted(f"{transport}: sent, verified and loaded", rate, "GB/s", note=share)
+    if allowed:
+        name = f"{transport}: time, divided by what is allowed"
+        yield place.speed(name, took_s / allowed.total_s, at_most=1.0, note=allowed.note)
 
 
 async def _update(engine: VLLMEngine, host: HostProcess, order: UpdateOrder) -> None:
@@ -166,24 +173,6 @@ async def _update(engine: VLLMEngine, host: HostProcess, order: UpdateOrder) -> 
     await engine.begin_update()
     await engine.receive(ready)
     await engine.finish_update(order.weights)
-
-
-def _limit(transport: str, place: Place, learner: _Learner) -> float | None:
-    """GB/s of a bare transfer of the same bytes; None if the row `links` has not measured it."""
-    if transport in ("tcp", "nccl"):
-        return value_in(place.directory / "links.jsonl", transport)
-    source = torch.zeros(learner.total_bytes, dtype=torch.uint8, device=place.device)
-    if transport == "slot":
-        target = torch.empty_like(source, device=f"cuda:{count_gpus() - 1}" if place.on_gpu else "cpu")
-        seconds = min(copy_s(target, source) for _ in range(TIMES))
-    else:
-        data, file = source.cpu().numpy().tobytes(), place.directory / "raw"
-        started_s = time.perf_counter()
-        file.write_bytes(data)
-        file.read_bytes()
-        seconds = time.perf_counter() - started_s
-        file.unlink()
-    return learner.total_bytes / seconds / 1e9
 
 
 def _killed(
