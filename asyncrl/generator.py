@@ -68,6 +68,7 @@ class GeneratorSettings:
     heartbeat_s: float
     probe_limit: float  # largest accepted difference of a probe's log-probability, in nats
     dtype: str = "float32"  # of the model; it says which differences are ordinary rounding
+    quantisation: str = ""  # of the engine; it rounds more
     wire_key: bytes = b""
 
 
@@ -94,7 +95,11 @@ class Generator:
             clock=self.sampler.clock,
             staging=self.staging,
             control=self.control,
-            agreement=Agreement(limit=self.settings.probe_limit, dtype=self.settings.dtype),
+            agreement=Agreement(
+                limit=self.settings.probe_limit,
+                dtype=self.settings.dtype,
+                quantisation=self.settings.quantisation,
+            ),
             on_version=self.on_version,
         )
         # Number of sequences of each ticket that is held, by lane and ticket id.

@@ -65,6 +65,18 @@ REFUSED: dict[str, str] = {
 }
 """What asyncrl sets, or what would break a promise, and the reason."""
 
+# The values of kv_cache_dtype that round no more than the model does.
+_PLAIN_CACHES = (None, "auto", "float16", "bfloat16")
+
+
+def quantisation(generator: GeneratorConfig) -> str:
+    """The settings that make the engine compute with fewer bits than the learner, as text; empty without."""
+    settings = generator.vllm
+    found = {name: settings.get(name) for name in ("quantization", "kv_cache_dtype")}
+    if found["kv_cache_dtype"] in _PLAIN_CACHES:
+        del found["kv_cache_dtype"]
+    return ", ".join(f"{name}: {value}" for name, value in found.items() if value is not None)
+
 
 def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
     """A rule for `agreements`: unknown names are found where vLLM is installed."""

@@ -20,6 +20,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, host_digest, wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig, GeneratorConfig
+from asyncrl.config.vllm_settings import quantisation
 from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
@@ -129,6 +130,7 @@ async def _generate(
                 heartbeat_s=config.control.heartbeat_s,
                 probe_limit=config.weights.probe_limit,
                 dtype=config.model.dtype,
+                quantisation=quantisation(config.generator),
                 wire_key=keys.wire,
             ),
             on_version=context.follow,

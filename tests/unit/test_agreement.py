@@ -30,10 +30,17 @@ def scores(mean, most):
     return made
 
 
-def agreement(dtype, floor=(0.0, 0.0), limit=0.05):
-    made = Agreement(limit=limit, dtype=dtype)
+FP8 = "quantization: fp8, kv_cache_dtype: fp8"
+
+
+def agreement(dtype, floor=(0.0, 0.0), limit=0.05, quantisation=""):
+    made = Agreement(limit=limit, dtype=dtype, quantisation=quantisation)
     made.begin(scores(*floor), order())
     return made
+
+
+def fp8(dtype, floor):
+    return agreement(dtype, floor, quantisation=FP8)
 
 
 def accepts(rule, mean, most):
@@ -72,12 +79,39 @@ def test_the_allowance_is_exact(dtype, floor, allowed):
         assert not accepts(rule, 1.001 * mean, 0.9 * most)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_no_number_is_refused_and_can_be_reported(dtype, wrong):
+@pytest.mark.parametrize("floor", [(0.24, 0.76), (0.452, 1.4), (0.99, 2.9)])
+def test_a_floor_of_fp8_is_accepted_and_later_versions_are_judged_by_it(dtype, floor):
+    rule, (mean, most) = fp8(dtype, floor), floor
+    assert accepts(rule, mean, most)
+    assert accepts(rule, 1.99 * mean, 3.99 * most)
+    assert not accepts(rule, 2.01 * mean, 2.5 * most)
+    assert not accepts(rule, mean, 4.01 * most)
+    assert not accepts(fp8(dtype, (1.1, 2.0)), 0.0, 0.0) and not accepts(fp8(dtype, (0.5, 3.1)), 0.0, 0.0)
+    assert not accepts(fp8(dtype, (1e-3, 5e-3)), 0.06, 0.1), "an engine that agrees well must go on so"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_refusal_names_the_quantisation_as_a_cause(dtype):
+    for rule, said in (
+        (
+            fp8(dtype, (1.2, 5.0)),
+            rf"rounding of {dtype} with {FP8} explains 1 and 3 \(.*{{{FP8}}}\): compare",
+        ),
+        (fp8(dtype, (0.4, 1.0)), rf"the engine computes these weights differently \(.*{{{FP8}}}\): compare"),
+    ):
+        with pytest.raises(ProbeRefused, match=f"{said} with .*without the quantisation; if .*=1e\\+01$"):
+            rule.judge(scores(1.2, 5.0), order())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("quantisation", ["", FP8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_no_number_is_refused_and_can_be_reported(dtype, quantisation, wrong):
+    good = agreement(dtype, quantisation=quantisation)
     for rule, update in (
-        (agreement(dtype), order(probe_logprobs=(wrong,) * TOKENS)),
-        (Agreement(limit=0.05, dtype=dtype, floor=Difference(abs(wrong), abs(wrong))), order()),
+        (good, order(probe_logprobs=(wrong,) * TOKENS)),
+        (replace(good, floor=Difference(abs(wrong), abs(wrong))), order()),
     ):
         with pytest.raises(ProbeRefused) as refused:
             rule.judge(scores(0.0, 0.0), update)

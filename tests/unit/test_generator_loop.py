@@ -29,8 +29,10 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.types import Group, Prompt, Rollout
 from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.weights.staging import HostStaging
 from asyncrl.wire.group_frames import decode_group
 from tests.support.nowhere import Nowhere
+from tests.support.publications import Learner
 
 B, G = 2, 3
 PER_SLOT = 4
@@ -106,6 +108,8 @@ class World:
         max_running: int = 12,
         greedy: bool = False,
         on_version: Callable[[int], None] = lambda version: None,
+        quantisation: str = "",
+        staging: HostStaging | None = None,
     ) -> None:
         self.learner = MemoryBuffer(BufferRules(groups=B, lease_s=30.0, max_attempts=2))
         self.max_lag = max_lag
@@ -114,7 +118,7 @@ class World:
         )
         self.engine = FakeEngine(token_s=token_s)
         self.control = Control()
-        self.staging = Staging()
+        self.staging = staging or Staging()
         self.floor = 0.0  # how far the learner's log-probabilities of the first weights are from the engine's
         lane = Lane(
             name="train",
@@ -138,6 +142,7 @@ class World:
                 lease_s=30.0,
                 heartbeat_s=0.01,
                 probe_limit=1e-3,
+                quantisation=quantisation,
             ),
             on_version=on_version,
         )
@@ -486,6 +491,32 @@ def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_a
             assert world.engine.weights.version == -1
 
     world.run(script)
+
+
+def test_a_quantised_engine_adopts_its_versions_but_no_wrong_tensor_and_no_nan(tmp_path):
+    learner, world = Learner(), World(quantisation="quantization: fp8", staging=HostStaging(tmp_path))
+    world.floor = 0.4
+    sums = list(learner.sums[1])
+    details = {"slot": learner.slots[1].describe(), "layout": learner.layout.to_plain()}
+
+    def order(version: int, probe_error: float, sums: list[int]) -> UpdateOrder:
+        made = world.order(version, probe_error=probe_error)
+        return replace(made, transport="slot", details={**details, "checksums": sums})
+
+    async def script(world: World) -> None:
+        for version, error, sent, said in (
+            (1, 0.45, sums, ""),
+            (2, 0.45, [*sums[:-1], sums[-1] + 1], "tensor 'w39' has checksum"),
+            (3, 0.9, sums, "the probe differs from the learner's by 0.9 nats"),
+            (4, float("nan"), sums, "the probe differs from the learner's by nan"),
+            (5, 0.3, sums, ""),
+        ):
+            await world.control.orders.put(order(version, error, sent))
+            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            assert report.applied is (not said) and said in report.reason, version
+
+    world.run(script)
+    learner.close()
 
 
 def test_the_floor_is_taken_before_the_first_update_and_from_then_on_holds():

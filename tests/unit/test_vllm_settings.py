@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config import vllm_settings
 from asyncrl.config.load import load_config
-from asyncrl.config.vllm_settings import REFUSED, known_settings
+from asyncrl.config.sections import GeneratorConfig
+from asyncrl.config.vllm_settings import REFUSED, known_settings, quantisation
 from asyncrl.errors import ConfigError
 
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
@@ -34,6 +35,20 @@ def vllm_with_three_arguments(monkeypatch):
 def test_settings_are_kept_as_they_are_written_also_on_the_command_line(config):
     nested = {"quantization": "fp8", "block_size": 16}
     assert config("{quantization: fp8}", "generator.vllm.block_size=16") == nested
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"block_size": 16, "quantization": None, "kv_cache_dtype": "auto"}, ""),
+        ({"kv_cache_dtype": "bfloat16"}, ""),
+        ({"quantization": "fp8"}, "quantization: fp8"),
+        ({"kv_cache_dtype": "fp8", "quantization": "fp8"}, "quantization: fp8, kv_cache_dtype: fp8"),
+    ],
+)
+def test_what_makes_an_engine_compute_with_fewer_bits_is_named_as_it_is_written(settings, said):
+    assert quantisation(GeneratorConfig(vllm=settings)) == said
 
 
 @pytest.mark.parametrize("name", REFUSED)
