@@ -2,15 +2,17 @@
 
     python -m bench.transfer [--transport tcp] [--mib 512] [--rounds 45] [--json bench/results/transfer.json]
     python -m bench.transfer --transport slot [--device cuda]
+    python -m bench.transfer --transport nccl [--device cuda]
 
 Two processes on this host. Over `tcp`, on the loopback interface, raw is one stream without anything of ours.
 Over `slot`, one reads the slot of the other (on the first GPU, into the last one), and raw is one copy of all
-bytes. The three kinds take turns and change places, so that all see the same machine; ratios are formed
-within a round, and their median and quartiles over the rounds are reported. All receive into memory that is
-already there: "layout" as an update does, but without checksums, "checksums" verified too.
-Copies take one thread; checksums of a slot take "checksum_threads", as they do in a generator, and
-"checksum_gb_per_s" is their rate over a whole version. "publish_s" is how long the training loop is blocked
-by the publication of a version, beside one copy of it.
+bytes. Over `nccl` (Gloo between CPUs), raw is one broadcast of all bytes, from the first GPU to the last one;
+ours ends in memory of the host, and is always verified. The kinds take turns and change places, so that all
+see the same machine; ratios are formed within a round, and their median and quartiles over the rounds are
+reported. All receive into memory that is already there: "layout" as an update does, but without checksums,
+"checksums" verified too. Copies take one thread; checksums of a slot take "checksum_threads", as they do in a
+generator, and "checksum_gb_per_s" is their rate over a whole version. "publish_s" is how long the training
+loop is blocked by the publication of a version, beside one copy of it.
 """
 
 import argparse
@@ -23,14 +25,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgpack
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.weights import stream
+from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.weights import nccl, stream
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksum_threads, checksums, verify
 from asyncrl.weights.publisher import SlotPublisher
@@ -39,7 +45,12 @@ from asyncrl.weights.stream import SlotServer
 from asyncrl.workers import pack, receive
 from bench.environment import add_options, report
 
-KINDS = ("raw", "layout", "checksums")
+KINDS = {
+    "tcp": ("raw", "layout", "checksums"),
+    "slot": ("raw", "layout", "checksums"),
+    "nccl": ("raw", "checksums"),
+}
+LOOPBACK, DEADLINE_S = "127.0.0.1", 60.0
 
 
 def make_layout(options: argparse.Namespace) -> Layout:
@@ -58,16 +69,41 @@ def serve(options: argparse.Namespace) -> None:
     slot.buffer.fill_(7)
     slot.complete(1)
     described: dict[str, Any] = {"slot": slot.describe(), "sums": checksums(slot.buffer, layout)}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    server = SlotServer(
+        LOOPBACK,
+        lambda stamp: slot.file,
+        layout.total_bytes,
+        deadline_s=DEADLINE_S,
+        start=partial(nccl.start, nccl.SENDS),
+    )
+    described["source"] = server.source(1)
+    store = TCPStore(LOOPBACK, 0, 2, is_master=True, wait_for_workers=False)
+    described["store"] = store.port
+    with socket.create_server((LOOPBACK, 0)) as listener:
         described["raw"] = listener.getsockname()
-        if options.device == "cpu":
-            server = SlotServer("127.0.0.1", lambda stamp: slot.file, layout.total_bytes, deadline_s=60.0)
-            described["source"] = server.source(1)
         sys.stdout.buffer.write(pack(described))
         sys.stdout.buffer.flush()
         with listener.accept()[0] as channel:
+            if options.transport == "nccl":
+                form_group(0, store, options.device)
             while channel.recv(1):
-                channel.sendall(slot.buffer.numpy().data)
+                if options.transport == "nccl":
+                    broadcast(slot.buffer)
+                else:
+                    channel.sendall(slot.buffer.numpy().data)
+
+
+def form_group(rank: int, store: TCPStore, device: str) -> None:
+    """The group of the raw broadcast, on the first GPU that this process sees."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=2)
+
+
+def broadcast(buffer: torch.Tensor) -> None:
+    dist.broadcast(buffer, src=0)
+    if buffer.is_cuda:
+        torch.cuda.synchronize()
 
 
 def over_tcp(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]:
@@ -82,8 +118,30 @@ def over_tcp(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]
                 arrived += channel.recv_into(memory[arrived:])
             return
         with mock.patch.object(stream, "verify", stream.verify if kind == "checksums" else lambda *_: None):
-            until_s = time.monotonic() + 60.0
+            until_s = time.monotonic() + DEADLINE_S
             stream.fetch(described["source"], ours, layout, described["sums"], until_s=until_s)
+
+    return move
+
+
+def over_nccl(layout: Layout, described: dict[str, Any], device: str) -> Callable[[str], None]:
+    """On GPUs, this process and the one that it starts to receive see only the last one."""
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices([count_gpus() - 1])
+    channel = socket.create_connection(tuple(described["raw"]))
+    form_group(1, TCPStore(LOOPBACK, described["store"], 2, is_master=False), device)
+    raw = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
+    ours, fetcher = Slot.create(layout.total_bytes), nccl.NcclFetcher()
+    touched = os.memfd_create("touched")  # the process that receives changes its time
+    source = described["source"] | {"slot": described["slot"]}
+
+    def move(kind: str) -> None:
+        if kind == "raw":
+            channel.sendall(b"!")
+            broadcast(raw)
+            return
+        until_s = time.monotonic() + DEADLINE_S
+        fetcher.fetch(source, ours, layout, described["sums"], until_s=until_s, touched=touched)
 
     return move
 
@@ -112,10 +170,11 @@ def from_slot(layout: Layout, described: dict[str, Any], device: str) -> Callabl
     return move
 
 
-def measure(move: Callable[[str], None], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def measure(move: Callable[[str], None], kinds: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):
-        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:
+        first = turn % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
             started_s = time.perf_counter()
             move(kind)
             seconds[kind].append(time.perf_counter() - started_s)
@@ -173,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--transport", choices=("tcp", "slot"), default="tcp")
+    parser.add_argument("--transport", choices=tuple(KINDS), default="tcp")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
@@ -181,6 +240,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and options.transport == "tcp":
         parser.error("tcp sends from host memory: leave --device away")
+    if options.device == "cuda" and options.transport == "nccl" and count_gpus() < 2:
+        parser.error(
+            f"--transport nccl --device cuda: found {count_gpus()} GPUs, and NCCL refuses two processes on "
+            "one; run it where two are visible, or leave --device away: Gloo then takes its place"
+        )
     torch.set_num_threads(1)
     if options.server:
         serve(options)
@@ -190,12 +254,12 @@ def main() -> None:
         try:
             described = msgpack.unpackb(receive(server.stdout))
             layout = make_layout(options)
-            move = (
-                over_tcp(layout, described)
-                if options.transport == "tcp"
-                else from_slot(layout, described, options.device)
-            )
-            seconds = measure(move, options.rounds)
+            if options.transport == "tcp":
+                move = over_tcp(layout, described)
+            else:
+                opened = over_nccl if options.transport == "nccl" else from_slot
+                move = opened(layout, described, options.device)
+            seconds = measure(move, KINDS[options.transport], options.rounds)
         finally:
             server.kill()
     total_bytes = make_layout(options).total_bytes
@@ -213,7 +277,7 @@ def main() -> None:
         "gb_per_s": {kind: round(rate, 3) for kind, rate in rates.items()},
         "checksum_threads": checksum_threads(total_bytes) if options.device == "cpu" else 0,
         "checksum_gb_per_s": round(checksum_rate(options), 1),
-        "ratio_without_checksums": quartiles(seconds, "layout"),
+        **({"ratio_without_checksums": quartiles(seconds, "layout")} if "layout" in seconds else {}),
         "ratio": quartiles(seconds, "checksums"),
         "publish_s": publish_s(options),
     }
