@@ -60,6 +60,7 @@ NOT_TYPED = {
     "make test-all": "is what runs this",
     "mkdir": "tests/unit/test_deploy.py, as `cp`",
     "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
+    "OMP_NUM_THREADS=1 python -m bench.learner": "minutes: tests/unit/test_attention.py has the dispatches",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.environments": "half a minute of measuring: its parts are in tests/integration/test_environments.py",

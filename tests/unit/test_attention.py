@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.batch.packing import TrainSample, microbatch
+from asyncrl.batch.packing import microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.deepspeed import attention
@@ -30,9 +28,10 @@ from asyncrl.trainer.deepspeed.attention import (
 from asyncrl.trainer.deepspeed.loading import load_model
 from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import run
+from tests.support.dispatches import META, dispatches_of, samples_of
 from tests.support.models import tiny_qwen2
 
-CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STARTS = (0, 5, 6, 17, 30)
 LAYER = torch.nn.Identity()
 
@@ -85,18 +84,6 @@ class Kernels(TorchDispatchMode):
             of_value = torch.einsum("hqk,qhd->khd", p_HQK, gradient)
             grouped = (*key.shape[:2], -1, key.shape[2])
             return of_query, of_key.view(grouped).sum(2), of_value.view(grouped).sum(2)
-        return func(*args, **(kwargs or {}))
-
-
-class Dispatches(TorchDispatchMode):
-    """Counts operators but for views, which start no kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -155,37 +142,9 @@ def test_shapes_and_gradients_flow_through_the_real_operators_on_the_meta_device
         assert (column.grad.shape, column.grad.dtype) == (column.shape, dtype)
 
 
-def samples_of(*lengths: int) -> list[TrainSample]:
-    rng = np.random.default_rng(0)
-    return [
-        TrainSample(
-            prompt_ids=rng.integers(2, 40, 3, dtype=np.int32),
-            response_ids=rng.integers(2, 40, length, dtype=np.int32),
-            keep=np.ones(length, np.bool_),
-            behaviour_logprobs=np.zeros(length, np.float32),
-            advantages=np.ones(length, np.float32),
-            lag=np.zeros(length, np.int64),
-        )
-        for length in lengths
-    ]
-
-
 def test_many_sequences_cost_no_more_dispatches_than_few() -> None:
-    """24 layers of small widths, without numbers: the host starts the kernels of a micro-batch one by one."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("qwen2", num_hidden_layers=24, vocab_size=40, **sizes)
-    with META:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=VARLEN
-        ).train()
-    found = []
-    for sequences in (4, 110):
-        batch = microbatch(samples_of(*[2] * sequences), META)
-        with Dispatches() as dispatches:
-            run(PolicyModule(model), batch, batch.target_T, 1.0, 1024, False)[0].sum().backward()
-        model.zero_grad()
-        found.append(dispatches.count)
-    assert found[0] == found[1] <= 3000
+    few, many = dispatches_of(4), dispatches_of(110)
+    assert few == many <= 3000
 
 
 def test_a_whole_policy_has_the_same_values_and_gradients(tmp_path: Path) -> None:
