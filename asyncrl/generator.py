@@ -66,9 +66,6 @@ class GeneratorSettings:
     most_held: int  # episodes at the same time
     lease_s: float
     heartbeat_s: float
-    probe_limit: float  # largest accepted difference of a probe's log-probability, in nats
-    dtype: str = "float32"  # of the model; it says which differences are ordinary rounding
-    quantisation: str = ""  # of the engine; it rounds more
     wire_key: bytes = b""
 
 
@@ -86,6 +83,7 @@ class Generator:
     staging: Staging
     control: GeneratorControl
     tracker: Tracker
+    agreement: Agreement
     settings: GeneratorSettings
     on_version: Callable[[int], None] = lambda version: None  # called when a version begins to sample
 
@@ -95,11 +93,7 @@ class Generator:
             clock=self.sampler.clock,
             staging=self.staging,
             control=self.control,
-            agreement=Agreement(
-                limit=self.settings.probe_limit,
-                dtype=self.settings.dtype,
-                quantisation=self.settings.quantisation,
-            ),
+            agreement=self.agreement,
             on_version=self.on_version,
         )
         # Number of sequences of each ticket that is held, by lane and ticket id.

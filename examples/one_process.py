@@ -49,6 +49,7 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.types import Prompt
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
 
@@ -294,9 +295,8 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
         staging=NoStaging(),
         control=control,
         tracker=NoTracker(),
-        settings=GeneratorSettings(
-            max_running=256, most_held=256, lease_s=60.0, heartbeat_s=1.0, probe_limit=1e-4
-        ),
+        agreement=Agreement(limit=1e-4, dtype="float32"),
+        settings=GeneratorSettings(max_running=256, most_held=256, lease_s=60.0, heartbeat_s=1.0),
     )
 
 

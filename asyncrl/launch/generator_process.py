@@ -43,6 +43,7 @@ from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder
 from asyncrl.weights.staging import HostStaging
 
@@ -123,14 +124,16 @@ async def _generate(
             staging=staging,
             control=control,
             tracker=tracker,
+            agreement=Agreement(
+                limit=config.weights.probe_limit,
+                dtype=config.model.dtype,
+                quantisation=quantisation(config.generator),
+            ),
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
                 most_held=config.generator.max_running * config.environment.episodes_per_slot,
                 lease_s=config.generator.lease_s,
                 heartbeat_s=config.control.heartbeat_s,
-                probe_limit=config.weights.probe_limit,
-                dtype=config.model.dtype,
-                quantisation=quantisation(config.generator),
                 wire_key=keys.wire,
             ),
             on_version=context.follow,

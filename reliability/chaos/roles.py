@@ -42,6 +42,7 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.types import Group, Prompt
+from asyncrl.weights.agreement import Agreement
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group
 from tests.support.nowhere import Nowhere
@@ -204,12 +205,12 @@ async def generate(
         staging=Nowhere(),
         control=control,
         tracker=Nowhere(),
+        agreement=Agreement(limit=1e-3, dtype="float32"),
         settings=GeneratorSettings(
             max_running=max_running,
             most_held=4 * max_running,
             lease_s=RULES.lease_s,
             heartbeat_s=CONTROL.heartbeat_s,
-            probe_limit=1e-3,
             wire_key=KEY,
         ),
     ).run(

@@ -59,6 +59,7 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket
 from asyncrl.weights import layout, staging, stream
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.relay import Relay
@@ -285,9 +286,8 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
         staging=WatchedStaging(Path(endpoint.removeprefix("ipc://")).parent / "w", told, rng, options),
         control=client,
         tracker=nothing,  # type: ignore[arg-type]
-        settings=GeneratorSettings(
-            max_running=4, most_held=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S, probe_limit=1e-3
-        ),
+        agreement=Agreement(limit=1e-3, dtype="float32"),
+        settings=GeneratorSettings(max_running=4, most_held=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S),
     ).run(hello)
     told("left", **client.tally())
 

@@ -42,6 +42,7 @@ from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.types import Prompt
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.group_frames import decode_group
 from reliability.chaos.helpers import order_of
@@ -210,12 +211,12 @@ class Life:
             staging=Nowhere(),
             control=self.control,
             tracker=Nowhere(),
+            agreement=Agreement(limit=1e-3, dtype="float32"),
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
                 most_held=config.generator.max_running * config.environment.episodes_per_slot,
                 lease_s=config.generator.lease_s,
                 heartbeat_s=1.0,
-                probe_limit=1e-3,
             ),
         )
 

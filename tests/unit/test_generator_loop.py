@@ -28,6 +28,7 @@ from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.types import Group, Prompt, Rollout
+from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 from asyncrl.weights.staging import HostStaging
 from asyncrl.wire.group_frames import decode_group
@@ -136,13 +137,12 @@ class World:
             staging=self.staging,
             control=self.control,
             tracker=Nowhere(),
+            agreement=Agreement(limit=1e-3, dtype="float32", quantisation=quantisation),
             settings=GeneratorSettings(
                 max_running=max_running,
                 most_held=max_running * PER_SLOT,
                 lease_s=30.0,
                 heartbeat_s=0.01,
-                probe_limit=1e-3,
-                quantisation=quantisation,
             ),
             on_version=on_version,
         )
