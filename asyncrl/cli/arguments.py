@@ -5,6 +5,7 @@ asyncrl up task.yaml --learner.steps=5    as TRL and prime-rl write it, also wit
 asyncrl up task.yaml +learner.steps=5     as Hydra does
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
 def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tuple[Path | None, list[str]]:
     """Return the config file and the overrides. Raises ConfigError for two files."""
     given = list(words or ())
-    files = [word for word in given if "=" not in word or Path(word).is_file()]
+    # `os.path.isfile`, since an override may be longer than a path can be, on which `Path.is_file` raises.
+    files = [word for word in given if "=" not in word or os.path.isfile(word)]
     overrides = [word for word in given if word not in files]
     if config is None and files:
         config = Path(files.pop(0))

@@ -229,6 +229,7 @@ def test_there_are_enough_of_them():
         "validate task.yaml --learner.optimizer.lr 1e-5 --batch.groups=8",
         "validate task.yaml ++learner.steps=5 +batch.groups=8",
         "validate task.yaml --reward.functions.0.weight -1.5",
+        f"validate 'generator.vllm={{hf_overrides: {{note: {'x' * 300}}}}}' task.yaml",
     ],
 )
 def test_a_config_and_its_overrides_in_every_way_people_write_them(line, typed):
