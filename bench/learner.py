@@ -43,7 +43,7 @@ def our_step(model: str, items: list[TrainSample], budget: int, options) -> tupl
     learner = LearnerConfig(
         device=options.device, threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
     )
-    trainer = open_trainer(model, learner, dtype=options.dtype)
+    trainer = open_trainer(model, learner, dtype=options.dtype, auto=options.device)
     return step_of(trainer, items, budget), len(pack([one.tokens for one in items], budget))
 
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.gpus import visible_devices
+from asyncrl.launch.gpus import BY_BUS, visible_devices
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 # Marks every process of a run, so that `asyncrl down` can prove that none is left.
@@ -36,8 +36,6 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a role; without `gpus` it sees all of ours. `also` are further patterns."""
     password = [config.store.password_env] if config.store.url else []
-    # The order of nvidia-smi, by which a run is planned. By default CUDA puts the fastest GPU first.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     # DeepSpeed takes a GPU where there is one.
     on_cpu = {"DS_ACCELERATOR": "cpu"} if config.learner.device == "cpu" else {}
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
@@ -56,4 +54,4 @@ def child_environment(
         for name, value in os.environ.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return order | inherited | visible | on_cpu | ours
+    return BY_BUS | inherited | visible | on_cpu | ours

@@ -25,14 +25,13 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import resolve_device
 from asyncrl.launch.machine import read_shape, this_machine
-from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.players import Players
 from asyncrl.launch.roles import join_store, run_role
+from asyncrl.launch.smi import is_installed
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
 from asyncrl.processes import closed_to_us, die_with_spawner
 from asyncrl.progress import Pace, begin
@@ -225,17 +224,6 @@ async def _control_endpoint(store: StoreConnection, record: RunRecord) -> str:
             logged = found
             log.info("waiting for the learner: %s", found)
         await asyncio.sleep(0.2)
-
-
-def resolve_device(config: Config) -> Device:
-    """Return cuda if there is a GPU that torch is built for, unless the config keeps the learner on the CPU.
-
-    CUDA itself is not asked: vLLM's own processes are to be the first that use it.
-    """
-    import torch
-
-    has_gpu = count_gpus() > 0 and torch.version.cuda is not None
-    return "cuda" if has_gpu and config.learner.device != "cpu" else "cpu"
 
 
 def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:

@@ -4,14 +4,37 @@ import os
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+from asyncrl.config.schema import Config
+from asyncrl.launch.smi import count_listed
+
+VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+INSTANCE = "MIG-"  # how the UUID of an instance begins
+# The order of nvidia-smi, by which a run is planned. By default CUDA puts the fastest GPU first.
+BY_BUS = {ORDER_VARIABLE: "PCI_BUS_ID"}
+DEVICES = Path("/dev")
+# Where the linker finds CUDA's compatibility package, if a container's tools have put it there.
+LINKER_PATHS = Path("/etc/ld.so.conf.d")
 
 
 def count_gpus() -> int:
     """Count the NVIDIA GPUs that this process may use, without loading CUDA."""
     names = visible_names(os.environ.get(VARIABLE))
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if names is None else len(names)
+    if names is not None:
+        return len(names)
+    # WSL2 and some containers have no device files.
+    return len(list(DEVICES.glob("nvidia[0-9]*"))) or count_listed()
+
+
+def has_instances() -> bool:
+    """Return whether this process may use instances of MIG. CUDA shows a process only one of them."""
+    return any(name.startswith(INSTANCE) for name in visible_names(os.environ.get(VARIABLE)) or ())
+
+
+def count_together() -> int:
+    """Count the GPUs that one process can use at the same time."""
+    return min(count_gpus(), 1) if has_instances() else count_gpus()
 
 
 def visible_names(variable: str | None) -> list[str] | None:
@@ -27,7 +50,7 @@ def visible_names(variable: str | None) -> list[str] | None:
 
 
 def _may_name_a_gpu(name: str) -> bool:
-    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
+    return name.isdecimal() or name.startswith(("GPU-", INSTANCE))
 
 
 def visible_devices(gpus: Sequence[int]) -> str:
@@ -36,6 +59,33 @@ def visible_devices(gpus: Sequence[int]) -> str:
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
+def order_by_bus() -> None:
+    """Let CUDA number the GPUs of this process and its children as nvidia-smi does, unless the user chose."""
+    os.environ.setdefault(ORDER_VARIABLE, BY_BUS[ORDER_VARIABLE])
+
+
+def other_order() -> str | None:
+    """Return the order that the user chose for CUDA, if an index may then mean another GPU to nvidia-smi."""
+    order = os.environ.get(ORDER_VARIABLE)
+    names = visible_names(os.environ.get(VARIABLE))
+    by_index = names is None or any(name.isdecimal() for name in names)
+    return order if order and order != BY_BUS[ORDER_VARIABLE] and by_index else None
+
+
 def driver_is_replaced() -> bool:
     """Return whether CUDA's compatibility package takes the place of the driver's own part of CUDA."""
-    return "compat" in os.environ.get("LD_LIBRARY_PATH", "")
+    paths = [file.read_text(errors="replace") for file in LINKER_PATHS.glob("*.conf")]
+    return "compat" in os.environ.get("LD_LIBRARY_PATH", "") or any(
+        "cuda" in line and "compat" in line for text in paths for line in text.splitlines()
+    )
+
+
+def resolve_device(config: Config) -> Literal["cuda", "cpu"]:
+    """Return cuda if there is a GPU that torch is built for, unless the config keeps the learner on the CPU.
+
+    CUDA itself is not asked: vLLM's own processes are to be the first that use it.
+    """
+    import torch
+
+    has_gpu = count_gpus() > 0 and torch.version.cuda is not None
+    return "cuda" if has_gpu and config.learner.device != "cpu" else "cpu"

@@ -22,6 +22,7 @@ from asyncrl.config.sections import LearnerConfig, reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
 from asyncrl.errors import MemoryFullError
+from asyncrl.launch.gpus import resolve_device
 from asyncrl.launch.learner_parts import Lead, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.roles import join_store, run_role
@@ -68,7 +69,7 @@ def main() -> None:
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         rendezvous = rendezvous_of(config, os.environ)
-        device = choose_device(config.learner, rendezvous.local_rank)
+        device = choose_device(config.learner, rendezvous.local_rank, auto=resolve_device(config))
         limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started them holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():

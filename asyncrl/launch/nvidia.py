@@ -1,22 +1,19 @@
-"""What nvidia-smi tells about GPUs. It asks the driver, makes no CUDA context, and takes no GPU memory."""
+"""What nvidia-smi tells about GPUs: their names, memory and faults, instances of MIG, and peers."""
 
 import csv
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.launch.gpus import INSTANCE, count_gpus, visible_devices
+from asyncrl.launch.smi import SMI, UNKNOWN_FIELD, ask
 
-SMI = "nvidia-smi"
-ASK_S = 20.0
 MIB, GIB = 1 << 20, 1 << 30
-FIELDS = (
-    *("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used"),
-    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending"),
-)
+NEEDED = ("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used")
+# An old driver may not know these.
+OPTIONAL = ("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending")
+FIELDS = (*NEEDED, *OPTIONAL)
 # How nvidia-smi prints what a GPU does not have, or does not show in a container, without its brackets.
 ABSENT = ("N/A", "Not Supported", "Insufficient Permissions")
 # Of the size in an instance's name, which is rounded up: an instance 1g.5gb of an A100 has 4.75 GiB.
@@ -37,19 +34,30 @@ class Gpu:
     ecc_errors: int  # that could not be corrected, since the driver was loaded
     is_divided: bool = False  # by MIG
     is_worn: bool = False  # waits for a reset to replace faulty memory
-
-
-def is_installed() -> bool:
-    """Return whether this machine or container has nvidia-smi."""
-    return shutil.which(SMI) is not None
+    unknown: tuple[str, ...] = ()  # fields of nvidia-smi that the driver is too old for
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
     """Ask for the GPUs that this process may use. Raises DataError."""
     names = visible_devices(range(count_gpus())).split(",")
-    gpus = read_gpus(ask(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"))
-    instances = read_instances(ask("-L"), gpus) if any(name.startswith("MIG-") for name in names) else ()
+    gpus = all_gpus()
+    instances = read_instances(ask("-L"), gpus) if any(name.startswith(INSTANCE) for name in names) else ()
     return choose(names, gpus, instances)
+
+
+def all_gpus() -> tuple[Gpu, ...]:
+    """Ask for all GPUs of this machine, without fields that its driver does not know. Raises DataError."""
+    fields = list(FIELDS)
+    while True:
+        try:
+            rows = ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+        except DataError as error:
+            unknown = re.search(UNKNOWN_FIELD, str(error))
+            if unknown is None or unknown[1] not in OPTIONAL or unknown[1] not in fields:
+                raise
+            fields.remove(unknown[1])
+        else:
+            return read_gpus(rows, fields)
 
 
 def can_read(reader: int, source: int) -> bool | None:
@@ -58,7 +66,7 @@ def can_read(reader: int, source: int) -> bool | None:
         one, other = (visible_gpus()[index] for index in (reader, source))
         if one.uuid == other.uuid:
             return True
-        if "MIG-" in one.uuid + other.uuid:  # CUDA lets no instance read another one
+        if INSTANCE in one.uuid + other.uuid:  # CUDA lets no instance read another one
             return False
         found = read_peers(ask("topo", "-p2p", "r")).get((one.index, other.index))
     except (DataError, IndexError):
@@ -78,23 +86,11 @@ def read_peers(matrix: str) -> dict[tuple[int, int], str]:
     }
 
 
-def ask(*arguments: str) -> str:
-    """Return what nvidia-smi prints. Raises DataError."""
-    try:
-        done = subprocess.run([SMI, *arguments], capture_output=True, text=True, timeout=ASK_S, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DataError(f"{SMI} cannot be asked about the GPUs ({error}); run `asyncrl doctor`") from error
-    if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split()) or f"exit status {done.returncode}"
-        raise DataError(f"{SMI}: {said}; reset the GPU or restart the machine, or reinstall the driver")
-    return done.stdout
-
-
-def read_gpus(text: str) -> tuple[Gpu, ...]:
-    """Read the rows that `--query-gpu` prints for `FIELDS`. Raises DataError for a GPU that is lost."""
-    gpus = []
+def read_gpus(text: str, fields: Sequence[str] = FIELDS) -> tuple[Gpu, ...]:
+    """Read the rows that `--query-gpu` prints for `fields`. Raises DataError for a GPU that is lost."""
+    gpus, unknown = [], tuple(field for field in OPTIONAL if field not in fields)
     for cells in csv.reader(text.splitlines(), skipinitialspace=True):
-        row = dict(zip(FIELDS, cells, strict=False))
+        row = dict(zip(fields, cells, strict=False))
         name = f"GPU {row['index']} ({row.get('name', '')})"
         try:
             numbers = {field: _number(row[field]) for field in ("memory.total", "memory.used")}
@@ -114,6 +110,7 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
                 ecc_errors=int(errors) if errors.isdecimal() else 0,
                 is_divided=row.get("mig.mode.current") == "Enabled",
                 is_worn=row.get("remapped_rows.pending") in ("1", "Yes"),
+                unknown=unknown,
             )
         )
     return tuple(gpus)
@@ -147,6 +144,7 @@ def read_instances(listing: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
                     used_bytes=0,
                     ecc_errors=owner.ecc_errors,
                     is_worn=owner.is_worn,
+                    unknown=owner.unknown,
                 )
             )
     return tuple(found)

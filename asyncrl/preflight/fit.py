@@ -7,8 +7,8 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.machine import read_shape, this_machine
-from asyncrl.launch.nvidia import is_installed
 from asyncrl.launch.placement import Placement, misplaced_generators, placement_of
+from asyncrl.launch.smi import is_installed
 from asyncrl.preflight.forecast import forecast
 
 

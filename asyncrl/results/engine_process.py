@@ -24,7 +24,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
-from asyncrl.launch.generator_process import resolve_device
+from asyncrl.launch.gpus import BY_BUS, resolve_device
 from asyncrl.launch.players import Players
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import USER_ERROR
@@ -79,7 +79,7 @@ async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncI
 
 def _status_of(argv: Sequence[str]) -> int:
     """Run a process that, with all its children, ends with this one. Raises RunError if it was killed."""
-    environment = os.environ | WITHOUT_CUDA | {PARENT_VARIABLE: str(os.getpid())}
+    environment = BY_BUS | os.environ | WITHOUT_CUDA | {PARENT_VARIABLE: str(os.getpid())}
     # Libraries print to stdout, which is for the command's own output.
     process = subprocess.Popen(argv, env=environment, stdout=2, start_new_session=True)
     try:

@@ -179,7 +179,7 @@ class Recorded:
 
 def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
     """One step per batch with the real trainer, as the learner's process would."""
-    rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0)
+    rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0, auto="cpu")
     recipe = recipe_of(config, rendezvous, device)
     trainer = trainer_of(config, recipe, rendezvous, device)
     try:

@@ -107,7 +107,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         learner,
         temperature=0.7,
         optimizer_steps=1,
-        device=choose_device(learner, job["rank"]),
+        device=choose_device(learner, job["rank"], auto="cpu"),
         rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
         reference=scenario.get("reference", False),
         critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,

@@ -11,8 +11,9 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.config.sections import GeneratorConfig, WeightsConfig
 from asyncrl.engine.vllm.args import set_environment
-from asyncrl.launch import generator_process
 from asyncrl.launch.environment import child_environment
+from asyncrl.launch.gpus import resolve_device
+from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 
 # Every way of torch to the CUDA runtime, replaced by one that notes who asks. `is_available` and `device_count`
@@ -50,12 +51,16 @@ engine.VLLMEngine.start = start
 config = Path(sys.argv[1])
 hello = SimpleNamespace(generator_id="g0")
 try:
+    loaded = load_config(config)
+    generator = generator_process.allotted(loaded, 0.4, is_shared=True)
+    assert generator.kv_cache_gib, "the model's shape was read"
+    loaded = loaded.model_copy(update={"generator": generator})
     asyncio.run(
-        generator_process._generate(load_config(config), hello, None, None, RunDirectory(config.parent), None)
+        generator_process._generate(loaded, hello, None, None, RunDirectory(config.parent), None)
     )
 except Reached:
-    generator = [*asked]
-print(json.dumps(generator))
+    asked_first = [*asked]
+print(json.dumps(asked_first))
 """
 
 
@@ -72,9 +77,13 @@ def output_of(script: str, *arguments: str, environment: dict[str, str] | None =
     return done.stdout.splitlines()[-1]
 
 
-def test_a_generator_before_its_engine_neither_asks_cuda_nor_forks(tmp_path):
+def test_a_generator_before_its_engine_neither_asks_cuda_nor_forks(tmp_path, monkeypatch):
+    """On a GPU that it shares with the learner, where it also computes the size of its KV cache."""
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with tiny_run(tmp_path) as config:
-        environment = child_environment(load_config(config), tmp_path, threads=1, gpus=[])
+        environment = child_environment(load_config(config), tmp_path, threads=1, gpus=[0])
         said = output_of(RECORDER + GENERATOR, str(config), environment=environment)
     assert json.loads(said) == []
 
@@ -100,7 +109,7 @@ def test_the_device_is_known_without_asking_cuda(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with tiny_run(tmp_path) as path:
         config = load_config(path, [f"learner.device={learner}"])
-    assert generator_process.resolve_device(config) == expected
+    assert resolve_device(config) == expected
 
 
 # As vLLM's tensor-parallel workers exchange the handle of their message queue: a pickled dataclass. The guard

@@ -1,12 +1,17 @@
 """Only the GPUs that this process was given are dealt, by the names that it knows them by."""
 
-import pytest
+from types import SimpleNamespace
 
-from asyncrl.config.schema import Config
-from asyncrl.launch import nvidia
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch import gpus, nvidia, smi
 from asyncrl.launch.environment import child_environment
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, resolve_device
 from asyncrl.launch.placement import place
+from asyncrl.trainer.deepspeed import engine_settings
+from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from tests.support.gpu_tools import ROWS, tool, without_tools
 from tests.support.task_config import config_of
 
@@ -74,8 +79,7 @@ def test_what_libraries_are_told_about_devices(monkeypatch, tmp_path, device, ac
 def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, learner, generators):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
 
-    parts = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"train": "t"}}
-    config = Config.model_validate(parts | {"reward": {"functions": [{"function": "exact_match"}]}})
+    config = config_of()
 
     def given(gpus):
         return child_environment(config, tmp_path, threads=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"]
@@ -83,3 +87,54 @@ def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, lea
     placement = place(count_gpus(), ranks=1, generators=2)
     assert given(placement.learner_gpus) == learner
     assert [given(seat.gpus) for seat in placement.generators] == generators
+
+
+LISTED = """\
+GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1f)
+GPU 1: NVIDIA GeForce RTX 3090 (UUID: GPU-2e)
+  MIG 1g.10gb     Device  0: (UUID: MIG-7c)
+"""
+
+
+@pytest.fixture
+def no_device_files(monkeypatch, tmp_path):
+    """A machine whose GPUs have no files in /dev, as under WSL2."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
+    smi._count.cache_clear()
+    yield tmp_path
+    smi._count.cache_clear()
+
+
+def test_gpus_without_device_files_are_counted_by_nvidia_smi(no_device_files, monkeypatch):
+    assert count_gpus() == 0, "it is not installed"
+    tool(no_device_files, "nvidia-smi", f"echo >> {no_device_files}/asked; /bin/cat <<'END'\n{LISTED}END")
+    assert count_gpus() == count_gpus() == 2
+    assert (no_device_files / "asked").read_text() == "\n", "it is asked once"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert resolve_device(config_of()) == "cuda"
+
+
+def test_the_learner_follows_the_rule_that_chooses_the_generators_device(monkeypatch):
+    config = config_of()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for visible, device in (("", "cpu"), ("0", "cuda")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert resolve_device(config) == device
+        monkeypatch.setattr(
+            engine_settings, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu")
+        )
+        if device == "cpu":
+            assert choose_device(config.learner, 0, auto=device) == torch.device("cpu")
+        else:
+            with pytest.raises(ConfigError, match="auto means cuda here, but DeepSpeed runs on cpu"):
+                choose_device(config.learner, 0, auto=device)
+
+
+@pytest.mark.parametrize("script", ["exec /bin/sleep 60", "exit 9"])
+def test_a_driver_that_does_not_answer_shows_no_gpu(no_device_files, monkeypatch, script):
+    monkeypatch.setattr(smi, "ASK_S", 0.2)
+    tool(no_device_files, "nvidia-smi", script)
+    assert count_gpus() == 0

@@ -57,7 +57,7 @@ def test_a_trainer_counts_each_pass_of_each_model(model):
         learner,
         temperature=1.0,
         optimizer_steps=1,
-        device=choose_device(learner, local_rank=0),
+        device=choose_device(learner, local_rank=0, auto="cpu"),
         reference=True,
         critic=CriticConfig(),
     )

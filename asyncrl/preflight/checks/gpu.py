@@ -9,7 +9,8 @@ from packaging.version import InvalidVersion, Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus, driver_is_replaced
-from asyncrl.launch.nvidia import Gpu, ask, is_installed, short_bus, visible_gpus
+from asyncrl.launch.nvidia import Gpu, short_bus, visible_gpus
+from asyncrl.launch.smi import ask, is_installed
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.preflight.checks.stack import installed_version
 from asyncrl.telemetry.text import data_size

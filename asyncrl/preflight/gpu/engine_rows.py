@@ -20,8 +20,8 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.bare import open_bare
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import DataError
-from asyncrl.launch.generator_process import allotted, resolve_device
-from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.launch.generator_process import allotted
+from asyncrl.launch.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.launch.placement import Seat, placement_of
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in, judged, noted
 from asyncrl.preflight.gpu.sampling_rate import Load, prompts, sampled_per_s

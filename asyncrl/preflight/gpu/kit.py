@@ -27,7 +27,7 @@ from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ConfigError
 from asyncrl.files import replace_text
 from asyncrl.launch.environment import WITHOUT_CUDA
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import BY_BUS, count_gpus
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in
 from asyncrl.processes import public_environment, stop_process
 from asyncrl.workers import ending
@@ -86,8 +86,8 @@ def open_place(device: Device, model: Path | None) -> Place:
     """Make the directory of a check below the working directory. Raises ConfigError."""
     if device == "cuda" and not count_gpus():
         raise ConfigError(
-            "doctor --gpu: found no NVIDIA GPU (/dev/nvidia*, CUDA_VISIBLE_DEVICES); run it where "
-            "`nvidia-smi` shows one, or rehearse it here on the CPU with `asyncrl doctor --gpu --device cpu`"
+            "doctor --gpu: found no NVIDIA GPU (/dev/nvidia*, nvidia-smi -L, CUDA_VISIBLE_DEVICES); run it "
+            "where `nvidia-smi` shows one, or rehearse it here with `asyncrl doctor --gpu --device cpu`"
         )
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(
@@ -139,7 +139,8 @@ class _Runner:
         directory, started_s = self._place.directory, time.monotonic()
         log = directory / f"{row.name}.log"
         command = [sys.executable, "-m", f"{HERE}.row_process", row.name, row.target, str(directory)]
-        environment = public_environment() | WITHOUT_CUDA | {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+        environment = BY_BUS | public_environment() | WITHOUT_CUDA
+        environment |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
         if not self._place.on_gpu:
             environment["OMP_NUM_THREADS"] = "1"
         with self._lock, log.open("wb") as output:

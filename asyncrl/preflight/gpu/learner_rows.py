@@ -27,7 +27,7 @@ def learner(place: Place) -> Iterator[Figure]:
     config = load_config(place.directory / "task.yaml")
     shape = read_shape(config.model)
     items = rollouts(SEQUENCES[place.device], shape.vocabulary, LENGTH[place.device], seed=0)
-    trainer = open_trainer(place.model, config.learner, dtype=config.model.dtype)
+    trainer = open_trainer(place.model, config.learner, dtype=config.model.dtype, auto=place.device)
     step = step_of(trainer, items, config.learner.tokens_per_microbatch)
     step()
     seconds = []

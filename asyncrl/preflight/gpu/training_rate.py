@@ -46,15 +46,15 @@ def clipped(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
 
 
 def open_trainer(
-    model: str, learner: LearnerConfig, *, dtype: Literal["float32", "bfloat16"]
+    model: str, learner: LearnerConfig, *, dtype: Literal["float32", "bfloat16"], auto: str
 ) -> DeepSpeedTrainer:
-    """Load a trainer as one rank of a learner has it."""
+    """Load a trainer as one rank of a learner has it; `auto` is what `learner.device: auto` means."""
     return DeepSpeedTrainer(
         ModelConfig(path=model, dtype=dtype),
         learner,
         temperature=1.0,
         optimizer_steps=1,
-        device=choose_device(learner, local_rank=0),
+        device=choose_device(learner, local_rank=0, auto=auto),
     )
 
 

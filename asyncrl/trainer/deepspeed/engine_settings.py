@@ -16,9 +16,12 @@ from asyncrl.trainer.deepspeed.memory_use import BUCKET_NUMBERS, CONTEXT_BYTES, 
 NEVER = 1 << 62
 
 
-def choose_device(learner: LearnerConfig, local_rank: int) -> torch.device:
-    """This rank's device. Raises ConfigError if DeepSpeed runs on another kind of device."""
-    wanted = learner.device if learner.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def choose_device(learner: LearnerConfig, local_rank: int, *, auto: str) -> torch.device:
+    """This rank's device. Raises ConfigError if DeepSpeed runs on another kind of device.
+
+    `auto` is the kind that `learner.device: auto` means: that of the generators on this machine.
+    """
+    wanted = auto if learner.device == "auto" else learner.device
     chosen = get_accelerator().device_name()
     if chosen != wanted:
         raise ConfigError(
