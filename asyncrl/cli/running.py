@@ -37,7 +37,7 @@ def _run(
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
     require_fit(checked, generators=generators)
-    for doubt in (*doubts(checked, file, overrides), *gpu_doubts(checked)):
+    for doubt in (*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked)):
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here
 

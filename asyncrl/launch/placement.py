@@ -5,8 +5,8 @@ enough for its tensor parallelism; else it shares the learner's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.config.base import Mistake
@@ -18,6 +18,11 @@ CPU_GENERATORS = 2
 GENERATORS_SHARE, BESIDE_LEARNER_SHARE = 0.85, 0.4
 # What stays free on a GPU that is shared with the learner: vLLM starts only if its whole share is free.
 MARGIN = 0.02
+# By how much a sum of shares that make up a whole GPU may exceed 1.
+ROUNDING = 1e-9
+# Why MIG rules a setting out: CUDA shows each process one instance, and NCCL works with none.
+INSTANCES = "the GPUs are instances of MIG (see CUDA_VISIBLE_DEVICES), of which a process can use one"
+WHOLE_GPUS = "use GPUs without MIG"
 # Least share of a GPU with which a learner is worth a try.
 LEAST_LEARNER_SHARE = 0.1
 
@@ -53,6 +58,11 @@ class Placement:
     def learner_share(self) -> float:
         """The share that every rank keeps to."""
         return min((seat.share for seat in self.ranks), default=1.0)
+
+    @property
+    def learner_seats(self) -> tuple[Seat, ...]:
+        """The seats of all ranks, with the share that every rank keeps to."""
+        return tuple(replace(seat, share=self.learner_share) for seat in self.ranks)
 
     def beside_learner(self) -> tuple[Seat, ...]:
         """The generators that share a GPU with the learner."""
@@ -151,20 +161,49 @@ def place_slots(
     return "host" if any(can_read(gpu, source) is False for gpu in sorted(readers)) else "gpu"
 
 
-def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator[Mistake]:
-    """Find what this host's GPUs rule out; without `generators`, these are on other hosts."""
+def overfull(seat: Seat, others: Mapping[str, Seat]) -> str:
+    """Say which GPU a new process would overfill, where `others` keep their shares; empty if none."""
+    for gpu in seat.gpus:
+        shares = {
+            name: other.share
+            for name, other in others.items()
+            if other.host == seat.host and gpu in other.gpus
+        }
+        if seat.share + sum(shares.values()) > 1 + ROUNDING:
+            kept = ", ".join(f"{share:.0%} for {name}" for name, share in shares.items())
+            return f"{seat.share:.0%} of GPU {gpu}, of which processes that run keep {kept}"
+    return ""
+
+
+def idle_gpus(placement: Placement, gpus: int) -> tuple[int, ...]:
+    """Return the GPUs of the first host that `placement` leaves unused."""
+    seats = (*placement.ranks, *placement.generators)
+    used = {gpu for seat in seats if not seat.host for gpu in seat.gpus}
+    return tuple(gpu for gpu in range(gpus) if gpu not in used)
+
+
+def misplaced(
+    config: Config, gpus: int, *, generators: bool = True, instances: bool = False
+) -> Iterator[Mistake]:
+    """Find what this host's GPUs rule out; without `generators`, these are on other hosts.
+
+    With `instances`, the GPUs are instances of MIG.
+    """
     if config.learner.device == "cpu" or not gpus:
         return
     shown = _shown(gpus)
-    if (ranks := config.learner.ranks) > gpus:
+    if (ranks := config.learner.ranks) > 1 and instances:
+        yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {INSTANCES}; set 1, or {WHOLE_GPUS}")
+    elif ranks > gpus:
         yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {shown}; allowed is one rank per GPU")
     if not generators:
+        yield from _nccl_with_instances(config, instances=instances)
         return
     placement = placement_of(config, gpus)
-    yield from misplaced_generators(config, gpus, placement)
+    yield from misplaced_generators(config, gpus, placement, instances=instances)
     beside = placement.beside_learner()
-    fits = config.generator.tensor_parallel <= gpus
-    if fits and config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
+    judged = config.generator.tensor_parallel > gpus or instances
+    if not judged and config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
         text = (
             "found nccl, which refuses two processes on one GPU, but generators share a GPU with the learner "
             f"({shown}); leave it auto, which is {placement.transport} here"
@@ -172,13 +211,25 @@ def misplaced(config: Config, gpus: int, *, generators: bool = True) -> Iterator
         yield Mistake(("weights.transport",), text)
 
 
-def misplaced_generators(config: Config, gpus: int, placement: Placement) -> Iterator[Mistake]:
+def misplaced_generators(
+    config: Config, gpus: int, placement: Placement, *, instances: bool = False
+) -> Iterator[Mistake]:
     """Find what this host's GPUs rule out of its generators, which are in `placement`."""
-    if (width := config.generator.tensor_parallel) > gpus:
+    yield from _nccl_with_instances(config, instances=instances)
+    if (width := config.generator.tensor_parallel) > 1 and instances:
+        found = f"found {width} GPUs per generator, but {INSTANCES}"
+        yield Mistake(("generator.tensor_parallel",), f"{found}; set 1, or {WHOLE_GPUS}")
+    elif width > gpus:
         found = f"found {width} GPUs per generator, but {_shown(gpus)}"
         yield Mistake(("generator.tensor_parallel",), f"{found}; set {gpus} or less, with a smaller model")
     else:
         yield from _shares_too_large(config, placement)
+
+
+def _nccl_with_instances(config: Config, *, instances: bool) -> Iterator[Mistake]:
+    if instances and config.weights.transport == "nccl":
+        text = f"found nccl, which does not support MIG, but {INSTANCES}; leave it auto, or {WHOLE_GPUS}"
+        yield Mistake(("weights.transport",), text)
 
 
 def _shown(gpus: int) -> str:

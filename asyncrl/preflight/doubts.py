@@ -9,15 +9,17 @@ from asyncrl.config.load import read_draft
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, has_instances
+from asyncrl.launch.placement import idle_gpus, placement_of
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 
 
-def doubts(config: Config, path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return warnings about a valid config, one line each."""
+def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: bool = True) -> list[str]:
+    """Return warnings about a valid config, one line each; without `generators`, these are on other hosts."""
     root = read_draft(path, overrides).root
-    return [*_evaluation(config), *_limits(config, root, path), *missing_device(config)]
+    found = (*_evaluation(config), *_limits(config, root, path), *missing_device(config))
+    return [*found, *_idle(config, generators=generators)]
 
 
 def require_device(config: Config) -> None:
@@ -34,6 +36,27 @@ def missing_device(config: Config) -> Iterator[str]:
     if config.learner.device != "cpu" and count_gpus() and build_of("torch") == CPU:
         cure = "install asyncrl[gpu], or set learner.device=cpu"
         yield f"this machine shows {count_gpus()} GPUs, but torch is built for CPUs only; {cure}"
+
+
+def _idle(config: Config, *, generators: bool) -> Iterator[str]:
+    """Warn of GPUs that no process of the run would use."""
+    gpus = count_gpus() if config.learner.device != "cpu" else 0
+    placement = placement_of(config, gpus, generators=None if generators else 0)
+    idle, width = idle_gpus(placement, gpus), config.generator.tensor_parallel
+    if not idle:
+        return
+    ranks, free = config.learner.ranks, gpus - config.learner.ranks
+    cures = []
+    if generators and len(placement.generators) < free // width:
+        cures.append(f"leave generator.count null, which means {free // width}")
+    else:
+        if (ranks + len(idle)) % config.learner.sequence_parallel == 0 and not has_instances():
+            cures.append(f"set learner.ranks={ranks + len(idle)}")
+        if generators:
+            cures.append(f"choose a generator.tensor_parallel that divides {free}")
+    named = f"GPU{'s' * (len(idle) > 1)} {', '.join(map(str, idle))} of {gpus}"
+    cures.append("hide what another program is to use with CUDA_VISIBLE_DEVICES")
+    yield f"no process would use {named}: {', or '.join(cures)}"
 
 
 def _evaluation(config: Config) -> Iterator[str]:

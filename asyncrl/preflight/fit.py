@@ -5,7 +5,7 @@ from functools import partial
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, has_instances
 from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.placement import Placement, misplaced_generators, placement_of
 from asyncrl.launch.smi import is_installed
@@ -25,7 +25,8 @@ def require_room(config: Config, count: int) -> None:
     """Raise the errors of `require_fit` for `count` generators that join a run from this machine."""
     placed = partial(placement_of, config, generators=count, has_learner=False)
     gpus = count_gpus() if config.learner.device != "cpu" else 0
-    for mistake in misplaced_generators(config, gpus, placed(gpus)) if gpus else ():
+    wrong = misplaced_generators(config, gpus, placed(gpus), instances=has_instances()) if gpus else ()
+    for mistake in wrong:
         raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
     _require_fit(config, placed)
 

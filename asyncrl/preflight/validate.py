@@ -21,7 +21,7 @@ from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, has_instances
 from asyncrl.launch.placement import misplaced
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
@@ -51,7 +51,7 @@ def validated_config(
     if draft.config:
         config, root = draft.config, draft.root
         found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
-        found += misplaced(config, count_gpus(), generators=generators)
+        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         found += _program_problems(config.environment) if generators else ()
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):

@@ -1,5 +1,6 @@
 """Every check of the doctor with its failure planted: the failure is found, and its fix is named."""
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from packaging.requirements import Requirement
 from asyncrl.buffer.probe import StoreProbe
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
-from asyncrl.preflight.checks.base import Outcome, doubtful, fine, wrong
+from asyncrl.preflight.checks.base import Check, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doctor import summary, to_values
 
 REQUIREMENTS = [
@@ -82,6 +83,30 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
         )
         finding = stack.gpus()
         assert finding.verdict == "failed" and "2 seen" in finding.found and fix in finding.fix
+
+
+def test_a_process_is_shown_one_instance_of_mig(monkeypatch):
+    device = SimpleNamespace(name="NVIDIA H100 MIG 1g.10gb", total_memory=10 * 2**30)
+    cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: device
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(stack, "installed_version", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    finding = stack.gpus()
+    assert finding.verdict == "ok" and finding.found.startswith("2 instances of MIG, of which a process can")
+    monkeypatch.setattr(stack, "broadcast_over", lambda backend, command: fine(backend))
+    assert stack.broadcast().found == "gloo", "NCCL does not support MIG"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert stack.gpus().found == "2 seen, but torch shows 1" and stack.broadcast().found == "nccl"
+
+
+def test_checks_number_gpus_as_nvidia_smi_does_unless_the_user_chose(monkeypatch):
+    check = Check("order", lambda: fine(os.environ["CUDA_DEVICE_ORDER"]), fix="")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert execute(check).finding.found == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert execute(check).finding.found == "FASTEST_FIRST"
 
 
 def test_gpus_with_the_engine_for_cpus(monkeypatch):

@@ -52,6 +52,37 @@ def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str
     assert line.startswith(said) and any(word in line for word in ("; set ", "; give "))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "said"),
+    [
+        (8, ("generator.tensor_parallel=3",), "no process would use GPU 7 of 8: set learner.ranks=2, or"),
+        (8, ("generator.tensor_parallel=4",), "or choose a generator.tensor_parallel that divides 7"),
+        (
+            8,
+            ("learner.ranks=4", "learner.sequence_parallel=4", "generator.tensor_parallel=3"),
+            "no process would use GPU 7 of 8: choose a generator.tensor_parallel that divides 4",
+        ),
+        (4, ("generator.count=2",), "GPU 3 of 4: leave generator.count null, which means 3, or hide"),
+        (4, ("generator.count=1",), "GPUs 2, 3 of 4"),
+    ],
+)
+def test_gpus_without_use_are_named_with_the_setting_that_uses_them(monkeypatch, gpus, overrides, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
+    (line,) = said_of(OWN, *overrides)
+    assert said in line and line.endswith("with CUDA_VISIBLE_DEVICES")
+    assert said_of(OWN, *overrides, "learner.device=cpu") == []
+
+
+def test_gpus_of_the_learner_alone(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
+    assert said_of(OWN) == []
+    path = Path("run.yaml")
+    (line,) = doubts(load_config(path), path, (), generators=False)
+    assert line.startswith("no process would use GPU 1 of 2: set learner.ranks=2, or hide")
+
+
 def test_data_of_ones_own_with_limits_of_an_example() -> None:
     limits = OWN.replace("sampling: {max_prompt_tokens: 64, max_response_tokens: 64}\n", "")
     first, second = said_of("extends: configs/quickstart.yaml\n" + limits)

@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 
-from asyncrl.launch.placement import MARGIN, misplaced, place, place_slots, placement_of
+from asyncrl.launch.placement import (
+    MARGIN,
+    idle_gpus,
+    misplaced,
+    overfull,
+    place,
+    place_slots,
+    placement_of,
+)
 from tests.support.task_config import config_of
 
 
@@ -115,6 +123,61 @@ def test_explicit_shares_are_kept_and_the_learner_gets_the_rest():
 def test_what_a_machine_rules_out_is_named_with_the_way_out(sections, gpus, key, said):
     (mistake,) = misplaced(config_of(**sections), gpus)
     assert mistake.keys[0] == key and said in mistake.text
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"learner": {"ranks": 2}}, "learner.ranks"),
+        ({"learner": {"ranks": 4}}, "learner.ranks"),
+        ({"generator": {"tensor_parallel": 2}}, "generator.tensor_parallel"),
+        ({"generator": {"tensor_parallel": 4}}, "generator.tensor_parallel"),
+        ({"weights": {"transport": "nccl"}}, "weights.transport"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_instances_of_mig_rule_out_what_needs_two_of_them(sections, key, gpus):
+    (mistake,) = misplaced(config_of(**sections), gpus, instances=True)
+    assert mistake.keys == (key,)
+    assert "instances of MIG (see CUDA_VISIBLE_DEVICES), of which a process can use one; " in mistake.text
+    elsewhere = list(misplaced(config_of(**sections), gpus, generators=False, instances=True))
+    assert bool(elsewhere) == (not key.startswith("generator"))
+    assert not list(misplaced(config_of(), gpus, instances=True))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "now", "then", "overfilled"),
+    [
+        (1, 1, 1, 2, "20% of GPU 0, of which processes that run keep 58% for rank 0, 40% for g0"),
+        (2, 1, 1, 2, "42% of GPU 1, of which processes that run keep 85% for g0"),
+        (4, 2, 2, 3, "42% of GPU 2, of which processes that run keep 85% for g0"),
+        (4, 2, 1, 2, ""),  # GPU 3 is free
+        (0, 1, 2, 9, ""),
+    ],
+)
+def test_a_running_process_keeps_its_share(gpus, ranks, now, then, overfilled):
+    before, after = (place(gpus, ranks=ranks, generators=count) for count in (now, then))
+    others = {f"rank {rank}": seat for rank, seat in enumerate(before.learner_seats)}
+    others |= {f"g{index}": seat for index, seat in enumerate(before.generators)}
+    assert overfull(after.generators[-1], others) == overfilled
+    for index, seat in enumerate(before.generators):
+        assert not overfull(seat, {name: other for name, other in others.items() if name != f"g{index}"})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "count", "width", "idle"),
+    [
+        (8, 2, None, 2, ()),
+        (8, 1, None, 3, (7,)),
+        (8, 3, None, 3, (6, 7)),
+        (8, 4, 2, 1, (6, 7)),
+        (4, 2, 0, 1, (2, 3)),
+        (1, 1, None, 1, ()),
+        (0, 1, None, 1, ()),
+    ],
+)
+def test_gpus_without_a_seat(gpus, ranks, count, width, idle):
+    assert idle_gpus(place(gpus, ranks=ranks, generators=count, tensor_parallel=width), gpus) == idle
 
 
 @pytest.mark.parametrize(

