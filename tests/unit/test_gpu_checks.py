@@ -4,9 +4,19 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch import gpus as our_gpus
 from asyncrl.launch import machine
 from asyncrl.launch.gpus import count_gpus, visible_names
-from asyncrl.launch.nvidia import GIB, MIB, choose, read_gpus, read_instances
+from asyncrl.launch.nvidia import (
+    GIB,
+    MIB,
+    OPTIONAL,
+    can_read,
+    choose,
+    read_gpus,
+    read_instances,
+    visible_gpus,
+)
 from asyncrl.preflight import doubts
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
@@ -25,6 +35,13 @@ GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566)
   MIG 1g.10gb+me  Device  1: (UUID: MIG-0f1e2d3c-4b5a-5697-8897-a6b5c4d3e2f1)
 """
 GPUS = read_gpus(ROWS)
+# A driver that knows none of the fields that are not in its answer.
+OLD_DRIVER = """\
+for field in {fields}; do
+  case "$1" in *"$field"*) echo "Field \\"$field\\" is not a valid field to query."; exit 2;; esac
+done
+/bin/cat <<'END'
+{rows}END"""
 
 
 @pytest.mark.parametrize(
@@ -67,6 +84,31 @@ def test_gpus_are_found_by_index_uuid_its_beginning_and_instance():
         choose(["7"], GPUS, ())
     with pytest.raises(DataError, match=r"GPU 2 .* divided by MIG.*name instances in CUDA_VISIBLE_DEVICES"):
         choose(["2"], GPUS, ())
+
+
+def test_no_instance_reads_the_memory_of_another_one(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "MIG-7c9b8a52,MIG-0f1e2d3c")
+    rows = f"/bin/cat <<'END'\n{ROWS}END"
+    tool(tmp_path, "nvidia-smi", f"[ $1 = -L ] && exec /bin/cat <<'END'\n{LISTING}END\n{rows}")
+    assert [can_read(reader, 0) for reader in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_what_an_old_driver_does_not_know_is_left_out_and_said_once(monkeypatch, tmp_path, known):
+    without_tools(monkeypatch, tmp_path, "0,1")
+    rows = "".join(", ".join(row.split(", ")[: 7 + known]) + "\n" for row in ROWS.splitlines())
+    unknown = OPTIONAL[known:]
+    tool(tmp_path, "nvidia-smi", OLD_DRIVER.format(fields=" ".join(unknown), rows=rows))
+    second = visible_gpus()[1]
+    assert second.used_bytes == 61234 * MIB and second.unknown == unknown
+    assert machine.this_machine("auto").gpu_bytes == (81559 * MIB,) * 2
+    (said,) = [doubt for doubt in checks.gpu_doubts(config_of()) if "does not know" in doubt]
+    assert said.endswith("so this is not checked; update the driver") and all(one in said for one in unknown)
+    finding = checks.health()
+    assert finding.verdict == "warning" and unknown[0] in finding.found
+    tool(tmp_path, "nvidia-smi", OLD_DRIVER.format(fields="pci.bus_id", rows=rows))
+    with pytest.raises(DataError, match=r'"pci.bus_id" is not a valid field to query\.; update the driver'):
+        visible_gpus()
 
 
 def test_the_memory_of_this_machine_is_that_of_the_visible_gpus(monkeypatch, tmp_path):
@@ -163,6 +205,9 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
     with pytest.raises(ConfigError, match="holds no sequence of full length"):
         require_room(config, 1)
     require_room(config_of(learner={"device": "cpu"}, generator={"tensor_parallel": 2}), 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    with pytest.raises(ConfigError, match=r"found 2 GPUs per generator, but the GPUs are instances of MIG"):
+        require_room(wide, 1)
 
 
 def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
@@ -177,19 +222,38 @@ def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
     assert not list(checks.gpu_doubts(config_of(learner={"device": "cpu"})))
 
 
-def test_up_warns_of_faults_and_of_an_old_driver(monkeypatch, tmp_path):
+def test_up_warns_of_faults_and_refuses_an_old_driver(monkeypatch, tmp_path):
     without_tools(monkeypatch, tmp_path, "1")
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     tool(tmp_path, "dmesg", f"/bin/cat <<'END'\n{LOG}END")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(our_gpus, "LINKER_PATHS", tmp_path)
     said = list(checks.gpu_doubts(config_of()))
-    assert [part for part in ("ECC", "reset", "Xid 79", "580.65.06") if any(part in one for one in said)] == [
-        *("ECC", "reset", "Xid 79", "580.65.06"),
-    ]
+    assert [part in one for part, one in zip(("ECC", "reset", "Xid 79"), said, strict=True)] == [True] * 3
     assert checks.driver().verdict == "failed" and checks.health().verdict == "warning"
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
-    assert checks.driver().verdict == "ok"
+    with pytest.raises(ConfigError, match=r"needs 580\.65\.06 or newer; update the driver, install a torch"):
+        checks.require_driver(config_of())
+    checks.require_driver(config_of(learner={"device": "cpu"}))
+    # CUDA's compatibility package, as a user or as the tools of containers install it.
+    with monkeypatch.context() as patches:
+        patches.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
+        checks.require_driver(config_of())
+        assert checks.driver().verdict == "ok"
+    (tmp_path / "00-compat-123.conf").write_text("/usr/local/cuda/compat\n")
+    checks.require_driver(config_of())
+
+
+def test_another_order_of_cuda_is_named_where_gpus_have_no_uuid(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path)
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert not list(checks.gpu_doubts(config_of()))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    (said,) = checks.gpu_doubts(config_of())
+    assert said.startswith("CUDA_DEVICE_ORDER is FASTEST_FIRST") and "; unset it, or name GPUs" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932")
+    assert not list(checks.gpu_doubts(config_of()))
 
 
 def test_torch_for_cpus_on_a_machine_with_gpus_is_refused_with_both_ways_out(monkeypatch):

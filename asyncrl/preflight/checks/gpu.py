@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus, driver_is_replaced
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.gpus import ORDER_VARIABLE, count_gpus, driver_is_replaced, other_order
 from asyncrl.launch.nvidia import Gpu, short_bus, visible_gpus
 from asyncrl.launch.smi import ask, is_installed
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
@@ -58,7 +58,10 @@ def faults(gpus: Sequence[Gpu], log: str) -> Iterator[str]:
                 yield f"{gpu.name}: Xid {number} in the kernel's log since the machine was started ({text})"
 
 
-DRIVER_CURE = "update the driver, or install a torch that is built for an older CUDA"
+DRIVER_CURE = (
+    "update the driver, install a torch that is built for an older CUDA, or on a data-centre GPU install "
+    "cuda-compat and put its directory into LD_LIBRARY_PATH"
+)
 FAULTS_CURE = (
     "reset the GPU (`nvidia-smi -r`) or restart the machine; if it comes again, have the GPU replaced, or "
     "choose others with CUDA_VISIBLE_DEVICES"
@@ -91,8 +94,10 @@ def health() -> Finding:
     if not is_installed():
         return doubtful(*ABSENT)
     gpus, log = visible_gpus(), kernel_log()
-    if found := "; ".join(faults(gpus, log)):
-        return doubtful(found, FAULTS_CURE)
+    found, unchecked = list(faults(gpus, log)), list(_unchecked(gpus))
+    if found or unchecked:
+        cure = FAULTS_CURE if found else "update the driver"
+        return doubtful("; ".join([*found, *unchecked]), cure)
     read = "no Xid in the kernel's log" if log else "the kernel's log cannot be read here"
     return fine(f"no uncorrected memory errors; {read}")
 
@@ -136,8 +141,16 @@ def attention() -> Finding:
     return fine(own if chosen == VARLEN else f"{chosen} of {version or 'flash-attn-3'}")
 
 
+def require_driver(config: Config) -> None:
+    """Raise ConfigError if the driver is too old for torch, DataError if the driver does not answer."""
+    if config.learner.device == "cpu" or not count_gpus() or not is_installed():
+        return
+    if old := _driver_fault(visible_gpus()[0]):
+        raise ConfigError(f"{old}; {DRIVER_CURE}")
+
+
 def gpu_doubts(config: Config) -> Iterator[str]:
-    """Warn of what may end a run on this machine's GPUs: faults, and a driver too old for torch."""
+    """Warn of what may end a run on this machine's GPUs, and of what could not be checked."""
     if config.learner.device == "cpu" or not count_gpus():
         return
     if not is_installed():
@@ -150,8 +163,19 @@ def gpu_doubts(config: Config) -> Iterator[str]:
         return
     for fault in faults(gpus, kernel_log()):
         yield f"{fault}; {FAULTS_CURE}"
-    if old := _driver_fault(gpus[0]):
-        yield f"{old}; {DRIVER_CURE}"
+    for unchecked in _unchecked(gpus):
+        yield f"{unchecked}; update the driver"
+    if order := other_order():
+        found = (
+            f"{ORDER_VARIABLE} is {order}, so CUDA may number GPUs in another order than nvidia-smi, by which"
+        )
+        yield f"{found} the run is planned; unset it, or name GPUs in CUDA_VISIBLE_DEVICES by UUID"
+
+
+def _unchecked(gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Say what cannot be checked because the driver is old. All GPUs have the same driver."""
+    if unknown := ", ".join(gpus[0].unknown):
+        yield f"driver {gpus[0].driver} does not know {unknown}, so this is not checked"
 
 
 def _driver_fault(gpu: Gpu) -> str | None:
