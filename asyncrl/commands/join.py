@@ -78,8 +78,8 @@ def joined(
     setup_logging("generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{socket.gethostname()}.{os.getpid()}."
-    make = generator_maker(config, directory, found.url, found.keys, has_learner=False, prefix=prefix)
-    specs = [make(index, count) for index in range(count)]
+    make = generator_maker(config, directory, found.url, found.keys, learner=(), prefix=prefix)
+    specs = [make(index, count, ()) for index in range(count)]
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
     supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -25,8 +25,16 @@ FOLLOW_S = 60.0  # seconds that the supervisor has to start or drain generators
 class Scaled:
     """The generators of one supervisor. `asyncrl scale` works while this context manager is open."""
 
-    def __init__(self, supervisor: Supervisor, make: Callable[[int, int], ProcessSpec], path: Path) -> None:
-        """Start generators by `make(index, number of generators)`, as many as the file at `path` says."""
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        make: Callable[[int, int, Collection[str]], ProcessSpec],
+        path: Path,
+    ) -> None:
+        """Start as many generators as the file at `path` says.
+
+        `make(index, number of generators, names of those that run)` raises RunError if one has no room.
+        """
         self._supervisor, self._make, self._path = supervisor, make, path
         self._wanted = 0
         self._started: set[str] = set()
@@ -49,7 +57,11 @@ class Scaled:
             return
         log.info("generators: %d -> %d", self._wanted, wanted)
         if wanted > self._wanted:
-            self._grow(wanted, is_extra=True)
+            try:
+                self._grow(wanted, is_extra=True)
+            except RunError as error:
+                log.warning("%s", error)
+                write_wanted(self._path, self._wanted, refused=str(error))
         else:
             for name in sorted(staying, key=_index)[wanted:]:
                 self._supervisor.drain(name)
@@ -69,8 +81,11 @@ class Scaled:
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
         taken = self._supervisor.names  # with the names of generators that are leaving
         free = (index for index in range(2 * MOST) if f"{PREFIX}{index}" not in taken)
+        specs: list[ProcessSpec] = []
         for _ in range(wanted - self._wanted):
-            spec = replace(self._make(next(free), wanted), is_extra=is_extra)
+            running = {*taken, *(spec.name for spec in specs)}
+            specs.append(replace(self._make(next(free), wanted, running), is_extra=is_extra))
+        for spec in specs:
             self._supervisor.add(spec)
             self._started.add(spec.name)
         self._wanted = wanted
@@ -105,6 +120,8 @@ def scale_run(change: str, run: Path | None) -> Scaling:
     write_wanted(directory.scale, wanted)
     until_s = time.monotonic() + FOLLOW_S
     while len(after := _running(directory)) != wanted:
+        if refused := (read_record(directory.scale) or {}).get("refused"):
+            raise RunError(f"{change}: {refused}")
         if time.monotonic() > until_s:
             found_now = f"{len(after)} generators run after {FOLLOW_S:.0f} s instead of {wanted}"
             raise RunError(f"{found_now}; see {directory.logs / 'supervisor.jsonl'}")
@@ -126,6 +143,6 @@ def read_wanted(path: Path) -> int | None:
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 
 
-def write_wanted(path: Path, count: int) -> None:
-    """Write the wanted number of generators."""
-    replace_text(path, json.dumps({"generators": count}))
+def write_wanted(path: Path, count: int, *, refused: str = "") -> None:
+    """Write the wanted number of generators, and why another number was `refused`."""
+    replace_text(path, json.dumps({"generators": count} | ({"refused": refused} if refused else {})))

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from asyncrl.launch.family import family
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.nvidia import can_read
 from asyncrl.launch.own_store import KeptStore, own_store
-from asyncrl.launch.placement import Placement, place_slots, placement_of
+from asyncrl.launch.placement import Placement, Seat, overfull, place_slots, placement_of
 from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.standby import MEMORY_SHARE
@@ -107,7 +107,8 @@ def started(
         limits, max_restarts = limits_of(config), config.control.max_restarts
         supervisor = Supervisor([learner], max_restarts=max_restarts, limits=limits, on_change=record)
         stack.enter_context(supervisor)
-        make = generator_maker(config, directory, generator_url, keys.join)
+        seats = placement.learner_seats
+        make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
         scaled.begin(len(placement.generators))
 
@@ -241,21 +242,31 @@ def generator_maker(
     store_url: str,
     keys: JoinKeys,
     *,
-    has_learner: bool = True,
+    learner: Sequence[Seat],
     prefix: str = "g",
-) -> Callable[[int, int], ProcessSpec]:
-    """Return a function (index, number of generators) -> a generator's process.
+) -> Callable[[int, int, Collection[str]], ProcessSpec]:
+    """Return a function (index, number of generators, names of those that run) -> a generator's process.
 
-    With `has_learner` the learner's ranks are on the same machine.
+    `learner` are the seats of the ranks on this machine. The function raises RunError for a generator that
+    has no room on its GPUs, because a process that runs keeps its share.
     """
-    gpus, ranks = count_gpus(), config.learner.ranks if has_learner else 0
+    gpus, seats = count_gpus(), {f"rank {rank} of the learner": seat for rank, seat in enumerate(learner)}
+    ranks = tuple(seats)
 
-    def make(index: int, count: int) -> ProcessSpec:
-        threads = config.generator.threads or share_of_cores(count + ranks)
+    def make(index: int, count: int, running: Collection[str]) -> ProcessSpec:
+        threads = config.generator.threads or share_of_cores(count + len(ranks))
         # An index beyond the count: generators that are leaving still have their GPUs.
-        placement = placement_of(config, gpus, generators=max(count, index + 1), has_learner=has_learner)
+        wanted = max(count, index + 1)
+        placement = placement_of(config, gpus, generators=wanted, has_learner=bool(ranks))
         seat = placement.generators[index]
         name = f"{prefix}{index}"
+        others = {other: seats[other] for other in (*ranks, *running) if other in seats}
+        if found := overfull(seat, others):
+            raise RunError(
+                f"{name} would need {found}; to divide the GPUs among {count} generators, start the run "
+                f"again: `asyncrl down`, then `asyncrl up` with generator.count={count}"
+            )
+        seats[name] = seat
         argv = [sys.executable, "-m", "asyncrl.launch.generator_process", "--id", name]
         argv += ["--config", str(directory.config), "--store", store_url]
         if seat.gpus:

@@ -178,8 +178,8 @@ def main() -> int:
         directory,
         ends_run=True,
     )
-    up.generator_maker = lambda config, directory, url, keys: (
-        lambda index, count: spec(f"g{index}", ["-c", idle], directory)
+    up.generator_maker = lambda config, directory, url, keys, learner: (
+        lambda index, count, running: spec(f"g{index}", ["-c", idle], directory)
     )
     up.LEAVE_S = 0.1
     try:

@@ -34,6 +34,7 @@ from pathlib import Path
 from asyncrl.run.directory import RunDirectory
 from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.commands.scale import Scaled
+from asyncrl.errors import RunError
 from asyncrl.cli.foreground import stop_on_signals
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.lock import RunLock
@@ -43,10 +44,14 @@ def spec(name, code, **more):
     argv = [sys.executable, "-c", code, str(directory.path), name]
     env = os.environ | {PARENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: str(directory.path.resolve())}
     return ProcessSpec(name=name, argv=argv, env=env, log_path=directory.logs / f"{name}.out", **more)
+def make(index, count, running):
+    if (directory.path / "full").exists():
+        raise RunError(f"g{index} would need room that {', '.join(sorted(running))} have")
+    return spec(f"g{index}", sys.argv[3])
 lock = RunLock(directory.supervisor_lock)
 learner = spec("learner", "import time; time.sleep(600)", ends_run=True)
 with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):
-    with Scaled(supervisor, lambda index, count: spec(f"g{index}", sys.argv[3]), directory.scale) as scaled:
+    with Scaled(supervisor, make, directory.scale) as scaled:
         scaled.begin(int(sys.argv[2]))
         supervisor.run(scaled.tend)
 """
@@ -102,6 +107,11 @@ def test_generators_are_started_and_drained_while_the_run_goes_on(run):
             status, said = scale(run, change)
             assert status == 2 and expected in said
         assert children(run) == {"learner", "g0", "g1"} and supervisor.poll() is None
+        (run.path / "full").touch()
+        status, said = scale(run, "generators=+2")
+        assert status == 2 and "generators=+2: g2 would need room that g0, g1, learner have" in said
+        assert children(run) == {"learner", "g0", "g1"}, "none of the two was started"
+        (run.path / "full").unlink()
         (run.path / "broken").touch()
         run.scale.write_text('{"generators": 4}')
         wait_until(lambda: run.scale.read_text() == '{"generators": 2}')

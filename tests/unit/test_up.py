@@ -10,10 +10,11 @@ import pytest
 
 from asyncrl.cli import foreground
 from asyncrl.commands import up
-from asyncrl.errors import StoreError
+from asyncrl.errors import RunError, StoreError
 from asyncrl.launch import own_store
 from asyncrl.launch.placement import placement_of
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import RunKeys
 from asyncrl.supervisor import ProcessSpec, Supervisor
 from tests.support.task_config import config_of
 
@@ -112,3 +113,28 @@ def test_versions_stay_off_a_gpu_that_a_generator_cannot_read(monkeypatch, caplo
     assert ("cannot read the learner's" in caplog.text) == (slots == "host")
     chosen = config_of(weights={"slots": "gpu"})
     assert up.with_slots(chosen, placement_of(chosen, 2)) is chosen
+
+
+def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path):
+    """On two GPUs, of which the learner has one: the first generator has its share of the other one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config, directory = config_of(), RunDirectory(tmp_path)
+    keys = RunKeys(b"k" * 32).join
+    make = up.generator_maker(
+        config, directory, "unix:///s", keys, learner=placement_of(config, 2).learner_seats
+    )
+    assert make(0, 1, ()).env["CUDA_VISIBLE_DEVICES"] == "1"
+    with pytest.raises(
+        RunError, match=r"g1 would need 42% of GPU 1, .* keep 85% for g0; .* generator\.count=2"
+    ):
+        make(1, 2, ["learner", "g0"])
+    assert make(1, 1, ["learner"]).env["CUDA_VISIBLE_DEVICES"] == "1", "g0 has left"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    one = placement_of(config, 1)
+    make = up.generator_maker(config, directory, "unix:///s", keys, learner=one.learner_seats)
+    make(0, 1, ["learner"])
+    with pytest.raises(RunError, match=r"GPU 0, .* keep 58% for rank 0 of the learner, 40% for g0"):
+        make(1, 2, ["learner", "g0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    make = up.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
+    assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
