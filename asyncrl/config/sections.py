@@ -312,8 +312,7 @@ class WeightsConfig(Part):
     """Length of the fixed sequence that learner and generator score after every update."""
     probe_limit: Positive = 0.05
     """Difference of log-probabilities between generator and learner on that sequence that is always allowed.
-    bfloat16 and quantised engines may differ more: after an update by twice the first difference on average,
-    and by four times at most."""
+    bfloat16 or quantised, it may be twice the first difference on average, and four times at most."""
 
     @field_validator("transport", mode="before")
     @classmethod

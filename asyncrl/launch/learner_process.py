@@ -39,6 +39,7 @@ from asyncrl.run.saved import read_saved, refuse_changes
 from asyncrl.telemetry.logs import LogContext, setup_logging
 from asyncrl.trainer.deepspeed.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device, limit_memory
+from asyncrl.trainer.deepspeed.memory_use import gpu_slots
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.weights.layout import Layout
 from asyncrl.wire.group_frames import decode_group
@@ -205,6 +206,7 @@ def trainer_of(
         rendezvous=rendezvous,
         reference="reference_logprobs_T" in recipe.planner.columns,
         critic=config.critic if recipe.critic else None,
+        slots=gpu_slots(config.weights),
     )
 
 

@@ -12,9 +12,10 @@ from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
 from asyncrl.launch.machine import Machine, read_shape, this_machine
-from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN, Placement, placement_of
+from asyncrl.launch.placement import GENERATORS_SHARE, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.gpu_use import RECEIVER, SENDER, GpuUse, full_gpu, gpu_uses
 from asyncrl.preflight.validate import validated_config
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
@@ -26,6 +27,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     ModelShape,
     checkpoint_bytes,
     generator_kv_bytes,
+    gpu_slots,
     kv_bytes_per_token,
     offloaded_bytes,
     rank_bytes,
@@ -38,8 +40,6 @@ GIB = 1 << 30
 LEARNER_LIBRARIES_BYTES, GENERATOR_LIBRARIES_BYTES = int(0.8 * GIB), int(1.6 * GIB)
 # Share of a memory above which a warning calls it tight, since the numbers are estimates.
 TIGHT_HOST, TIGHT_GPU = 0.9, 0.95
-# The processes of `weights.transport: nccl`.
-SENDER, RECEIVER = "process that sends", "process that receives"
 # The lines of runs with an environment.
 LEAST_DUTY, LONGEST_EPISODE = "least duty of episodes", "longest episode, in steps"
 KV_CURE = "raise generator.kv_cache_gib (CPU) or gpu_memory_utilization (GPU)"
@@ -108,10 +108,13 @@ def forecast(
     """
     placement = placement or placement_of(config, len(machine.gpu_bytes))
     lines = (*_step(config), *_store(config, placement), *_run(config, rows))
-    memory = _memory(config, shape, machine, placement)
+    on_gpu, kv_bytes = _on_gpu(config, machine), _kv_bytes(config, shape, machine, placement)
+    rank = _rank_bytes(config, shape, on_gpu=on_gpu)
+    uses = gpu_uses(config, shape, rank, kv_bytes, machine, placement) if on_gpu else []
+    memory = _memory(config, shape, rank, kv_bytes, uses, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
-    misfits = tuple(_misfits(config, plan, machine, placement))
-    warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, machine, placement))
+    misfits = tuple(_misfits(config, plan, uses, placement))
+    warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, uses, machine))
     return replace(plan, warnings=warnings, misfits=misfits)
 
 
@@ -177,19 +180,26 @@ def _run(config: Config, rows: int | None) -> Iterator[Line]:
         yield _count(part, "evaluations", rounds, "steps / eval.every, and the first weights")
 
 
-def _memory(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> Iterator[Line]:
+def _memory(
+    config: Config,
+    shape: ModelShape,
+    rank: dict[str, int],
+    kv_bytes: int,
+    uses: Sequence[GpuUse],
+    machine: Machine,
+    placement: Placement,
+) -> Iterator[Line]:
     formed = "of the architecture in config.json, built without memory; tied ones once"
     yield _count("the model", "parameters", shape.parameters, formed)
     dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
     yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
     on_gpu = _on_gpu(config, machine)
-    rank = _rank_bytes(config, shape, on_gpu=on_gpu)
-    kv_bytes = _kv_bytes(config, shape, machine, placement)
     yield from _rank_lines(config, rank)
     yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
     yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine, placement)
-    if on_gpu:
-        yield from _gpu_lines(config, shape, rank, kv_bytes, machine, placement)
+    for index, use in enumerate(uses):
+        formed = f"of {data_size(machine.gpu_bytes[index])}: {', '.join(use.users) or 'used by nobody'}"
+        yield _size("this host", f"GPU {index}", use.size_bytes, formed)
 
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
@@ -223,9 +233,15 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
 def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str, int]:
     reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
     critic = _needs(config, "values_T")
-    parts = rank_bytes(shape, config.model, config.learner, reference=reference, critic=critic, on_gpu=on_gpu)
-    if on_gpu and config.weights.slots == "host":
-        parts[SLOTS] = 0
+    parts = rank_bytes(
+        shape,
+        config.model,
+        config.learner,
+        reference=reference,
+        critic=critic,
+        on_gpu=on_gpu,
+        slots=gpu_slots(config.weights),
+    )
     if on_gpu and config.weights.transport == "nccl":
         parts[SENDER] = CONTEXT_BYTES + COMMUNICATOR_BYTES
     return parts
@@ -247,7 +263,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
         "reference": "weights, because of algorithm.kl",
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
-        SLOTS: "weights x 2, from which generators get them; on the first rank only",
+        SLOTS: f"weights x {gpu_slots(config.weights)}, which generators load; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
         SENDER: "nccl: 1 GiB for CUDA + 0.4 GiB for NCCL, for one host of generators; first rank only",
     }
@@ -293,38 +309,6 @@ def _host_lines(
     yield _size("this host", "host memory", host, formed)
 
 
-def _gpu_lines(
-    config: Config,
-    shape: ModelShape,
-    rank: dict[str, int],
-    kv_bytes: int,
-    machine: Machine,
-    placement: Placement,
-) -> Iterator[Line]:
-    for index, size_bytes in enumerate(machine.gpu_bytes):
-        used, who = 0, []
-        for number, seat in enumerate(placement.ranks):
-            if index in seat.gpus:
-                used += sum(rank.values())
-                used -= rank.get(SLOTS, 0) + rank.get(SENDER, 0) if number else 0
-                used += int(MARGIN * size_bytes) if seat.is_shared else 0
-                who.append(f"a rank and {MARGIN:.0%} to spare" if seat.is_shared else "a rank")
-        for number, seat in enumerate(placement.generators):
-            if index in seat.gpus:
-                allowed = int(seat.share * size_bytes)
-                left = generator_kv_bytes(shape, config.model, config.generator, allowed_bytes=allowed)
-                used += allowed + max(0, kv_bytes - max(0, left))  # kv_cache_gib may ask for more
-                who.append(f"{seat.share:.0%} for a generator")
-            if number == 0 and index == seat.gpus[0] and (receiver := receiver_bytes(config.weights)):
-                used += receiver
-                who.append(f"the {RECEIVER}")
-        if others := machine.used_by_others(index):
-            used += others
-            who.append(f"{data_size(others)} for other processes")
-        formed = f"of {data_size(size_bytes)}: {', '.join(who) or 'used by nobody'}"
-        yield _size("this host", f"GPU {index}", used, formed)
-
-
 def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
     if sampled > opened:
@@ -340,14 +324,10 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
         )
 
 
-def _misfits(config: Config, plan: Forecast, machine: Machine, placement: Placement) -> Iterator[str]:
-    if not _on_gpu(config, machine):
-        return
-    shares = [plan[f"GPU {index}"] / size for index, size in enumerate(machine.gpu_bytes)]
-    if (share := max(shares)) > 1:
-        has_learner = bool(placement.ranks)
-        yield _full_gpu(config, plan, machine, shares.index(share), has_learner=has_learner)
-    if placement.generators and plan["full sequences in KV"] < 1:
+def _misfits(config: Config, plan: Forecast, uses: Sequence[GpuUse], placement: Placement) -> Iterator[str]:
+    if uses and (worst := max(uses, key=lambda use: use.share)).share > 1:
+        yield full_gpu(config, worst)
+    if uses and placement.generators and plan["full sequences in KV"] < 1:
         yield _no_sequence(plan)
 
 
@@ -359,29 +339,11 @@ def _no_sequence(plan: Forecast) -> str:
     )
 
 
-def _full_gpu(
-    config: Config, plan: Forecast, machine: Machine, index: int, *, has_learner: bool = True
-) -> str:
-    """Say how full a GPU would be, and which settings help, the most helpful one first."""
-    used, size_bytes = plan[f"GPU {index}"], machine.gpu_bytes[index]
-    learner, cures, others = config.learner, [], machine.used_by_others(index)
-    if has_learner and plan["activations"] > plan["one rank"] / 4:
-        cure = "set learner.gradient_checkpointing: true"
-        cures.append("raise learner.sequence_parallel" if learner.gradient_checkpointing else cure)
-    also = "learner.tokens_per_microbatch or " if has_learner else ""
-    cures.append(f"lower {also}generator.gpu_memory_utilization")
-    if has_learner and learner.ranks > 1 and learner.zero_stage < 3:
-        cures.append("raise learner.zero_stage")
-    found = f"GPU {index}: {data_size(used)} of {data_size(size_bytes)} ({used / size_bytes:.0%})"
-    if others and used - others <= size_bytes:
-        found += f", {data_size(others)} of them for other processes; end those (nvidia-smi lists them) or "
-        found += "choose other GPUs with CUDA_VISIBLE_DEVICES"
-    return f"{found}; {', '.join(cures)}, or use more GPUs, larger ones, or a smaller model"
-
-
-def _memory_warnings(config: Config, plan: Forecast, machine: Machine, placement: Placement) -> Iterator[str]:
-    held, on_gpu = plan["full sequences in KV"], _on_gpu(config, machine)
-    if held < 1 and not on_gpu:
+def _memory_warnings(
+    config: Config, plan: Forecast, uses: Sequence[GpuUse], machine: Machine
+) -> Iterator[str]:
+    held = plan["full sequences in KV"]
+    if held < 1 and not uses:
         yield _no_sequence(plan)
     elif 1 <= held < config.batch.group_size:
         yield (
@@ -393,6 +355,6 @@ def _memory_warnings(config: Config, plan: Forecast, machine: Machine, placement
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
             f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
         )
-    full = {gpu: plan[f"GPU {gpu}"] / machine.gpu_bytes[gpu] for gpu in placement.learner_gpus}
-    if full and TIGHT_GPU < full[worst := max(full, key=full.__getitem__)] <= 1:
-        yield f"tight: {_full_gpu(config, plan, machine, worst)}"
+    of_learner = [use for use in uses if use.has_rank]
+    if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:
+        yield f"tight: {full_gpu(config, worst)}"

@@ -212,7 +212,7 @@ def test_the_gpus_of_this_host_are_checked_before_anything_starts(
         with pytest.raises(ConfigError, match="is too old for torch"):
             join_here()
         patches.setattr(torch.version, "cuda", "12.8")
-        with pytest.raises(ConfigError, match="for other processes; end those"):
+        with pytest.raises(ConfigError, match="; end the other processes"):
             join_here()
         assert not (host / "runs").exists(), "nothing was started"
         tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS.replace('61234', '4')}END")

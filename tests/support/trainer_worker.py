@@ -552,7 +552,7 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     )
     learner = learner.model_copy(update={"logprob_chunk_tokens": 8})
     shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
-    parts = rank_bytes(shape, model, learner, reference=False, critic=True, on_gpu=False)
+    parts = rank_bytes(shape, model, learner, reference=False, critic=True, on_gpu=False, slots=0)
     trainer.close()
     return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +408,47 @@ LLAMA_8B = ModelShape(
     kv=1024,
     vocabulary=128256,
 )
+
+
+QWEN_14B = ModelShape(
+    parameters=14_770_033_664,
+    layers=48,
+    hidden=5120,
+    intermediate=13824,
+    query=5120,
+    kv=1024,
+    vocabulary=152064,
+)
+
+
+def test_a_full_gpu_is_told_with_what_fills_it_and_with_settings_of_its_own():
+    learner = {"ranks": 6, "zero_stage": 3, "gradient_checkpointing": True, "tokens_per_microbatch": 8192}
+    sections = {"model": {"dtype": "bfloat16"}, "learner": learner}
+    plan = planned(config_of(**sections), QWEN_14B, GPU)
+    (misfit,) = plan.misfits
+    assert re.match(
+        r"GPU 0: .* GiB of 80.0 GiB .*: published versions \(on this GPU only\) 55.0 GiB, ", misfit
+    )
+    assert "generator." not in misfit and "learner.zero_stage" not in misfit
+    sizes = [float(size) for size in re.findall(r" (\d+\.?\d*) GiB[,;]", misfit)]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) > 2
+    assert plan["GPU 0"] - plan["GPU 1"] == 4 * QWEN_14B.parameters
+
+    stages = {"learner": {"ranks": 6, "zero_stage": 1, "offload_optimizer": False}}
+    (misfit,) = planned(config_of(**sections | stages), QWEN_14B, GPU).misfits
+    assert "raise learner.zero_stage" in misfit
+
+    small = replace(GPU, gpu_bytes=(60 * GIB,))
+    (misfit,) = planned(config_of(**sections | {"learner": {}}), QWEN, small).misfits
+    assert "activations" in misfit and "published" not in misfit, "only what is large"
+    assert "lower generator.gpu_memory_utilization" in misfit and "kv_cache_gib" not in misfit
+    assert "learner.sequence_parallel" not in misfit, "one rank cannot divide a sequence"
+
+    cache = {"generator": {"count": 1, "kv_cache_gib": 79.0}}
+    apart = replace(GPU, gpu_bytes=(80 * GIB,) * 2)
+    (misfit,) = planned(config_of(model={"dtype": "bfloat16"}, **cache), machine=apart).misfits
+    assert misfit.startswith("GPU 1: ") and "learner." not in misfit
+    assert misfit.index("lower generator.gpu_memory_utilization") < misfit.index("generator.kv_cache_gib")
 
 
 def test_a_rank_of_8b_under_zero_3_by_hand():

@@ -171,7 +171,7 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     config = config_of(generator={"vllm": {}})
     require_fit(config, generators=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with pytest.raises(ConfigError, match=r"GPU 0: .* 59\.8 GiB of them for other processes; end those"):
+    with pytest.raises(ConfigError, match=r"GPU 0: .* other processes 59\.8 GiB.*; end the other processes"):
         require_fit(config, generators=True)
 
 
@@ -194,9 +194,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: found 0\.6 for each of 2 generators"):
         require_room(half, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with pytest.raises(
-        ConfigError, match=r"59\.8 GiB of them for other processes.*lower generator\.gpu"
-    ) as told:
+    with pytest.raises(ConfigError, match=r"other processes 59\.8 GiB; end .*lower generator\.gpu") as told:
         require_room(config, 1)
     assert "learner." not in str(told.value)
     small = ROWS.replace("81559, 4", "4096, 4")

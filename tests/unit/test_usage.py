@@ -16,7 +16,7 @@ from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.flops import forward_flops, step_flops
-from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, slots_bytes
+from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, weights_bytes
 from asyncrl.trainer.deepspeed.meter import Meter
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from tests.support.steps import rollout, step
@@ -112,9 +112,9 @@ def test_what_is_planned_for_torch_is_the_plan_without_cuda_and_slots_of_other_r
     from asyncrl.trainer.deepspeed.memory_use import torch_bytes
 
     config, learner = ModelConfig(path="m", dtype="bfloat16"), LearnerConfig(ranks=2, zero_stage=1)
-    parts = rank_bytes(SHAPE, config, learner, reference=True, critic=False, on_gpu=True)
+    parts = rank_bytes(SHAPE, config, learner, reference=True, critic=False, on_gpu=True, slots=2)
     assert torch_bytes(parts, rank=0) == sum(parts.values()) - CONTEXT_BYTES
-    assert torch_bytes(parts, rank=1) == torch_bytes(parts, rank=0) - slots_bytes(SHAPE, config)
+    assert torch_bytes(parts, rank=1) == torch_bytes(parts, rank=0) - 2 * weights_bytes(SHAPE, config)
 
 
 def test_metrics_are_of_all_ranks_and_of_the_time_in_which_they_worked():

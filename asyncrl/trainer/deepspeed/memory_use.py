@@ -111,8 +111,11 @@ def rank_bytes(
     reference: bool,
     critic: bool,
     on_gpu: bool,
+    slots: int,
 ) -> dict[str, int]:
-    """Bytes that the first rank of the learner needs, by part; others need no published versions."""
+    """Bytes that the first rank of the learner needs, by part; others need no published versions, of which
+    this one has `slots` on its GPU.
+    """
     parts = trained_bytes(shape, model, learner)
     found = {"learner weights": parts["weights"]}
     found |= {name: parts[name] for name in ("gradients", "optimizer")}
@@ -122,7 +125,7 @@ def rank_bytes(
         found["reference"] = parts["weights"]
     if critic:
         found["critic"] = resting_bytes(shape, model, learner)
-    return found | ({SLOTS: slots_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
+    return found | ({SLOTS: slots * weights_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
 
 
 def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -187,9 +190,9 @@ def _norm_bytes(shape: ModelShape, model: ModelConfig) -> int:
     return shape.hidden * (FP32 + 2 * DTYPE_BYTES[model.dtype])
 
 
-def slots_bytes(shape: ModelShape, model: ModelConfig) -> int:
-    """Two published versions, on rank 0's GPU."""
-    return 2 * weights_bytes(shape, model)
+def gpu_slots(weights: WeightsConfig) -> int:
+    """How many published versions are on rank 0's GPU: one that generators load, and one being written."""
+    return 0 if weights.slots == "host" else 2
 
 
 def generator_kv_bytes(

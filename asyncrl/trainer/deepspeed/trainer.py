@@ -50,10 +50,12 @@ class DeepSpeedTrainer:
         rendezvous: Rendezvous | None = None,
         reference: bool = False,
         critic: CriticConfig | None = None,
+        slots: int = 0,
     ) -> None:
         """Load the policy, and the same model again for a reference and a critic. Raises DataError, RunError.
 
-        `device` is what `choose_device` returned; `optimizer_steps` is their number per batch.
+        `device` is what `choose_device` returned; `optimizer_steps` is their number per batch. Rank 0 will
+        have `slots` published versions on its GPU.
         """
         rendezvous = rendezvous or Rendezvous()
         self.device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
@@ -84,7 +86,9 @@ class DeepSpeedTrainer:
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
         policy = self._policy.engine.module.model
         shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
-        parts = rank_bytes(shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True)
+        parts = rank_bytes(
+            shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True, slots=slots
+        )
         planned_bytes = torch_bytes(parts, rank=self.rank)
         self._meter = Meter(
             shape, device=device, dtype=model.dtype, planned_bytes=planned_bytes, per_share=together
