@@ -37,8 +37,9 @@ def _run(
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
     require_driver(checked)
-    require_fit(checked, generators=generators)
-    for doubt in (*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked)):
+    estimated = require_fit(checked, generators=generators)
+    found = (*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked), *estimated)
+    for doubt in found:
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config.sections import ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import count_gpus
 from asyncrl.launch.nvidia import visible_gpus
@@ -39,14 +39,19 @@ def this_machine(device: str) -> Machine:
     )
 
 
-def read_shape(model: ModelConfig) -> ModelShape:
+def read_shape(model: ModelConfig, learner: LearnerConfig | None = None) -> ModelShape:
     """Return the shape of a model from its config.json; the meta device counts each parameter once.
+
+    With a `learner`, what the layers keep for its backward pass is counted, too.
 
     Raises:
         DataError: the config cannot be read, or transformers does not know the architecture.
+        ConfigError: the learner would refuse the model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.trainer.deepspeed.kept import counted
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     try:
@@ -56,4 +61,5 @@ def read_shape(model: ModelConfig) -> ModelShape:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
-    return ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))
+    shape = ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))
+    return counted(shape, config, model, learner.gradient_checkpointing) if learner else shape

@@ -9,16 +9,17 @@ from asyncrl.launch.gpus import count_gpus, has_instances
 from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.placement import Placement, misplaced_generators, placement_of
 from asyncrl.launch.smi import is_installed
-from asyncrl.preflight.forecast import forecast
+from asyncrl.preflight.forecast import estimates, forecast
 
 
-def require_fit(config: Config, *, generators: bool) -> None:
+def require_fit(config: Config, *, generators: bool) -> list[str]:
     """Raise ConfigError if the GPUs of this machine are too small, DataError if that cannot be computed.
+    Return doubts about the computation.
 
     Without `generators`, these are on other hosts. Without GPUs no model is read. Without nvidia-smi it
     cannot be computed, of which `gpu_doubts` warns.
     """
-    _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
+    return _require_fit(config, partial(placement_of, config, generators=None if generators else 0))
 
 
 def require_room(config: Config, count: int) -> None:
@@ -31,10 +32,13 @@ def require_room(config: Config, count: int) -> None:
     _require_fit(config, placed)
 
 
-def _require_fit(config: Config, placed: Callable[[int], Placement]) -> None:
+def _require_fit(config: Config, placed: Callable[[int], Placement]) -> list[str]:
     machine = this_machine(config.learner.device) if is_installed() else None
-    if machine and machine.gpu_bytes:
-        placement = placed(len(machine.gpu_bytes))
-        plan = forecast(config, read_shape(config.model), machine, rows=None, placement=placement)
-        if plan.misfits:
-            raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
+    if not machine or not machine.gpu_bytes:
+        return []
+    placement = placed(len(machine.gpu_bytes))
+    shape = read_shape(config.model, config.learner if placement.ranks else None)
+    plan = forecast(config, shape, machine, rows=None, placement=placement)
+    if plan.misfits:
+        raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
+    return list(estimates(shape))

@@ -90,7 +90,8 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
         rows = len(load_rows(config.data.train, config.data.split))
     except DataError:
         rows = None
-    plan = forecast(config, read_shape(config.model), this_machine(config.learner.device), rows=rows)
+    shape = read_shape(config.model, config.learner)
+    plan = forecast(config, shape, this_machine(config.learner.device), rows=rows)
     return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
 
 
@@ -115,7 +116,7 @@ def forecast(
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
     misfits = tuple(_misfits(config, plan, uses, placement))
     warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, uses, machine))
-    return replace(plan, warnings=warnings, misfits=misfits)
+    return replace(plan, warnings=(*estimates(shape), *warnings), misfits=misfits)
 
 
 def _step(config: Config) -> Iterator[Line]:
@@ -307,6 +308,17 @@ def _host_lines(
         formed += ", ranks, generators"
     formed += f"; {data_size(machine.memory_bytes)} available"
     yield _size("this host", "host memory", host, formed)
+
+
+def estimates(shape: ModelShape) -> Iterator[str]:
+    """Warn of a number that is less certain than the others, because of the model's architecture."""
+    if shape.uncounted:
+        yield (
+            "the activations of this architecture are estimated, as those of Llama's layers, because torch "
+            f"cannot count them without data ({shape.uncounted}): the learner may need much more; compare "
+            "memory/allocated_bytes with memory/planned_bytes in the first steps, and lower "
+            "learner.tokens_per_microbatch if it runs out of memory"
+        )
 
 
 def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:

@@ -196,7 +196,7 @@ def test_the_gpus_of_this_host_are_checked_before_anything_starts(
     shape = ModelShape(
         parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
     wanted = config()
     record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
     with monkeypatch.context() as patches:

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.launch.machine import Machine
 from asyncrl.launch.placement import misplaced, placement_of
@@ -13,6 +15,7 @@ from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
 from asyncrl.trainer.deepspeed.flops import peak_flops_per_s, step_flops
+from asyncrl.trainer.deepspeed.kept import counted
 from asyncrl.trainer.deepspeed.memory_use import ModelShape
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,23 @@ MINIMAL = (
     "run: {name: x}\nmodel: {path: some/model}\ndata: {train: some.jsonl}\nreward: {functions: [{function: "
     "gsm8k}]}\n"
 )
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The shape of the config's model, with the activations of its architecture counted."""
+    shape = SHAPES[config.model.path]
+    kind, head = ("llama" if "Llama" in config.model.path else "qwen2"), (64 if shape.hidden == 896 else 128)
+    architecture = AutoConfig.for_model(
+        kind,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.query // head,
+        num_key_value_heads=shape.kv // head,
+        vocab_size=shape.vocabulary,
+    )
+    assert ModelShape.of(architecture, shape.parameters) == shape
+    return counted(shape, architecture, config.model, config.learner.gradient_checkpointing)
 
 
 def gpus_of(path: Path) -> int:
@@ -131,7 +151,7 @@ def test_every_gpu_config_fits_the_gpus_that_its_header_names(path):
     config, header = load_config(path), path.read_text().partition("\n\n")[0]
     size_bytes, gpus = int(re.search(r"(\d+) GB", header)[1]) * 10**9, gpus_of(path)
     machine = Machine(memory_bytes=500 << 30, gpu_bytes=(size_bytes,) * gpus)
-    plan = forecast(config, SHAPES[config.model.path], machine, rows=7473)
+    plan = forecast(config, shape_of(config), machine, rows=7473)
     assert not plan.warnings and not list(misplaced(config, gpus))
     placement = placement_of(config, gpus)
     assert {gpu for seat in (*placement.ranks, *placement.generators) for gpu in seat.gpus} == {*range(gpus)}
@@ -144,7 +164,7 @@ def test_the_config_of_the_page_on_own_tasks_fits_the_gpu_that_it_names(tmp_path
     config = load_config(_write(tmp_path / "gpu-task.yaml", block))
     assert "fits one GPU of 80 GB" in page
     machine = Machine(memory_bytes=500 << 30, gpu_bytes=(80 * 10**9,))
-    assert not forecast(config, SHAPES[config.model.path], machine, rows=7473).warnings
+    assert not forecast(config, shape_of(config), machine, rows=7473).warnings
 
 
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)

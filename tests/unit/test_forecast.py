@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 
 from asyncrl.cli.screens import plan_table
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Machine, read_shape
 from asyncrl.launch.placement import placement_of
@@ -21,6 +23,7 @@ from asyncrl.preflight import fit
 from asyncrl.preflight.forecast import Forecast, forecast
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
+from asyncrl.trainer.deepspeed.kept import counted
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.weights.base import TensorSpec
@@ -175,9 +178,10 @@ def test_ranks_that_divide_sequences_divide_activations_and_micro_batches():
 
 
 def test_the_page_has_the_activations_of_long_contexts():
-    llama = ModelShape(
-        parameters=1, layers=32, hidden=4096, intermediate=14336, query=4096, kv=1024, vocabulary=128256
+    architecture = AutoConfig.for_model(
+        "llama", hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, vocab_size=128256
     )
+    llama = counted(LLAMA_8B, architecture, ModelConfig(path="m"), True)
     learner = {"ranks": 8, "tokens_per_microbatch": 65536, "gradient_checkpointing": True}
     gigabytes = [
         planned(
@@ -385,7 +389,7 @@ def test_a_learner_alone_is_judged_without_generators():
 def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     config = config_of(model={"dtype": "bfloat16"})
     monkeypatch.setattr(fit, "is_installed", lambda: True)
-    monkeypatch.setattr(fit, "read_shape", lambda model: QWEN)
+    monkeypatch.setattr(fit, "read_shape", lambda model, learner: QWEN)
     for size_gib, has_room in ((80, True), (24, False)):
         machine = replace(GPU, gpu_bytes=(size_gib * GIB,))
         monkeypatch.setattr(fit, "this_machine", lambda device, machine=machine: machine)

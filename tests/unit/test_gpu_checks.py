@@ -165,7 +165,7 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     shape = machine.ModelShape(
         parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     config = config_of(generator={"vllm": {}})
@@ -179,7 +179,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
     shape = machine.ModelShape(
         parameters=10**9, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     # Three ranks need three GPUs, but these are on another host.

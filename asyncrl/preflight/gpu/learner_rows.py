@@ -25,7 +25,7 @@ PLANNED = ("learner weights", "gradients", "optimizer", "activations", "buffers"
 def learner(place: Place) -> Iterator[Figure]:
     """Take optimizer steps on made-up rollouts."""
     config = load_config(place.directory / "task.yaml")
-    shape = read_shape(config.model)
+    shape = read_shape(config.model, config.learner)
     items = rollouts(SEQUENCES[place.device], shape.vocabulary, LENGTH[place.device], seed=0)
     trainer = open_trainer(place.model, config.learner, dtype=config.model.dtype, auto=place.device)
     step = step_of(trainer, items, config.learner.tokens_per_microbatch)

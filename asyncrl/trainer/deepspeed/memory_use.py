@@ -43,6 +43,10 @@ class ModelShape:
     query: int  # attention heads times their size
     kv: int  # key-value heads times their size
     vocabulary: int
+    # Bytes that all layers keep of a token for the backward pass, with the dtype and the
+    # `learner.gradient_checkpointing` of the run; None if that was not counted, and why it could not be.
+    kept_per_token: int | None = None
+    uncounted: str = ""
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Self:
@@ -164,13 +168,15 @@ def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
     """Bytes that one rank keeps of a full packed micro-batch for the backward pass, and a chunk of logits.
 
-    The last norm keeps as much as those of the layers.
+    Layers that were not counted are taken for Llama's; the last norm keeps as much as those of the layers.
     """
     tokens = -(-learner.tokens_per_microbatch // learner.sequence_parallel)
-    layer = kept_bytes_per_token(shape, model)
-    kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
+    if (kept := shape.kept_per_token) is None:
+        layer = kept_bytes_per_token(shape, model)
+        kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
+        kept += _norm_bytes(shape, model)
     logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
-    return tokens * (kept + _norm_bytes(shape, model)) + logits
+    return tokens * kept + logits
 
 
 def kept_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:

@@ -19,6 +19,7 @@ from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, S
 from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
+from asyncrl.trainer.deepspeed.kept import counted
 from asyncrl.trainer.deepspeed.loading import export_model, load_model
 from asyncrl.trainer.deepspeed.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
 from asyncrl.trainer.deepspeed.meter import Meter
@@ -86,6 +87,7 @@ class DeepSpeedTrainer:
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
         policy = self._policy.engine.module.model
         shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
+        shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         parts = rank_bytes(
             shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True, slots=slots
         )
