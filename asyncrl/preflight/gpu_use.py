@@ -140,6 +140,7 @@ def _cures(config: Config) -> dict[str, list[str]]:
         "optimizer": [*sharded(1), *offloaded],
         "reference": sharded(3),
         "critic": [*sharded(3), *offloaded],
+        SLOTS: [] if config.weights.transport == "nccl" else ["set weights.slots: host"],
         GENERATORS: ["lower generator.gpu_memory_utilization"],
         MORE_CACHE: ["lower generator.kv_cache_gib"],
     }
