@@ -20,6 +20,8 @@ if [ -e "$stamp" ]; then exit 0; fi
 
 # vLLM compiles small kernels at start, and some packages come as source.
 command -v g++ >/dev/null || fail "no C++ compiler found; install one (Debian and Ubuntu: apt-get install g++)"
+[ "$extra" != gpu ] || "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.isfile(sysconfig.get_paths()["include"] + "/Python.h"))' ||
+    fail "Python.h is missing, which Triton needs on a GPU; install it (Debian and Ubuntu: apt-get install python3-dev)"
 needed_gib=$([ "$extra" = gpu ] && echo 20 || echo 6)
 free_gib=$(df -Pk . | awk 'NR==2 {print int($4 / 1048576)}')
 [ "$free_gib" -ge "$needed_gib" ] || fail "$free_gib GiB free in $PWD, $needed_gib GiB are needed; free some space"

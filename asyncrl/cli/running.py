@@ -29,14 +29,14 @@ def _run(
     join_key: Path | None = None,
 ) -> NoReturn:
     """Check the config for this machine, print doubts about it, and run it in the foreground."""
-    from asyncrl.preflight.checks.gpu import gpu_doubts, require_driver
+    from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.fit import require_fit
     from asyncrl.preflight.validate import validated_config
 
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
-    require_driver(checked)
+    require_usable_gpus(checked)
     estimated = require_fit(checked, generators=generators)
     found = (*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked), *estimated)
     for doubt in found:
@@ -126,12 +126,12 @@ def generator(
 
 def _check_host(generators: int, config: "Config") -> None:
     """Check this machine for generators that join, print doubts about it. Raises ConfigError, DataError."""
-    from asyncrl.preflight.checks.gpu import gpu_doubts, require_driver
+    from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import require_device
     from asyncrl.preflight.fit import require_room
 
     require_device(config)
-    require_driver(config)
+    require_usable_gpus(config)
     require_room(config, generators)
     for doubt in gpu_doubts(config):
         typer.echo(f"! {doubt}", err=True)

@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.errors import DataError
 from asyncrl.launch.gpus import INSTANCE, count_gpus, visible_devices
@@ -12,7 +12,10 @@ from asyncrl.launch.smi import SMI, UNKNOWN_FIELD, ask
 MIB, GIB = 1 << 20, 1 << 30
 NEEDED = ("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used")
 # An old driver may not know these.
-OPTIONAL = ("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending")
+OPTIONAL = (
+    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending"),
+    "compute_cap",
+)
 FIELDS = (*NEEDED, *OPTIONAL)
 # How nvidia-smi prints what a GPU does not have, or does not show in a container, without its brackets.
 ABSENT = ("N/A", "Not Supported", "Insufficient Permissions")
@@ -34,6 +37,7 @@ class Gpu:
     ecc_errors: int  # that could not be corrected, since the driver was loaded
     is_divided: bool = False  # by MIG
     is_worn: bool = False  # waits for a reset to replace faulty memory
+    capability: tuple[int, ...] = ()  # of its cores, such as 9 and 0; empty if it is not known
     unknown: tuple[str, ...] = ()  # fields of nvidia-smi that the driver is too old for
 
 
@@ -110,6 +114,7 @@ def read_gpus(text: str, fields: Sequence[str] = FIELDS) -> tuple[Gpu, ...]:
                 ecc_errors=int(errors) if errors.isdecimal() else 0,
                 is_divided=row.get("mig.mode.current") == "Enabled",
                 is_worn=row.get("remapped_rows.pending") in ("1", "Yes"),
+                capability=_capability(row.get("compute_cap", "")),
                 unknown=unknown,
             )
         )
@@ -118,6 +123,10 @@ def read_gpus(text: str, fields: Sequence[str] = FIELDS) -> tuple[Gpu, ...]:
 
 def _number(text: str) -> int:
     return 0 if text.strip("[]") in ABSENT else int(text)
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+\.\d+", text) else ()
 
 
 def short_bus(bus: str) -> str:
@@ -134,17 +143,13 @@ def read_instances(listing: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
             owner = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
         elif owner and (match := re.search(r"MIG (\S*?(\d+)gb\S*)\s.*UUID: (MIG-[^)]+)\)", line)):
             found.append(
-                Gpu(
+                replace(
+                    owner,
                     name=f"{owner.name}, instance {match[1]}",
                     uuid=match[3],
-                    index=owner.index,
-                    bus=owner.bus,
-                    driver=owner.driver,
                     total_bytes=int(int(match[2]) * GIB * MIG_SHARE),
                     used_bytes=0,
-                    ecc_errors=owner.ecc_errors,
-                    is_worn=owner.is_worn,
-                    unknown=owner.unknown,
+                    is_divided=False,
                 )
             )
     return tuple(found)

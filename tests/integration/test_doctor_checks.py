@@ -70,6 +70,16 @@ def test_a_check_that_raises_crashes_or_hangs_is_a_failure_with_its_fix_and_leav
     assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
 
 
+def test_on_a_gpu_triton_needs_the_headers_of_python(monkeypatch, tmp_path):
+    monkeypatch.setattr(stack.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert stack.compiler().verdict == "ok"
+    monkeypatch.setattr(stack, "count_gpus", lambda: 1)
+    finding = stack.compiler()
+    assert finding.verdict == "failed" and "Python.h" in finding.found and "python3-dev" in finding.fix
+    (tmp_path / "Python.h").touch()
+    assert stack.compiler().verdict == "ok"
+
+
 def test_compilers_that_are_missing_or_broken(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,5 +1,7 @@
 """What nvidia-smi, the kernel and libraries say about GPUs is read as it is printed, and each fault is named."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -231,15 +233,31 @@ def test_up_warns_of_faults_and_refuses_an_old_driver(monkeypatch, tmp_path):
     assert [part in one for part, one in zip(("ECC", "reset", "Xid 79"), said, strict=True)] == [True] * 3
     assert checks.driver().verdict == "failed" and checks.health().verdict == "warning"
     with pytest.raises(ConfigError, match=r"needs 580\.65\.06 or newer; update the driver, install a torch"):
-        checks.require_driver(config_of())
-    checks.require_driver(config_of(learner={"device": "cpu"}))
+        checks.require_usable_gpus(config_of())
+    checks.require_usable_gpus(config_of(learner={"device": "cpu"}))
     # CUDA's compatibility package, as a user or as the tools of containers install it.
     with monkeypatch.context() as patches:
         patches.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
-        checks.require_driver(config_of())
+        checks.require_usable_gpus(config_of())
         assert checks.driver().verdict == "ok"
     (tmp_path / "00-compat-123.conf").write_text("/usr/local/cuda/compat\n")
-    checks.require_driver(config_of())
+    checks.require_usable_gpus(config_of())
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [("7.5", True), ("8.0", False), ("12.0", False), ("[N/A]", False)]
+)
+def test_a_gpu_without_bfloat16_is_refused_for_it_alone(monkeypatch, tmp_path, capability, refused):
+    without_tools(monkeypatch, tmp_path, "0")
+    tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS.replace(' No', f' No, {capability}')}END")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with (
+        pytest.raises(ConfigError, match=r"capability 7\.5, .* set model\.dtype=float32")
+        if refused
+        else nullcontext()
+    ):
+        checks.require_usable_gpus(config_of())
+    checks.require_usable_gpus(config_of(model={"path": "m", "dtype": "float32"}))
 
 
 def test_another_order_of_cuda_is_named_where_gpus_have_no_uuid(monkeypatch, tmp_path):

@@ -19,6 +19,8 @@ from asyncrl.telemetry.text import data_size
 FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 # Xids that a faulty program causes, not a faulty GPU.
 PROGRAMS_XIDS = (13, 31, 43, 45)
+# The first compute capability with which vLLM runs bfloat16.
+AMPERE = (8, 0)
 # Other processes may have this much of a GPU: a desktop or a monitor has less.
 OTHERS_BYTES = 1 << 30
 LOG_S = 20.0
@@ -141,12 +143,21 @@ def attention() -> Finding:
     return fine(own if chosen == VARLEN else f"{chosen} of {version or 'flash-attn-3'}")
 
 
-def require_driver(config: Config) -> None:
-    """Raise ConfigError if the driver is too old for torch, DataError if the driver does not answer."""
+def require_usable_gpus(config: Config) -> None:
+    """Raise ConfigError if the driver is too old for torch or a GPU for `model.dtype`, DataError if the
+    driver does not answer."""
     if config.learner.device == "cpu" or not count_gpus() or not is_installed():
         return
-    if old := _driver_fault(visible_gpus()[0]):
+    gpus = visible_gpus()
+    if old := _driver_fault(gpus[0]):
         raise ConfigError(f"{old}; {DRIVER_CURE}")
+    for gpu in gpus:
+        if config.model.dtype == "bfloat16" and () < gpu.capability < AMPERE:
+            found = f"{gpu.name} has compute capability {'.'.join(map(str, gpu.capability))}"
+            raise ConfigError(
+                f"model.dtype is bfloat16, but {found}, and vLLM needs 8.0 (Ampere) for it; set "
+                "model.dtype=float32, or choose newer GPUs with CUDA_VISIBLE_DEVICES"
+            )
 
 
 def gpu_doubts(config: Config) -> Iterator[str]:

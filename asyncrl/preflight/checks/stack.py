@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -127,7 +128,13 @@ def reinstall(name: str) -> str:
 
 
 def compiler() -> Finding:
-    """Check that a program can be compiled and run: vLLM and Triton compile kernels when a model starts."""
+    """Check that a program can be compiled and run: vLLM and Triton compile kernels when a model starts.
+
+    With a GPU, Triton also compiles an extension of Python.
+    """
+    if count_gpus() and not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        cure = "apt-get install python3-dev (Debian, Ubuntu) or dnf install python3-devel"
+        return wrong("Python.h is missing, which Triton needs on a GPU", cure)
     installed = (path for name in ("g++", "clang++", "c++") if (path := shutil.which(name)))
     chosen = os.environ.get("CXX") or next(installed, None)
     if chosen is None:
