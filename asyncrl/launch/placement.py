@@ -16,8 +16,9 @@ from asyncrl.weights.base import choose_transport
 CPU_GENERATORS = 2
 # Shares of a GPU's memory that its generators divide: without and with the learner on that GPU.
 GENERATORS_SHARE, BESIDE_LEARNER_SHARE = 0.85, 0.4
-# What stays free on a GPU that is shared with the learner: vLLM starts only if its whole share is free.
-MARGIN = 0.02
+# What stays free on a GPU that is shared with the learner: vLLM starts only if its whole share is free beside
+# its CUDA context, which takes half a GiB.
+MARGIN = 0.03
 # By how much a sum of shares that make up a whole GPU may exceed 1.
 ROUNDING = 1e-9
 # Why MIG rules a setting out: CUDA shows each process one instance, and NCCL works with none.

@@ -332,7 +332,7 @@ def test_one_gpu_for_all_is_added_up(monkeypatch):
     config = load_config(Path("configs/gsm8k-qwen2.5-0.5b-1gpu.yaml"))
     one = replace(GPU, gpu_bytes=(80 * GIB,))
     plan = planned(config, QWEN, one)
-    share, spare = config.generator.gpu_memory_utilization or 0.4, int(0.02 * 80 * GIB)
+    share, spare = config.generator.gpu_memory_utilization or 0.4, int(0.03 * 80 * GIB)
     assert plan["GPU 0"] == plan["one rank"] + int(share * 80 * GIB) + spare
     (misfit,) = planned(config, QWEN, replace(GPU, gpu_bytes=(12 * GIB,))).misfits
     assert misfit.startswith("GPU 0: ") and "lower learner.tokens_per_microbatch" in misfit
