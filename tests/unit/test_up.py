@@ -133,7 +133,7 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     one = placement_of(config, 1)
     make = up.generator_maker(config, directory, "unix:///s", keys, learner=one.learner_seats)
     make(0, 1, ["learner"])
-    with pytest.raises(RunError, match=r"GPU 0, .* keep 58% for rank 0 of the learner, 40% for g0"):
+    with pytest.raises(RunError, match=r"GPU 0, .* keep 57% for rank 0 of the learner, 40% for g0"):
         make(1, 2, ["learner", "g0"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     make = up.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
