@@ -2,6 +2,7 @@
 Weights that arrive are the weights that were sent, or the engine does not sample."""
 
 import asyncio
+import os
 import re
 import shutil
 import signal
@@ -69,6 +70,14 @@ def assert_sampled_from(model, rollout, temperature=1.0):
         len(rollout.prompt_ids) - 1 :
     ]
     np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
+
+
+@tied
+def test_it_is_the_model_runner_that_is_expected(world):
+    """The newer one on a GPU, or with Triton's interpreter in place of a GPU."""
+    config = world[1]._llm.vllm_config
+    is_newer = os.environ.get("TRITON_INTERPRET") == "1"
+    assert config.use_v2_model_runner == bool(config.scheduler_config.async_scheduling) == is_newer
 
 
 @tied
@@ -336,8 +345,9 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         ready = await arriving
         # Nothing is loaded yet.
         np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)
-        across = asyncio.create_task(engine.sample([1, 300], 32, SPEC))
-        await asyncio.sleep(0.05)
+        across, before = asyncio.create_task(engine.sample([1, 300], 32, SPEC)), engine._sampled()
+        while engine._sampled() == before:
+            await asyncio.sleep(0.01)
         await engine.begin_update()
         await engine.receive(ready)
         await engine.finish_update(Weights(2))
