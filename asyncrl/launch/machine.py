@@ -51,8 +51,6 @@ def read_shape(model: ModelConfig, learner: LearnerConfig | None = None) -> Mode
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.deepspeed.kept import counted
-
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
@@ -62,4 +60,8 @@ def read_shape(model: ModelConfig, learner: LearnerConfig | None = None) -> Mode
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
     shape = ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))
-    return counted(shape, config, model, learner.gradient_checkpointing) if learner else shape
+    if learner is None:
+        return shape
+    from asyncrl.trainer.deepspeed.kept import counted  # slow to import, and a generator needs none of it
+
+    return counted(shape, config, model, learner.gradient_checkpointing)
