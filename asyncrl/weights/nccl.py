@@ -243,7 +243,10 @@ def main() -> None:
 
 
 def _serve(asking: socket.socket, do: Callable[[dict[str, Any]], None], *, says: bool) -> None:
-    """Carry out all requests; the answer is a failure or, with `says`, that it is done."""
+    """Carry out all requests; the answer is a failure or, with `says`, that it is done.
+
+    Raises SystemExit: the group failed, and no answer is allowed.
+    """
     with asking.makefile("rb") as requests:
         while True:
             request, answer = msgpack.unpackb(receive(requests)), {}
@@ -251,6 +254,11 @@ def _serve(asking: socket.socket, do: Callable[[dict[str, Any]], None], *, says:
                 do(request)
             except TransferError as error:
                 answer = {"failed": str(error)}
+            except RuntimeError as error:  # of the group, which carries nothing more
+                reason = str(error).partition("\n")[0]
+                if not says:  # the other end waits for tensors, not for an answer
+                    sys.exit(f"weights over nccl: {reason}; the next order starts another process")
+                answer = {"failed": reason}
             if says or answer:
                 asking.sendall(pack(answer))
 

@@ -177,6 +177,36 @@ def test_a_killed_process_is_a_failed_update_and_another_pair_brings_the_next(
     wait_until(lambda: all(len(found) == 1 for found in processes(publisher).values()))
 
 
+@pytest.mark.parametrize("dies", ["sends", "receives"])
+def test_who_loses_the_other_end_of_a_broadcast_says_so_in_one_line(publisher, host, dies, capfd):
+    staging = host().generator()
+    update(publisher, staging, 1)
+    (sends,), (receives,) = (processes(publisher)[role] for role in ("sends", "receives"))
+    publish(publisher, 2)
+    sends.suspend()
+
+    def cut_off():
+        time.sleep(0.5)
+        receives.suspend()  # it has asked
+        sends.resume()
+        time.sleep(0.5)  # it sends, and nothing receives
+        if dies == "receives":
+            receives.kill()
+        else:
+            sends.kill()
+            receives.resume()
+
+    threading.Thread(target=cut_off).start()
+    with pytest.raises(TransferError, match="weights over nccl") as refused:
+        staging.stage(publisher.order("g", "nccl"))
+    wait_until(lambda: not processes(publisher)["sends"])
+    assert "Traceback" not in (said := capfd.readouterr().err)
+    if dies == "receives":
+        assert "the next order starts another process" in said
+    else:
+        assert "onnection" in str(refused.value) and "\n" not in str(refused.value)  # Gloo's words
+
+
 @pytest.mark.parametrize("role", ["sends", "receives"])
 def test_a_stopped_process_costs_its_host_one_deadline_and_others_nothing(publisher, host, role):
     slow, well = host().generator(), host().generator()
