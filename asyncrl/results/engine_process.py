@@ -24,7 +24,8 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
-from asyncrl.launch.gpus import BY_BUS, resolve_device
+from asyncrl.launch.free_gpus import room_on_gpus
+from asyncrl.launch.gpus import BY_BUS, VARIABLE, resolve_device, visible_devices
 from asyncrl.launch.players import Players
 from asyncrl.processes import die_with_parent
 from asyncrl.supervisor import USER_ERROR
@@ -63,11 +64,15 @@ async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncI
     """Start rewards, environment and engine for the body."""
     from asyncrl.engine.vllm.engine import VLLMEngine
 
+    device = resolve_device(config)
+    gpus, generator = room_on_gpus(config)
+    if gpus:
+        os.environ[VARIABLE] = visible_devices(gpus)
     players = Players.of(config, config.run.root)
     try:
         await players.start(prompts)
         engine = await VLLMEngine.start(
-            config.model, config.generator, config.sampling, config.weights, device=resolve_device(config)
+            config.model, generator, config.sampling, config.weights, device=device
         )
         try:
             yield players.sampler(engine, prompts, name)

@@ -1,0 +1,80 @@
+"""An engine beside a run: it takes the GPUs with the most free memory, and no more of them than is free."""
+
+import os
+
+import pytest
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.engine.vllm.args import engine_args
+from asyncrl.errors import DataError
+from asyncrl.launch.free_gpus import room_on_gpus
+from asyncrl.launch.machine import read_shape
+from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
+from tests.support.gpu_tools import ROWS, tool
+from tests.support.whole_run import tiny_run
+
+TOTAL_MIB = 81559
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Call it with overrides and what is used of GPU 0 and 1, in MiB."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def make(*overrides, used=(4, 61234)):
+        rows = ROWS.replace("61234", str(used[1])).replace("81559, 4,", f"81559, {used[0]},", 1)
+        tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{rows}END")
+        return load_config(path, ["learner.device=auto", "generator.kv_cache_gib=null", *overrides])
+
+    with tiny_run(tmp_path) as path:
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("used", "gpu", "share"),
+    [
+        ((4, 61234), 0, 0.85),
+        ((61234, 4), 1, 0.85),
+        ((4, 4), 0, 0.85),
+        ((61234, 70000), 0, 0.97 - 61234 / TOTAL_MIB),
+    ],
+)
+def test_the_engine_takes_what_is_free_of_the_emptiest_gpu(config, used, gpu, share):
+    made = config(used=used)
+    gpus, generator = room_on_gpus(made)
+    assert gpus == [gpu]
+    assert generator.gpu_memory_utilization == pytest.approx(share)
+    allowed_bytes = int(generator.gpu_memory_utilization * (TOTAL_MIB << 20))
+    kv_bytes = generator_kv_bytes(read_shape(made.model), made.model, generator, allowed_bytes=allowed_bytes)
+    assert generator.kv_cache_gib * 2**30 == pytest.approx(kv_bytes)
+    arguments = engine_args(made.model, generator, made.sampling, made.weights, device="cuda")
+    assert arguments["gpu_memory_utilization"] == generator.gpu_memory_utilization
+    assert arguments["kv_cache_memory_bytes"] == pytest.approx(kv_bytes, abs=1)
+
+
+def test_two_gpus_hold_what_the_fuller_one_has_free(config):
+    gpus, generator = room_on_gpus(config("generator.tensor_parallel=2"))
+    assert gpus == [0, 1]
+    assert generator.gpu_memory_utilization == pytest.approx(0.97 - 61234 / TOTAL_MIB)
+
+
+def test_the_config_sets_upper_limits(config):
+    _, generator = room_on_gpus(config("generator.gpu_memory_utilization=0.5", "generator.kv_cache_gib=2"))
+    assert (generator.gpu_memory_utilization, generator.kv_cache_gib) == (0.5, 2)
+    _, generator = room_on_gpus(config("generator.gpu_memory_utilization=0.5", used=(61234, 61234)))
+    assert generator.gpu_memory_utilization == pytest.approx(0.97 - 61234 / TOTAL_MIB)
+
+
+def test_a_cpu_has_no_shares(config):
+    made = config("learner.device=cpu")
+    assert room_on_gpus(made) == ([], made.generator)
+
+
+def test_too_little_is_refused_before_anything_is_loaded(config):
+    with pytest.raises(DataError, match=r"the engine needs .* of GPU 1 may be used; end other programs"):
+        room_on_gpus(config(used=(80000, 79000)))
+    with pytest.raises(DataError, match=r"sees 2 GPUs; add generator\.tensor_parallel=2"):
+        room_on_gpus(config("generator.tensor_parallel=4"))
