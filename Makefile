@@ -13,6 +13,6 @@ test-all:
 install:
 	bash deploy/install.sh
 
-# Measures this machine's GPUs in 5 to 8 minutes: docs/gpu.md.
+# Measures this machine's GPUs in 5 to 10 minutes: docs/gpu.md.
 gpu-check:
 	.venv/bin/asyncrl doctor --gpu

@@ -34,7 +34,7 @@ def doctor(
     words: MaybeWords = None,
     config: ConfigOption = None,
     as_json: Json = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the GPUs instead, in 5 to 8 minutes.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the GPUs instead, in 5 to 10 minutes.")] = False,
     device: Annotated[
         str, typer.Option(help="With --gpu: cuda, or cpu for a rehearsal of a minute or two.")
     ] = "cuda",

@@ -21,7 +21,8 @@ from asyncrl.run.directory import RunDirectory
 STEPS = 20
 WARM_STEPS = 2  # not counted
 RUN = "loop"
-MOST_STALLED = 0.01
+# An update may pause an engine for a tenth of a second (`allowed_time`), and a step takes about two.
+MOST_STALLED = 0.05
 MOST_BACK_S = 180.0  # as an engine's start
 POLL_S = 0.2
 # Sizes of the task; a GPU has 0.5B parameters to work on, the rehearsal 0.1M.
