@@ -245,7 +245,7 @@ def main() -> None:
 def _serve(asking: socket.socket, do: Callable[[dict[str, Any]], None], *, says: bool) -> None:
     """Carry out all requests; the answer is a failure or, with `says`, that it is done.
 
-    Raises SystemExit: the group failed, and no answer is allowed.
+    Without `says`, the process ends if the group fails.
     """
     with asking.makefile("rb") as requests:
         while True:
@@ -257,7 +257,9 @@ def _serve(asking: socket.socket, do: Callable[[dict[str, Any]], None], *, says:
             except RuntimeError as error:  # of the group, which carries nothing more
                 reason = str(error).partition("\n")[0]
                 if not says:  # the other end waits for tensors, not for an answer
-                    sys.exit(f"weights over nccl: {reason}; the next order starts another process")
+                    sys.stderr.write(f"weights over nccl: {reason}; the next order starts another process\n")
+                    sys.stderr.flush()
+                    os._exit(1)  # Gloo's threads would abort a process that ends under them
                 answer = {"failed": reason}
             if says or answer:
                 asking.sendall(pack(answer))

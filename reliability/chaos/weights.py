@@ -58,7 +58,7 @@ from asyncrl.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket
-from asyncrl.weights import layout, staging, stream
+from asyncrl.weights import layout, nccl, staging, stream
 from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder
 from asyncrl.weights.publisher import SlotPublisher
@@ -656,12 +656,17 @@ def parted(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
         struck[f"{end} {what}{'' if lost else ', no update failed'}"] += 1
         back_s.setdefault(what, []).append(time.monotonic() - started_s)
 
-    def unpaired() -> int:
+    unpaired = 0
+
+    def all_are_paired() -> bool:
+        nonlocal unpaired
         pairs = [pairs_of(os.getpid(), member.process.pid) for member in everyone]
-        return len(ends_of(os.getpid())) - sum(map(len, pairs))
+        unpaired = len(ends_of(os.getpid())) - sum(map(len, pairs))
+        return unpaired == 0
 
     with suppress(AssertionError):  # then the result says how many are left
-        learner.wait_for(lambda: unpaired() == 0, "end of the processes whose other end has gone", DEADLINE_S)
+        # A pair that starts has no group yet: it waits for a process that was killed.
+        learner.wait_for(all_are_paired, "end of the processes whose other end has gone", nccl.START_S)
     return {
         "injected": dict(struck),
         "failed_updates": failed,
@@ -671,7 +676,7 @@ def parted(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
         "tokens": sum(member.tokens for member in everyone),
         "mixed_tokens": sum(member.mixed for member in everyone),
         "wrong_weights": sum(member.counts["wrong"] for member in everyone),
-        "processes_without_a_pair": unpaired(),
+        "processes_without_a_pair": unpaired,
         "back_after_ms": {kind: spread(seconds) for kind, seconds in back_s.items()},
     }
 

@@ -20,7 +20,7 @@ from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler
-from asyncrl.errors import EngineError, TransferError
+from asyncrl.errors import ConfigError, EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
@@ -466,3 +466,13 @@ def test_a_wrong_tensor_is_named_and_never_sampled(world, transport, spoilt, tmp
     assert engine.weights.version == 1  # it is verified before the pause
     runner.run(apply(engine, disk_order(3, new, tmp_path)))
     assert_same_weights(runner, engine, new)
+
+
+def test_arguments_that_vllm_does_not_know_are_mistakes_of_the_config_and_others_may_pass(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"generator\.vllm: cache_dtype: .*'auto'.*, found 'fp9'"),
+        running_engine(STORIES, vllm={"kv_cache_dtype": "fp9"}),
+    ):
+        pass
+    with pytest.raises(EngineError, match=f"model '{tmp_path}' on cpu: "), running_engine(tmp_path):
+        pass  # its files may come later

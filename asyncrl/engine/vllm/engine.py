@@ -14,12 +14,13 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import psutil
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import Device, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
-from asyncrl.errors import EngineError, ResultError, TransferError
+from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
@@ -33,6 +34,8 @@ _CLOSE_S = 5.0
 _POLL_S = 0.2
 # Updates in a row without an answer after which the engine counts as stuck: further ones would queue behind.
 _UNANSWERED = 2
+# How pydantic calls what is no wrong type or unknown value, such as a model that could not be fetched.
+_OTHER = "value_error"
 
 
 class VLLMEngine:
@@ -68,9 +71,13 @@ class VLLMEngine:
         *,
         device: Device,
     ) -> Self:
-        """Load the model as version 0; blocks the loop for about half a minute. Raises EngineError.
+        """Load the model as version 0; blocks the loop for about half a minute.
 
         Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
+
+        Raises:
+            ConfigError: vLLM does not know the type or value of an argument, such as one of `generator.vllm`.
+            EngineError: vLLM did not start.
         """
         set_environment(generator, weights, device=device)
         from vllm import AsyncEngineArgs
@@ -84,6 +91,17 @@ class VLLMEngine:
                 deadline_s=weights.deadline_s,
                 recompute_kv=generator.recompute_kv,
             )
+        except ValidationError as error:
+            wrong = [
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}, found {each['input']!r}"
+                for each in error.errors()
+                if each["type"] != _OTHER
+            ]
+            if wrong:
+                text = f"vLLM refuses its arguments; correct generator.vllm: {'; '.join(wrong)}"
+                raise ConfigError(text) from error
+            text = "; ".join(each["msg"] for each in error.errors())
+            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {text}") from error
         except Exception as error:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
         labelled = engine._llm.update_weight_version(label(engine._weights))
