@@ -1,4 +1,4 @@
-"""Finds room on the GPUs for the engine of a command, beside a run or other programs."""
+"""Finds room on the GPUs for the engine of a command, next to a run or other programs."""
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import GeneratorConfig

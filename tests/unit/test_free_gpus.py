@@ -1,4 +1,4 @@
-"""An engine beside a run: it takes the GPUs with the most free memory, and no more of them than is free."""
+"""An engine next to a run: it takes the GPUs with the most free memory, and no more of them than is free."""
 
 import os
 
