@@ -148,7 +148,8 @@ def _other_campaigns(found: Mapping[str, Any]) -> Iterator[str]:
             f"{longest:.1f} |"
         )
     if "weights" in found:
-        runs = [*found["weights"].get("stricken", ()), *found["weights"].get("aborted", ())]
+        kinds = ("stricken", "parted", "aborted")
+        runs = [run for kind in kinds for run in found["weights"].get(kind, ())]
         count = sum(sum(run.get("injected", {}).values()) or run["failed_updates"] for run in runs)
         words = "a receiver killed or stopped in an update of weights, or cut off"
         yield f"| {words} | {count:,} | | | {_sum(runs, 'learner_errors')} | |"

@@ -61,7 +61,7 @@ def _weights_faults(
         what = f"receiver killed ({killed}) or stopped ({stopped}) in the middle of an update"
         yield _row(what, transport, killed + stopped, 100, stricken, "failed_updates_of_the_others")
     if parted:
-        strikes = sum(sum(run["injected"].values()) - run["injected"].get("gone before", 0) for run in parted)
+        strikes = sum(sum(run["injected"].values()) for run in parted)
         failed = _sum(parted, "failed_updates")
         what = f"process of a pair stopped, and then killed, left or continued ({failed} updates failed)"
         yield _row(what, transport, strikes, 100, parted, "failed_updates_of_the_others")

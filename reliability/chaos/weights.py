@@ -647,7 +647,6 @@ def parted(learner: Learner, injections: int, until_s: float) -> dict[str, Any]:
                 learner.listen()
             ENDINGS[what](pair, end)
         except psutil.NoSuchProcess:  # a generator that found the version of the other has ended its pair
-            struck["gone before"] += 1
             continue
         for member in sick:
             learner.wait_until_more(member, "applied")
