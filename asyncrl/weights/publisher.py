@@ -124,6 +124,7 @@ class SlotPublisher:
         self._published.result()  # its slot could be taken; the checksums of a version take milliseconds
         with self._lock:
             slot = self._slots.begin()
+        slot.prepare()
         self._fill(slot, tensors)
         copied = None
         if slot.buffer.is_cuda:
@@ -215,7 +216,7 @@ class SlotPublisher:
         try:
             with self._lock:
                 slot = place.begin()
-            slot.reserve()
+            slot.prepare()
             with torch.cuda.stream(self._for_copies):
                 slot.buffer.copy_(newest.slot.buffer)
         except (OSError, RuntimeError) as error:

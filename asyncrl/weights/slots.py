@@ -10,6 +10,8 @@ it has loaded has loaded one whole version, however slow it was.
 """
 
 import contextlib
+import ctypes
+import logging
 import mmap
 import os
 import secrets
@@ -24,9 +26,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from asyncrl.errors import TransferError
+from asyncrl.errors import ConfigError, TransferError
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout
+
+log = logging.getLogger(__name__)
 
 STAMP = struct.Struct("<Q")
 _MADV_POPULATE_READ = 22  # Linux 5.14: maps all pages in one call, ten times as fast as one fault for each
@@ -35,8 +39,8 @@ _MOST_ON_A_GPU = 2
 # A generator usually reads two in turn. A file that is kept holds its memory, even if its learner has ended.
 _MOST_KEPT = 2
 # Positions among the arguments of torch's `rebuild_cuda_tensor`: of the tensor class, the storage class and
-# the dtype; of the device; of the handle, which stands for a whole allocation, and of the place in that.
-_CLASSES, _DEVICE, _HANDLE, _PLACE = (0, 4, 5), 6, 7, 9
+# the dtype; of the device.
+_CLASSES, _DEVICE = (0, 4, 5), 6
 # Whether the reader waits for an event of the learner's GPU, which it may not see.
 _WAITS = 14
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
@@ -54,10 +58,16 @@ class Slot:
     _path: str = ""
     _stamp_at: int = 0
     _exported: list[Any] | None = None
+    _is_memory: bool = False  # of the host, as a file without a name
+    _is_prepared: bool = False
 
     @classmethod
     def create(cls, size_bytes: int, device: str = "cpu", directory: Path | None = None) -> Self:
-        """Allocate a slot of zeros on "cpu" or "cuda", or in a new file of `directory`. Raises OSError."""
+        """Make a slot of zeros on "cpu" or "cuda", or in a new file of `directory`.
+
+        On "cuda" the memory is allocated, elsewhere `prepare` does that. Raises OSError; ConfigError if no
+        other process can map this GPU's memory.
+        """
         if directory is None:
             file = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{file}"
@@ -69,17 +79,20 @@ class Slot:
             os.ftruncate(file, size_bytes + STAMP.size)
             memory = mmap.mmap(file, size_bytes + STAMP.size)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
-            if directory is None:
-                register(buffer)
-            return cls(buffer, file=file, _path=path, _stamp_at=size_bytes)
+            return cls(buffer, file=file, _path=path, _stamp_at=size_bytes, _is_memory=directory is None)
         os.ftruncate(file, STAMP.size)
         with _mappable_memory():
             buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
-    def reserve(self) -> None:
-        """Raise OSError if there is no room for a slot on the host: a write to mapped memory could not."""
-        os.posix_fallocate(self.file, 0, self._stamp_at + STAMP.size)
+    def prepare(self) -> None:
+        """Allocate memory of the host or disk before the first write, which takes seconds. Raises OSError,
+        as a write to mapped memory could not."""
+        if self._exported is None and not self._is_prepared:
+            os.posix_fallocate(self.file, 0, self._stamp_at + STAMP.size)
+            if self._is_memory:
+                register(self.buffer)
+            self._is_prepared = True
 
     def begin(self) -> None:
         """Say that the content is about to change. Its readers will notice, and are no longer counted."""
@@ -111,10 +124,12 @@ class Slots:
     """
 
     def __init__(self, size_bytes: int, device: str = "cpu", directory: Path | None = None) -> None:
-        """Slots of "cuda", of "cpu", or in files of `directory`."""
+        """Slots of "cuda", of "cpu", or in files of `directory`. Raises ConfigError, see `Slot.create`."""
         self.newest: Published | None = None
         self._size_bytes, self._device, self._directory = size_bytes, device, directory
-        self._slots: list[Slot] = []
+        # Both of a GPU at once, before the training divides its memory.
+        count = _MOST_ON_A_GPU if device == "cuda" else 0
+        self._slots = [Slot.create(size_bytes, device) for _ in range(count)]
 
     @property
     def readers(self) -> int:
@@ -125,7 +140,7 @@ class Slots:
         or the oldest. Raises OSError."""
         newest = self.newest.slot if self.newest else None
         free = [slot for slot in self._slots if not slot.readers]
-        if not free and (self._device == "cpu" or len(self._slots) < _MOST_ON_A_GPU):
+        if not free and self._device == "cpu":
             free = [Slot.create(self._size_bytes, self._device, self._directory)]
             self._slots += free
         slot = min(free or self._slots, key=lambda slot: slot is newest)
@@ -220,7 +235,7 @@ def open_slot(
             "or of another user; set weights.transport=disk, or control.bind"
         ) from error
     if exported is not None:
-        slot = OpenSlot(_mapped(exported, device, path.split("/")[2]), file, 0, stamp)
+        slot = OpenSlot(_import(exported, device), file, 0, stamp)
     else:
         buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
         slot = OpenSlot(buffer, file, size_bytes, stamp)
@@ -256,27 +271,43 @@ def _kept_buffer(file: int, size_bytes: int) -> Tensor:
 
 def _registered(file: int, size_bytes: int) -> Tensor:
     """The file's memory for copies to a GPU; nothing can write to it. CUDA would copy private pages."""
-    memory = mmap.mmap(file, max(size_bytes, 1), access=mmap.ACCESS_READ)
+    size_bytes = max(size_bytes, 1)
+    # Not every system registers memory that was mapped for reading.
+    with contextlib.suppress(OSError), open(f"/proc/self/fd/{file}", "r+b", buffering=0) as writable:
+        buffer = torch.frombuffer(mmap.mmap(writable.fileno(), size_bytes), dtype=torch.uint8)
+        if register(buffer):
+            _protect(buffer)
+            return buffer
+    memory = mmap.mmap(file, size_bytes, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is read-only
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
-    register(buffer, _READ_ONLY)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    if not register(buffer, _READ_ONLY):
+        log.warning("CUDA registers no memory of this host: weights are loaded several times as slowly")
     return buffer
 
 
-def register(buffer: Tensor, flags: int = 0) -> None:
+def _protect(buffer: Tensor) -> None:
+    """Let writes of this process to a mapped file fail. Raises OSError."""
+    address = ctypes.c_void_p(buffer.data_ptr())
+    if ctypes.CDLL(None, use_errno=True).mprotect(address, ctypes.c_size_t(buffer.nbytes), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def register(buffer: Tensor, flags: int = 0) -> bool:
     """Let the GPU copy between its memory and this memory of the host by itself, several times as fast.
 
-    Without effect if this process uses no GPU, or if the system does not allow it.
+    Returns whether it can. Without effect if this process uses no GPU, or if the system does not allow it.
     """
     if not _uses_a_gpu():
-        return
+        return False
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, flags)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-        return
+        return True
     with contextlib.suppress(RuntimeError):  # otherwise the next kernel would report this error
         torch.zeros(1, device="cuda")
+    return False
 
 
 def _uses_a_gpu() -> bool:
@@ -299,11 +330,16 @@ def _mappable_memory() -> Iterator[None]:
 
 
 def _export(buffer: Tensor) -> list[Any]:
-    """The arguments of torch's `rebuild_cuda_tensor` as plain values."""
+    """The arguments of torch's `rebuild_cuda_tensor` as plain values. Raises ConfigError."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.cuda.synchronize()  # so that no reader has to wait for an event
-    arguments = reduce_tensor(buffer)[1]  # type: ignore[no-untyped-call]
+    try:
+        arguments = reduce_tensor(buffer)[1]  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # WSL2, some virtual GPUs, the allocator cudaMallocAsync
+        raise ConfigError(
+            f"weights.slots: no other process can map memory of this GPU ({error}); set weights.slots=host"
+        ) from error
     exported = [
         None if position in _CLASSES else list(value) if isinstance(value, tuple) else value
         for position, value in enumerate(arguments)
@@ -312,24 +348,11 @@ def _export(buffer: Tensor) -> list[Any]:
     return exported
 
 
-# GPU memory of one learner, by handle and place: each of its slots is mapped once. A mapping keeps the memory
-# of a learner that has ended, so a new learner's process id drops all of them.
-_mappings: dict[str, dict[tuple[bytes, int], Tensor]] = {}
-
-
-def _mapped(exported: list[Any], device: int | None, learner: str) -> Tensor:
-    """The tensor that `_export` describes, in this process's `device`."""
-    if learner not in _mappings:
-        _mappings.clear()
-    buffers = _mappings.setdefault(learner, {})
-    key = bytes(exported[_HANDLE]), int(exported[_PLACE])
-    if key not in buffers:
-        buffers[key] = _import(exported, device)
-    return buffers[key]
-
-
 def _import(exported: list[Any], device: int | None) -> Tensor:
-    """The tensor of `_export`, mapped into this process's `device`."""
+    """The tensor of `_export`, mapped into this process's `device` for as long as it is used.
+
+    A mapping that is kept would keep the memory of a learner that has ended from the next one.
+    """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     arguments = [tuple(value) if isinstance(value, list) else value for value in exported]

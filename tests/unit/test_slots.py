@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
 
-from asyncrl.errors import TransferError
+from asyncrl.errors import ConfigError, TransferError
 from asyncrl.weights import publisher as publisher_module
 from asyncrl.weights import slots
 from asyncrl.weights.base import TensorSpec, UpdateOrder
@@ -41,7 +43,6 @@ def device(request, monkeypatch):
 
         monkeypatch.setattr(slots, "_export", export)
         monkeypatch.setattr(slots, "_import", lambda exported, device: _shared[exported[9]])
-        slots._mappings.clear()
         _shared.clear()
     return request.param
 
@@ -199,8 +200,14 @@ def test_files_have_the_newest_version_and_are_kept_for_their_readers(publisher,
 
 def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatch):
     """Otherwise the newest version would have been copied never."""
-    may_copy, copy = Event(), Slot.reserve
-    monkeypatch.setattr(Slot, "reserve", lambda slot: may_copy.wait(30) and copy(slot))
+    may_copy, prepare = Event(), Slot.prepare
+
+    def prepare_late(slot):
+        if not slot._path.startswith("/proc"):
+            may_copy.wait(30)
+        prepare(slot)
+
+    monkeypatch.setattr(Slot, "prepare", prepare_late)
     publish(publisher, 1)
     assert publisher.order("a", "disk") is None
     publish(publisher, 2)
@@ -347,14 +354,16 @@ def test_the_memory_of_a_gpu_slot_is_in_no_expandable_segment(variables, calls, 
 
 
 class Runtime:
-    """In place of CUDA's: what is registered."""
+    """In place of CUDA's: what is registered. It refuses the flags in `refused`."""
 
-    def __init__(self, status=0):
-        self.registered, self._status = {}, status
+    def __init__(self):
+        self.registered, self.refused = {}, ()
 
     def cudaHostRegister(self, address, size_bytes, flags):
+        if flags in self.refused:
+            return 801
         self.registered[address] = (size_bytes, flags)
-        return self._status
+        return 0
 
     def cudaHostUnregister(self, address):
         del self.registered[address]
@@ -368,11 +377,27 @@ def runtime(monkeypatch):
     return made
 
 
-def test_memory_that_a_gpu_copies_is_registered_for_as_long_as_it_is_mapped(runtime, monkeypatch):
+def rights(address):
+    """As the kernel writes them: `rw-s`."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(place, 16) for place in line.partition(" ")[0].split("-"))
+        if begin <= address < end:
+            return line.split()[1]
+    raise AssertionError(f"{address} is not mapped")
+
+
+@pytest.mark.parametrize(("refused", "flags"), [((), 0), ((0,), 8)])
+def test_memory_that_a_gpu_copies_is_registered_for_as_long_as_it_is_mapped(
+    runtime, monkeypatch, refused, flags
+):
+    """And nothing can write to it. Not every system registers it in each way."""
     monkeypatch.setattr(slots, "_kept", {})
     made = [Slot.create(8192) for _ in range(3)]
+    for _ in range(2):
+        for slot in made:
+            slot.prepare()
     assert [size for size, _ in runtime.registered.values()] == [8192] * 3
-    before = set(runtime.registered)
+    before, runtime.refused = set(runtime.registered), refused
     for version, slot in enumerate(made, 1):
         slot.buffer.fill_(version)
         slot.complete(version)
@@ -380,11 +405,12 @@ def test_memory_that_a_gpu_copies_is_registered_for_as_long_as_it_is_mapped(runt
         assert set(opened.buffer.unique().tolist()) == {version}
         del opened
         mine = {address: what for address, what in runtime.registered.items() if address not in before}
-        assert list(mine.values()) == [(8192, 8)] * min(version, 2)  # read-only
+        assert list(mine.values()) == [(8192, flags)] * min(version, 2)
+        assert {rights(address) for address in mine} == {"r--s"}
 
 
-def test_memory_that_cannot_be_registered_is_used_all_the_same(runtime, monkeypatch):
-    runtime._status, zeros, launched = 1, torch.zeros, []
+def test_memory_that_cannot_be_registered_is_used_all_the_same(runtime, monkeypatch, caplog):
+    runtime.refused, zeros, launched = (0, 8), torch.zeros, []
 
     def launch(*sizes, device="cpu", **others):
         if device == "cuda":
@@ -394,18 +420,37 @@ def test_memory_that_cannot_be_registered_is_used_all_the_same(runtime, monkeypa
 
     monkeypatch.setattr(torch, "zeros", launch)
     slot = Slot.create(8192)
+    slot.prepare()
     slot.complete(1)
     assert open_slot(slot.describe(), 8192, device=0, keep=True).buffer.sum() == 0
-    assert launched == [(1,), (1,)]
+    assert launched == [(1,)] * 3 and "several times as slowly" in caplog.text
 
 
-def test_a_new_learner_drops_the_mappings_of_the_one_before(monkeypatch):
-    monkeypatch.setattr(slots, "_import", lambda exported, device: torch.zeros(1))
-    for learner in ("5", "5", "6"):
-        for handle in (b"a", bytes([int(learner)])):
-            slots._mapped([*[None] * 7, handle, 1, 64], 0, learner)
-    (learner, mapped), *others = slots._mappings.items()
-    assert (learner, set(mapped), others) == ("6", {(b"a", 64), (b"\x06", 64)}, [])
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_reader_keeps_no_memory_of_the_learners_gpu(device, monkeypatch):
+    """The learner may end, and the next one needs that memory before its first version."""
+    imported = []
+
+    def map_again(exported, device):
+        imported.append(weakref.ref(found := torch.empty(64, dtype=torch.uint8)))
+        return found
+
+    monkeypatch.setattr(slots, "_import", map_again)
+    slot = Slot.create(64, "cuda")
+    slot.complete(1)
+    for _ in range(2):
+        open_slot(slot.describe(), 64, device=0, keep=True).require_unchanged()
+    assert [each() for each in imported] == [None, None]
+
+
+def test_a_gpu_whose_memory_no_other_process_can_map_is_a_mistake_of_the_config(monkeypatch):
+    def refuse(tensor):
+        raise RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
+
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(ConfigError, match=r"shareIpcHandle\); set weights\.slots=host"):
+        slots._export(torch.zeros(1))
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 4096, (1 << 24) + 9])

@@ -49,13 +49,8 @@ def test_an_exported_slot_is_the_same_after_the_wire(monkeypatch):
 def test_the_classes_and_the_device_stand_where_torch_wants_them():
     parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert [parameters[position] for position in slots._CLASSES] == ["tensor_cls", "storage_cls", "dtype"]
-    places = [slots._DEVICE, slots._HANDLE, slots._PLACE, slots._WAITS]
-    assert [parameters[position] for position in places] == [
-        "storage_device",
-        "storage_handle",
-        "storage_offset_bytes",
-        "event_sync_required",
-    ]
+    places = [slots._DEVICE, slots._WAITS]
+    assert [parameters[position] for position in places] == ["storage_device", "event_sync_required"]
 
 
 def test_an_order_for_a_model_with_every_expert_by_itself_fits_the_wire():
