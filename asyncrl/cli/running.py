@@ -32,18 +32,21 @@ def _run(
     from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.fit import require_fit
+    from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
     from asyncrl.preflight.validate import validated_config
 
     checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
     require_device(checked)
     require_usable_gpus(checked)
-    estimated = require_fit(checked, generators=generators)
-    found = (*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked), *estimated)
+    placed = with_slots(checked, generators=generators)
+    found = [*doubts(checked, file, overrides, generators=generators), *gpu_doubts(checked)]
+    found += [HOST_SLOTS] * (placed != checked)
+    found += require_fit(placed, generators=generators)
     for doubt in found:
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here
 
-    raise typer.Exit(run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key))
+    raise typer.Exit(run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key))
 
 
 @app.command()

@@ -24,9 +24,8 @@ from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.launch.environment import RUN_VARIABLE, child_environment
 from asyncrl.launch.family import family
 from asyncrl.launch.gpus import count_gpus
-from asyncrl.launch.nvidia import can_read
 from asyncrl.launch.own_store import KeptStore, own_store
-from asyncrl.launch.placement import Placement, Seat, overfull, place_slots, placement_of
+from asyncrl.launch.placement import Placement, Seat, overfull, placement_of
 from asyncrl.launch.ranks import workers_of
 from asyncrl.launch.standby import FLAG as STANDBY
 from asyncrl.launch.standby import MEMORY_SHARE
@@ -79,7 +78,6 @@ def started(
     """
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     placement = placement_of(config, count_gpus(), generators=None if generators else 0)
-    config = with_slots(config, placement)
     with ExitStack() as stack:
         keys = stack.enter_context(_claimed(config, directory, may_fail, saved, fresh=fresh))
         members = stack.enter_context(family())
@@ -147,17 +145,6 @@ def _claimed(
         with may_fail("removal of old Prometheus targets"):
             directory.forget_targets()
         yield directory.keys()
-
-
-def with_slots(config: Config, placement: Placement) -> Config:
-    """Return the config with the slots in memory of the host, if `auto` means that here."""
-    if config.weights.slots != "auto" or place_slots(config, placement, can_read) == "gpu":
-        return config
-    log.warning(
-        "versions are published in memory of the host (weights.slots: host), because a generator's GPU "
-        "cannot read the learner's"
-    )
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"slots": "host"})})
 
 
 def limits_of(config: Config) -> Limits:

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import DataError
@@ -64,18 +64,23 @@ def all_gpus() -> tuple[Gpu, ...]:
             return read_gpus(rows, fields)
 
 
-def can_read(reader: int, source: int) -> bool | None:
-    """Return whether one of our GPUs can read another one's memory; None if nvidia-smi does not say."""
+def peer_reads(readers: Collection[int], source: int) -> dict[int, bool | None]:
+    """Return which of our GPUs can read the memory of another one; None if nvidia-smi does not say."""
     try:
-        one, other = (visible_gpus()[index] for index in (reader, source))
+        gpus, peers = visible_gpus(), read_peers(ask("topo", "-p2p", "r"))
+    except DataError:
+        return dict.fromkeys(readers)
+
+    def can_read(reader: int) -> bool | None:
+        one, other = gpus[reader], gpus[source]
         if one.uuid == other.uuid:
             return True
         if INSTANCE in one.uuid + other.uuid:  # CUDA lets no instance read another one
             return False
-        found = read_peers(ask("topo", "-p2p", "r")).get((one.index, other.index))
-    except (DataError, IndexError):
-        return None
-    return None if found is None else found == "OK"
+        found = peers.get((one.index, other.index))
+        return None if found is None else found == "OK"
+
+    return {reader: can_read(reader) for reader in readers}
 
 
 def read_peers(matrix: str) -> dict[tuple[int, int], str]:

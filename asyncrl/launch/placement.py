@@ -5,7 +5,7 @@ enough for its tensor parallelism; else it shares the learner's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -150,16 +150,16 @@ def placement_of(
 
 
 def place_slots(
-    config: Config, placement: Placement, can_read: Callable[[int, int], bool | None]
+    config: Config, placement: Placement, reads: Callable[[Collection[int], int], Mapping[int, bool | None]]
 ) -> Literal["gpu", "host"]:
-    """Return what `weights.slots` means. `can_read` says whether a GPU can read another one's memory."""
+    """Return what `weights.slots` means. `reads` says which GPUs can read the memory of another one."""
     if config.weights.slots != "auto":
         return config.weights.slots
     if config.weights.transport not in ("auto", "slot") or config.control.bind or not placement.learner_gpus:
         return "gpu"
     source = placement.learner_gpus[0]
     readers = {gpu for seat in placement.generators for gpu in seat.gpus} - {source}
-    return "host" if any(can_read(gpu, source) is False for gpu in sorted(readers)) else "gpu"
+    return "host" if readers and False in reads(readers, source).values() else "gpu"
 
 
 def overfull(seat: Seat, others: Mapping[str, Seat]) -> str:

@@ -16,6 +16,7 @@ from asyncrl.launch.placement import GENERATORS_SHARE, Placement, placement_of
 from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.gpu_use import RECEIVER, SENDER, GpuUse, full_gpu, gpu_uses
+from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
 from asyncrl.preflight.validate import validated_config
 from asyncrl.telemetry.text import data_size
 from asyncrl.trainer.deepspeed.memory_use import (
@@ -90,9 +91,10 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
         rows = len(load_rows(config.data.train, config.data.split))
     except DataError:
         rows = None
-    shape = read_shape(config.model, config.learner)
-    plan = forecast(config, shape, this_machine(config.learner.device), rows=rows)
-    return replace(plan, warnings=(*doubts(config, config_path, overrides), *plan.warnings))
+    shape, placed = read_shape(config.model, config.learner), with_slots(config)
+    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows)
+    found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
+    return replace(plan, warnings=(*found, *plan.warnings))
 
 
 def forecast(

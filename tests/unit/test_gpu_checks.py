@@ -13,8 +13,8 @@ from asyncrl.launch.nvidia import (
     GIB,
     MIB,
     OPTIONAL,
-    can_read,
     choose,
+    peer_reads,
     read_gpus,
     read_instances,
     visible_gpus,
@@ -92,7 +92,7 @@ def test_no_instance_reads_the_memory_of_another_one(monkeypatch, tmp_path):
     without_tools(monkeypatch, tmp_path, "MIG-7c9b8a52,MIG-0f1e2d3c")
     rows = f"/bin/cat <<'END'\n{ROWS}END"
     tool(tmp_path, "nvidia-smi", f"[ $1 = -L ] && exec /bin/cat <<'END'\n{LISTING}END\n{rows}")
-    assert [can_read(reader, 0) for reader in (0, 1)] == [True, False]
+    assert peer_reads([0, 1], 0) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("known", [0, 1, 2])

@@ -35,8 +35,8 @@ Legend:
         ("0,1", 0, 0, True),
         ("0,1", 1, 0, True),
         ("1,0", 1, 0, True),
+        ("GPU-9,0", 1, 1, None),  # nvidia-smi shows no such GPU
         ("0,1,2", 2, 0, None),  # divided by MIG, and no instance is named
-        ("0,1", 2, 0, None),
     ],
 )
 def test_which_gpu_reads_which(monkeypatch, tmp_path, visible, reader, source, expected):
@@ -48,7 +48,18 @@ def test_which_gpu_reads_which(monkeypatch, tmp_path, visible, reader, source, e
         "nvidia-smi",
         f"[ $1 = topo ] && exec /bin/cat {tmp_path}/matrix; exec /bin/cat {tmp_path}/rows",
     )
-    assert nvidia.can_read(reader, source) is expected
+    assert nvidia.peer_reads([reader], source) == {reader: expected}
+
+
+def test_a_gpu_of_another_chipset_cannot_be_read(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "2,0,1")
+    (tmp_path / "rows").write_text(ROWS.replace("Enabled", "Disabled"))
+    (tmp_path / "matrix").write_text(MATRIX)
+    count = f"echo >> {tmp_path}/asked; [ $1 = topo ] && exec /bin/cat {tmp_path}/matrix"
+    tool(tmp_path, "nvidia-smi", f"{count}; exec /bin/cat {tmp_path}/rows")
+    assert nvidia.peer_reads([0, 1, 2], 0) == {0: True, 1: False, 2: False}
+    assert nvidia.peer_reads([2], 1) == {2: True}
+    assert len((tmp_path / "asked").read_text()) == 4
 
 
 def test_gpus_without_peer_access_cannot_read_each_other():

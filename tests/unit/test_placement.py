@@ -229,9 +229,9 @@ def test_generators_on_other_hosts_are_not_judged_by_the_learner_s_gpus():
 def test_versions_are_published_where_every_generator_can_read_them(gpus, changes, peers, expected):
     """`peers` are the pairs of GPUs that read each other's memory; None: it is not known."""
     config = config_of(**changes)
-    found = place_slots(
-        config,
-        placement_of(config, gpus),
-        lambda reader, source: None if peers is None else (source, reader) in peers,
-    )
-    assert found == expected
+
+    def reads(readers, source):
+        assert readers, "nvidia-smi is asked for nothing"
+        return {reader: None if peers is None else (source, reader) in peers for reader in readers}
+
+    assert place_slots(config, placement_of(config, gpus), reads) == expected

@@ -104,17 +104,6 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(("reads", "slots"), [(False, "host"), (True, "auto"), (None, "auto")])
-def test_versions_stay_off_a_gpu_that_a_generator_cannot_read(monkeypatch, caplog, reads, slots):
-    monkeypatch.setattr(up, "can_read", lambda reader, source: reads)
-    config = config_of()
-    found = up.with_slots(config, placement_of(config, 2))
-    assert found.weights.slots == slots
-    assert ("cannot read the learner's" in caplog.text) == (slots == "host")
-    chosen = config_of(weights={"slots": "gpu"})
-    assert up.with_slots(chosen, placement_of(chosen, 2)) is chosen
-
-
 def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path):
     """On two GPUs, of which the learner has one: the first generator has its share of the other one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
