@@ -14,8 +14,10 @@ import contextlib
 import mmap
 import os
 import re
+import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -39,6 +41,8 @@ from asyncrl.workers import Worker, pack, receive
 # Bound on the start of both processes and their group.
 START_S = 60.0
 SENDS, RECEIVES = b"s", b"r"
+# For the reason, if the group itself notices that the other end has gone.
+_GONE_S = 1.0
 # The newest versions are in two slots of the host.
 _MOST_KEPT = 2
 
@@ -211,6 +215,15 @@ def _arrive(layout: Layout, memory: Tensor, device: str, touched: str) -> list[i
     return torch.stack([sums.get(index, none) for index in range(len(layout.specs))]).tolist()
 
 
+def _end_with(connection: socket.socket) -> None:
+    """End this process when the other end has gone: a broadcast of NCCL would wait for it."""
+    gone = select.poll()
+    gone.register(connection, select.POLLRDHUP)
+    gone.poll()
+    time.sleep(_GONE_S)
+    os._exit(1)
+
+
 def _join(rank: int, backend: str, store: TCPStore, deadline_s: float) -> None:
     """Form the group. Its bound on a transfer is the last one; the generator's own deadline comes before."""
     device = torch.device("cuda", 0) if backend == "nccl" else None
@@ -236,6 +249,7 @@ def main() -> None:
     connection = socket.socket(fileno=files[0])
     # EOFError, ConnectionError: the other end or our parent has gone.
     with contextlib.suppress(EOFError, ConnectionError):
+        threading.Thread(target=_end_with, args=[connection], daemon=True).start()
         if role == SENDS:
             _serve(connection, partial(_send, connection), says=False)
         else:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,6 +178,12 @@ def test_a_killed_process_is_a_failed_update_and_another_pair_brings_the_next(
     wait_until(lambda: all(len(found) == 1 for found in processes(publisher).values()))
 
 
+def unread(ports):
+    """Bytes that have arrived at these ports, and that no process has read."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if int(row[1][-4:], 16) in ports)
+
+
 @pytest.mark.parametrize("dies", ["sends", "receives"])
 def test_who_loses_the_other_end_of_a_broadcast_says_so_in_one_line(publisher, host, dies, capfd):
     staging = host().generator()
@@ -186,10 +193,14 @@ def test_who_loses_the_other_end_of_a_broadcast_says_so_in_one_line(publisher, h
     sends.suspend()
 
     def cut_off():
-        time.sleep(0.5)
+        wait_until(lambda: unread({publisher._server._port}) > 0)
         receives.suspend()  # it has asked
+        group = receives.net_connections("tcp")
+        ports = {
+            each.laddr.port for each in group if each.raddr and each.raddr.port != publisher._server._port
+        }
         sends.resume()
-        time.sleep(0.5)  # it sends, and nothing receives
+        wait_until(lambda: unread(ports) > 0)  # it sends, and nothing receives
         if dies == "receives":
             receives.kill()
         else:
@@ -306,6 +317,27 @@ def test_others_of_the_host_wait_while_a_pair_starts(publisher, host, monkeypatc
         thread.join(60)
     assert len(staged) == 3 and all(has(order, 1) for order in staged)
     assert len(started) == 1
+
+
+def test_a_process_ends_soon_after_the_other_end_whatever_it_waits_for():
+    """As for a broadcast of NCCL, which does not notice."""
+    script = "import socket, sys, threading, time; from asyncrl.weights import nccl; "
+    script += (
+        "threading.Thread(target=nccl._end_with, args=[socket.socket(fileno=int(sys.argv[1]))]).start(); "
+    )
+    script += "print(flush=True); time.sleep(60)"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+        )
+        with process:
+            process.stdout.readline()
+            theirs.close()
+            ours.close()
+            assert process.wait(30) == 1
 
 
 def test_a_learner_that_is_killed_leaves_no_process(tmp_path):

@@ -1,6 +1,7 @@
 """An engine of two workers: each has its part of every version, and a failure of one is the update's."""
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncrl.errors import TransferError
@@ -18,6 +19,17 @@ from tests.support.vllm_engines import (
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
 
 PROBE = (1, *range(300, 331))
+
+
+def workers():
+    """The engine's two processes that have a part of the model."""
+    found = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "VLLM::Worker" in " ".join(process.cmdline())
+    ]
+    assert len(found) == 2
+    return found
 
 
 def test_both_workers_load_their_part_of_every_version():
@@ -38,6 +50,14 @@ def test_both_workers_load_their_part_of_every_version():
         runner.run(engine.begin_update())
         with pytest.raises(TransferError, match="wrote the next version"):
             runner.run(engine.receive(order))
+        # A path that one worker can open: of a thread of its own.
+        slot, order = slot_order(3, scrambled(model, 3))
+        worker = workers()[0]
+        path = f"/proc/self/task/{worker.pid}/root{order.details['slot']['path']}"
+        order.details["slot"]["path"] = path
+        with pytest.raises(TransferError, match="cannot be opened") as refused:
+            runner.run(engine.receive(order))
+        assert "another worker of this engine cannot read the weights" in str(refused.value)
         new = scrambled(model, 4)
         _slot, order = slot_order(4, new)
         runner.run(apply(engine, order))

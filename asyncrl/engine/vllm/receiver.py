@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tp_group
 
 from asyncrl.engine.vllm.layerwise import reloading
 from asyncrl.engine.vllm.recorded_load import Placement, learn
 from asyncrl.errors import TransferError
-from asyncrl.weights.layout import Layout, checksums, require_equal
+from asyncrl.weights.layout import Layout, verify
 from asyncrl.weights.slots import open_slot
 
 
@@ -41,20 +43,25 @@ class VersionLoader:
 
 
 def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) -> None:
-    """Verify a slot on a GPU, and load it. Raises TransferError."""
+    """Load a slot, unless a worker of the engine cannot. Raises TransferError."""
     layout = Layout.from_plain(details["layout"])
     if worker.learned[:2] != (model, layout.specs):
         moves = worker.vllm_config.parallel_config.enable_eplb  # vLLM moves experts between updates
         worker.learned = (model, layout.specs, None if moves else learn(model, layout.specs))
     placement, model_config = worker.learned[2] if repeats else None, worker.vllm_config.model_config
     device = torch.cuda.current_device() if worker.device.type == "cuda" else None
-    slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
-    # The generator's process has verified slots in memory of the host, and cannot read those on a GPU.
-    if details["slot"]["exported"] is not None:
-        for spec, *sums in zip(
-            layout.specs, checksums(slot.buffer, layout), details["checksums"], strict=True
-        ):
-            require_equal(spec.name, *sums)
+    failure: Exception | None = None
+    try:
+        slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
+        # The generator's process has verified slots in memory of the host, and cannot read those on a GPU.
+        if details["slot"]["exported"] is not None:
+            verify(slot.buffer, layout, details["checksums"])
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    if worker.vllm_config.parallel_config.tensor_parallel_size > 1 and not _all_can(failure is None):
+        failure = failure or TransferError("another worker of this engine cannot read the weights")
+    if failure:
+        raise failure
     tensors = {spec.name: layout.view(slot.buffer, i) for i, spec in enumerate(layout.specs)}
     if placement is not None:
         placement.load(tensors, model_config)
@@ -64,3 +71,10 @@ def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) ->
     if device is not None:
         torch.accelerator.synchronize()
     slot.require_unchanged()
+
+
+def _all_can(load: bool) -> bool:
+    """Whether all workers can load. They scale FP8 weights together, and would wait for one that fails."""
+    votes = torch.tensor([load], dtype=torch.int32)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return bool(votes)
