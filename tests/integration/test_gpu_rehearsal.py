@@ -63,3 +63,4 @@ def test_every_row_that_a_cpu_has_is_rehearsed(tmp_path):
     assert done.returncode == 0 and {row["verdict"] for row in said["rows"]} == {"ok"}
     # What is large is gone, and figures and logs stay.
     assert not (directory / "model").exists() and (directory / "loop.log").is_file()
+    assert not (directory / "loop" / "checkpoints").exists()

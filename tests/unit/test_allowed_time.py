@@ -40,6 +40,10 @@ def test_the_allowed_time_is_that_of_the_passes_and_of_the_calls(transport, gpu,
     assert f"allowed are {1000 * allowed.total_s:.3g} ms" in allowed.note
 
 
+def test_a_slot_in_memory_of_the_host_is_checked_and_copied_there():
+    assert passes("slot", 1, on_host=True) == passes("disk", 1)
+
+
 def test_the_note_says_how_the_limit_is_made_up():
     assert allowed_time(passes("tcp", 1), RATES.get, BYTES, TENSORS).note == (
         "allowed are 529 ms: 383 ms for 1,000.0 MB at tcp (4 GB/s) + host: XXH3 in one thread (20 GB/s) + "

@@ -32,15 +32,16 @@ TENSOR_S = 2e-4
 GPU_SUM = (GPU_COPY, GPU_COPY)
 
 
-def passes(transport: str, gpu: int | None) -> tuple[str, ...]:
+def passes(transport: str, gpu: int | None, *, on_host: bool = False) -> tuple[str, ...]:
     """Return the bare figure of each pass over the bytes, the transfer itself first.
 
-    `gpu` is the index of the generator's first GPU, None on a CPU. The learner's is 0.
+    `gpu` is the index of the generator's first GPU, None on a CPU. The learner's is 0. With `on_host` its
+    slots are in memory of the host.
     """
     if gpu is None:
         transfers = {"slot": (), "disk": (), "tcp": (TCP,), "nccl": (NCCL,)}[transport]
         return (*transfers, HOST_COPY, HOST_CHECKSUM)
-    if transport == "slot":  # the sum reads the learner's memory, as the load does
+    if transport == "slot" and not on_host:  # the sum reads the learner's memory, as the load does
         return (copy_to(gpu), copy_to(gpu), *GPU_SUM) if gpu else (GPU_COPY, *GPU_SUM)
     if transport == "nccl":
         return (NCCL, *GPU_SUM, GPU_TO_HOST, HOST_TO_GPU)

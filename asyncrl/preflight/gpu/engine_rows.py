@@ -30,11 +30,11 @@ from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.weights.agreement import EXPLAINED, Difference
 
 START_S = 180.0  # an engine that takes longer keeps a run waiting
-RUNNING = (64, 256, 1024)
 # Of the row generator, which has the GPU to itself.
 MEMORY_SHARE = 0.8
 LEAST_RATIO = 0.97
-REPEATS = 2  # the best one counts
+# The best one counts. With few sequences a measurement takes less than a second.
+REPEATS = {64: 6, 256: 3, 1024: 2}
 WARM = 2  # prompts sampled before
 PROBES, PROBE_TOKENS = 8, 32
 Scores = NDArray[np.float32]
@@ -131,14 +131,14 @@ def generator(place: Place) -> Iterator[Figure]:
         try:
             await sampled_per_s(started, load, WARM)
             return [
-                max([await sampled_per_s(started, load, level // load.samples) for _ in range(REPEATS)])
-                for level in RUNNING
+                max([await sampled_per_s(started, load, level // load.samples) for _ in range(count)])
+                for level, count in REPEATS.items()
             ]
         finally:
             await started.close()
 
     rates = asyncio.run(measure())
-    for level, rate, bare in zip(RUNNING, rates, figures_in(place.directory / "vllm.jsonl"), strict=True):
+    for level, rate, bare in zip(REPEATS, rates, figures_in(place.directory / "vllm.jsonl"), strict=True):
         assert bare.value is not None
         yield noted(f"{level} running", rate, "tokens/s", note=f"vLLM alone: {bare.value:.0f}")
         yield place.speed(f"{level} running, of vLLM alone", rate / bare.value, at_least=LEAST_RATIO)
@@ -149,9 +149,9 @@ def bare(place: Place) -> Iterator[Figure]:
     load = _load(place)
     sample = open_bare(*load.parts(), device=place.device)
     sample(prompts(WARM), load.samples)
-    for level in RUNNING:
+    for level, count in REPEATS.items():
         rates = []
-        for _ in range(REPEATS):
+        for _ in range(count):
             started_s = time.perf_counter()
             tokens = sample(prompts(level // load.samples), load.samples)
             rates.append(tokens / (time.perf_counter() - started_s))
@@ -163,7 +163,7 @@ def _load(place: Place) -> Load:
         model=place.model,
         device=place.device,
         dtype="bfloat16",
-        running=max(RUNNING),
+        running=max(REPEATS),
         tokens=256 if place.on_gpu else 4,
         memory_share=MEMORY_SHARE if place.on_gpu else None,
     )

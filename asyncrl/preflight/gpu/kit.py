@@ -34,7 +34,7 @@ from asyncrl.workers import ending
 
 SAID_CHARACTERS = 600  # quoted from the end of a log
 # Directories that are large, and worth nothing after the check.
-BULKY = ("model", "weights", "checkpoints")
+BULKY = ("model", "weights", "loop/checkpoints")
 HERE = "asyncrl.preflight.gpu"
 
 

@@ -24,6 +24,7 @@ from asyncrl.preflight.gpu.allowed_time import allowed_time, measured_rate, pass
 from asyncrl.preflight.gpu.engine_rows import START_S, changed_environment, running, seat_of, seen_by
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
 from asyncrl.preflight.gpu.host_process import HostProcess, open_host_process
+from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
@@ -58,7 +59,7 @@ class _Learner:
         layout = Layout.plan(specs, config.weights.bucket_mib << 20)
         publisher = SlotPublisher(
             layout,
-            device=device,
+            device="cpu" if config.weights.slots == "host" else device,
             probe_ids=(),
             initial_logprobs=(),
             directory=place.directory / "weights",
@@ -88,7 +89,9 @@ class _Learner:
 
 def weights(place: Place) -> Iterator[Figure]:
     """Publish and load versions over each transport, then kill processes during a transfer."""
-    config = load_config(place.directory / "task.yaml")
+    config = with_slots(load_config(place.directory / "task.yaml"))
+    on_host = config.weights.slots == "host"
+    names = [name for name in transports(place) if not (on_host and name == "nccl")]
     with (
         asyncio.Runner() as runner,
         _engine(runner, config) as started,
@@ -99,13 +102,16 @@ def weights(place: Place) -> Iterator[Figure]:
             yield noted("version", learner.total_bytes / 1e6, "MB")
             blocked_s = statistics.median([learner.publish() for _ in range(TIMES)])
             yield noted("learner's loop blocked by publishing", 1000 * blocked_s, "ms")
-            for transport in transports(place):
+            if on_host:
+                yield noted("slots", note=HOST_SLOTS)
+            for transport in names:
                 yield from _by(transport, place, config, runner, started, learner, host)
-            if "nccl" in transports(place):
+            if "nccl" in names:
                 for end in ("learner", "generator"):
                     yield from _killed(end, runner, started, learner, host)
             else:
-                yield absent("nccl", "one GPU: NCCL refuses two processes on it")
+                alone = "one GPU: NCCL refuses two processes on it"
+                yield absent("nccl", "versions are in memory of the host" if on_host else alone)
             yield from _killed_loading(place, config, runner, started, learner, host)
         finally:
             learner.publisher.close()
@@ -156,9 +162,8 @@ def _by(
     took_s = statistics.median(seconds[1:])
     rate = learner.total_bytes / took_s / 1e9
     gpu = next(iter(seat_of(config).gpus), None)
-    allowed = allowed_time(
-        passes(transport, gpu), partial(measured_rate, place), learner.total_bytes, len(learner.tensors)
-    )
+    made_of = passes(transport, gpu, on_host=config.weights.slots == "host")
+    allowed = allowed_time(made_of, partial(measured_rate, place), learner.total_bytes, len(learner.tensors))
     share = f"{rate / allowed.bare_rate:.2f} of {allowed.bare_name}" if allowed else ""
     yield noted(f"{transport}: requests paused", 1000 * statistics.median(stalls_s[1:]), "ms")
     yield noted(f"{transport}: sent, verified and loaded", rate, "GB/s", note=share)
