@@ -65,15 +65,16 @@ REFUSED: dict[str, str] = {
 }
 """What asyncrl sets, or what would break a promise, and the reason."""
 
-# The values of kv_cache_dtype that round no more than the model does.
-_PLAIN_CACHES = (None, "auto", "float16", "bfloat16")
+# The values of kv_cache_dtype that round no more than a model in bfloat16 does.
+_HALVES = ("float16", "bfloat16")
 
 
-def quantisation(generator: GeneratorConfig) -> str:
-    """The settings that make the engine compute with fewer bits than the learner, as text; empty without."""
+def quantisation(generator: GeneratorConfig, dtype: str) -> str:
+    """The settings that make the engine compute with fewer bits than a learner in `dtype`, as text; empty
+    without."""
     settings = generator.vllm
     found = {name: settings.get(name) for name in ("quantization", "kv_cache_dtype")}
-    if found["kv_cache_dtype"] in _PLAIN_CACHES:
+    if found["kv_cache_dtype"] in (None, "auto", dtype, *(_HALVES if dtype in _HALVES else ())):
         del found["kv_cache_dtype"]
     return ", ".join(f"{name}: {value}" for name, value in found.items() if value is not None)
 

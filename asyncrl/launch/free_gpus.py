@@ -3,12 +3,12 @@
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import resolve_device
+from asyncrl.launch.gpus import count_gpus, has_instances, resolve_device
 from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN
 from asyncrl.launch.smi import is_installed
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
+from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, generator_kv_bytes, kv_bytes_per_token
 
 
 def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
@@ -23,19 +23,25 @@ def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
     generator, width = config.generator, config.generator.tensor_parallel
     if resolve_device(config) == "cpu" or not is_installed():
         return [], generator
+    if has_instances() and count_gpus() > 1:
+        found = f"{count_gpus()} instances of MIG are visible, and nvidia-smi does not say which one is free"
+        raise DataError(f"{found}; name one in CUDA_VISIBLE_DEVICES")
     machine = this_machine(config.learner.device)
     used = {gpu: machine.used_by_others(gpu) / total for gpu, total in enumerate(machine.gpu_bytes)}
     gpus = sorted(used, key=used.__getitem__)[:width]
     if len(gpus) < width:
         found = f"generator.tensor_parallel is {width}, and this process sees {len(gpus)} GPUs"
         raise DataError(f"{found}; add generator.tensor_parallel={len(gpus)} to the command")
-    fullest = gpus[-1]
-    share = min(generator.gpu_memory_utilization or GENERATORS_SHARE, 1 - MARGIN - used[fullest])
-    allowed_bytes = int(share * min(machine.gpu_bytes[gpu] for gpu in gpus))
-    shape = read_shape(config.model)
+    fullest, smallest_bytes = gpus[-1], min(machine.gpu_bytes[gpu] for gpu in gpus)
+    # vLLM starts only if its whole share is free beside its CUDA context.
+    margin = max(MARGIN, CONTEXT_BYTES / smallest_bytes)
+    share = min(generator.gpu_memory_utilization or GENERATORS_SHARE, 1 - margin - used[fullest])
+    allowed_bytes, shape = int(share * smallest_bytes), read_shape(config.model)
     kv_bytes = generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes)
-    if kv_bytes <= 0:
-        needed = f"the engine needs {data_size(allowed_bytes - kv_bytes)} of a GPU, and a KV cache"
+    sequence_bytes = kv_bytes_per_token(shape, config.model) * config.sampling.max_tokens // width
+    if kv_bytes < sequence_bytes:
+        needed_bytes = allowed_bytes - kv_bytes + sequence_bytes
+        needed = f"the engine needs {data_size(needed_bytes)} of a GPU with the KV cache of one sequence"
         found = f"{data_size(max(allowed_bytes, 0))} of GPU {fullest} may be used"
         raise DataError(f"{needed}, but {found}; end other programs, or add generator.max_running=8")
     kv_gib = min(kv_bytes / 2**30, generator.kv_cache_gib or float("inf"))

@@ -126,7 +126,7 @@ async def _generate(
             agreement=Agreement(
                 limit=config.weights.probe_limit,
                 dtype=config.model.dtype,
-                quantisation=quantisation(config.generator),
+                quantisation=quantisation(config.generator, config.model.dtype),
             ),
             settings=GeneratorSettings(
                 max_running=config.generator.max_running,
@@ -267,7 +267,7 @@ def allotted(config: Config, memory_share: float | None, *, is_shared: bool) -> 
     generator = config.generator
     allotted: dict[str, float | None] = {
         "threads": generator.threads or int(os.environ.get("OMP_NUM_THREADS", "1")),
-        "gpu_memory_utilization": memory_share,
+        "gpu_memory_utilization": memory_share or generator.gpu_memory_utilization,
     }
     measures_itself = not is_installed()  # vLLM, although the learner changes the free memory meanwhile
     if is_shared and memory_share is not None and generator.kv_cache_gib is None and not measures_itself:

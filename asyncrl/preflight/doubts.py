@@ -51,7 +51,7 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
         cures.append(f"leave generator.count null, which means {free // width}")
     else:
         if (ranks + len(idle)) % config.learner.sequence_parallel == 0 and not has_instances():
-            cures.append(f"set learner.ranks={ranks + len(idle)}")
+            cures.append(f"set learner.ranks={ranks + len(idle)} (a resumed run keeps its number)")
         if generators:
             cures.append(f"choose a generator.tensor_parallel that divides {free}")
     named = f"GPU{'s' * (len(idle) > 1)} {', '.join(map(str, idle))} of {gpus}"

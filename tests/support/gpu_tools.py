@@ -9,6 +9,18 @@ ROWS = """\
 1, GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 61234, Disabled, 3, Yes
 2, GPU-77f0e1aa-0b1c-2d3e-4f50-616263646566, 00000000:86:00.0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, Enabled, 0, No
 """
+MATRIX = """\
+ \tGPU0\tGPU1\tGPU2\t
+ GPU0\tX\tOK\tCNS\t
+ GPU1\tOK\tX\tNS\t
+ GPU2\tCNS\tNS\tX\t
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+  CNS  = Chipset not supported
+"""
 LOG = """\
 [    4.102938] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  550.54.15
 [86401.223344] NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS

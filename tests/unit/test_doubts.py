@@ -55,7 +55,11 @@ def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str
 @pytest.mark.parametrize(
     ("gpus", "overrides", "said"),
     [
-        (8, ("generator.tensor_parallel=3",), "no process would use GPU 7 of 8: set learner.ranks=2, or"),
+        (
+            8,
+            ("generator.tensor_parallel=3",),
+            "no process would use GPU 7 of 8: set learner.ranks=2 (a resumed run keeps its number), or",
+        ),
         (8, ("generator.tensor_parallel=4",), "or choose a generator.tensor_parallel that divides 7"),
         (
             8,
@@ -80,7 +84,9 @@ def test_gpus_of_the_learner_alone(monkeypatch) -> None:
     assert said_of(OWN) == []
     path = Path("run.yaml")
     (line,) = doubts(load_config(path), path, (), generators=False)
-    assert line.startswith("no process would use GPU 1 of 2: set learner.ranks=2, or hide")
+    assert line.startswith(
+        "no process would use GPU 1 of 2: set learner.ranks=2 (a resumed run keeps its number), or hide"
+    )
 
 
 def test_data_of_ones_own_with_limits_of_an_example() -> None:

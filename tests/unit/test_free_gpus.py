@@ -8,8 +8,9 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import DataError
+from asyncrl.launch import free_gpus
 from asyncrl.launch.free_gpus import room_on_gpus
-from asyncrl.launch.machine import read_shape
+from asyncrl.launch.machine import Machine, read_shape
 from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
 from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
@@ -71,6 +72,30 @@ def test_the_config_sets_upper_limits(config):
 def test_a_cpu_has_no_shares(config):
     made = config("learner.device=cpu")
     assert room_on_gpus(made) == ([], made.generator)
+
+
+def test_a_context_of_cuda_fits_beside_the_share_of_a_small_gpu(config, monkeypatch):
+    made = config(used=(1024, 1024))
+    machine = Machine(memory_bytes=0, gpu_bytes=(12 << 30,), others_bytes=(1 << 30,))
+    monkeypatch.setattr(free_gpus, "this_machine", lambda device: machine)
+    _, generator = room_on_gpus(made)
+    assert generator.gpu_memory_utilization == pytest.approx(10 / 12)
+
+
+def test_the_least_is_the_kv_cache_of_one_sequence(config):
+    made = config("generator.gpu_memory_utilization=0.0005")
+    made = made.model_copy(
+        update={"sampling": made.sampling.model_copy(update={"max_response_tokens": 10**8})}
+    )
+    with pytest.raises(DataError, match="with the KV cache of one sequence"):
+        room_on_gpus(made)
+
+
+def test_an_instance_of_mig_is_not_chosen(config, monkeypatch):
+    made = config()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    with pytest.raises(DataError, match="2 instances of MIG are visible"):
+        room_on_gpus(made)
 
 
 def test_too_little_is_refused_before_anything_is_loaded(config):

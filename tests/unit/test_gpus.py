@@ -12,21 +12,8 @@ from asyncrl.launch.gpus import count_gpus, resolve_device
 from asyncrl.launch.placement import place
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from tests.support.gpu_tools import ROWS, tool, without_tools
+from tests.support.gpu_tools import MATRIX, ROWS, tool, without_tools
 from tests.support.task_config import config_of
-
-MATRIX = """\
- \tGPU0\tGPU1\tGPU2\t
- GPU0\tX\tOK\tCNS\t
- GPU1\tOK\tX\tNS\t
- GPU2\tCNS\tNS\tX\t
-
-Legend:
-
-  X    = Self
-  OK   = Status Ok
-  CNS  = Chipset not supported
-"""
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,12 @@ def test_settings_are_kept_as_they_are_written_also_on_the_command_line(config):
     ],
 )
 def test_what_makes_an_engine_compute_with_fewer_bits_is_named_as_it_is_written(settings, said):
-    assert quantisation(GeneratorConfig(vllm=settings)) == said
+    assert quantisation(GeneratorConfig(vllm=settings), "bfloat16") == said
+
+
+def test_half_of_the_bits_of_a_model_in_float32_are_fewer():
+    halved = GeneratorConfig(vllm={"kv_cache_dtype": "bfloat16"})
+    assert quantisation(halved, "float32") == "kv_cache_dtype: bfloat16"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,7 +16,8 @@ from asyncrl.engine.base import OWNER_ENV
 Device = Literal["cpu", "cuda"]
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2
-# Tokens of one step of the engine. On a GPU, vLLM's default for a library is less than for its server.
+# Tokens of one step of the engine. vLLM's default for a library is 2,048 also on a GPU; its server on an H100
+# has this.
 STEP_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
 
 
@@ -53,7 +54,7 @@ def engine_args(
         arguments["hf_overrides"] = {"head_dtype": "float32"} | arguments.get("hf_overrides", {})
     if device == "cpu":
         if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
-            arguments["gpu_memory_utilization"] = SMALL_SHARE
+            arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization or SMALL_SHARE
         return arguments | {
             "enforce_eager": True,
             "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30),
