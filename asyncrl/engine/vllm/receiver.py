@@ -50,18 +50,18 @@ def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) ->
         worker.learned = (model, layout.specs, None if moves else learn(model, layout.specs))
     placement, model_config = worker.learned[2] if repeats else None, worker.vllm_config.model_config
     device = torch.cuda.current_device() if worker.device.type == "cuda" else None
-    failure: Exception | None = None
+    can_load = False
     try:
         slot = open_slot(details["slot"], layout.total_bytes, device=device, keep=placement is not None)
         # The generator's process has verified slots in memory of the host, and cannot read those on a GPU.
         if details["slot"]["exported"] is not None:
             verify(slot.buffer, layout, details["checksums"])
-    except Exception as error:  # noqa: BLE001 - raised below
-        failure = error
-    if worker.vllm_config.parallel_config.tensor_parallel_size > 1 and not _all_can(failure is None):
-        failure = failure or TransferError("another worker of this engine cannot read the weights")
-    if failure:
-        raise failure
+        can_load = True
+    finally:
+        is_alone = worker.vllm_config.parallel_config.tensor_parallel_size == 1
+        all_can = can_load if is_alone else _agreed(can_load)
+    if not all_can:
+        raise TransferError("another worker of this engine cannot read the weights")
     tensors = {spec.name: layout.view(slot.buffer, i) for i, spec in enumerate(layout.specs)}
     if placement is not None:
         placement.load(tensors, model_config)
@@ -73,8 +73,8 @@ def _load(worker: Any, model: Any, details: Mapping[str, Any], repeats: bool) ->
     slot.require_unchanged()
 
 
-def _all_can(load: bool) -> bool:
+def _agreed(can_load: bool) -> bool:
     """Whether all workers can load. They scale FP8 weights together, and would wait for one that fails."""
-    votes = torch.tensor([load], dtype=torch.int32)
+    votes = torch.tensor([can_load], dtype=torch.int32)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
     return bool(votes)
