@@ -119,6 +119,19 @@ def test_a_gradient_above_max_grad_norm_is_scaled_as_a_whole(
         assert float(found.norm()) == pytest.approx(most, rel=min(tolerance, 0.01)), name
 
 
+@pytest.mark.parametrize(("ranks", "cut"), [(1, "cut"), slow(2, "uneven")])
+def test_gradients_that_are_summed_in_float32_reach_the_optimizer_in_float32(
+    learner: Ranks, model: Path, tmp_path: Path, ranks: int, cut: str
+) -> None:
+    """In bfloat16 without shards of gradients; DeepSpeed would round the sums once more."""
+    scenarios: list[dict[str, Any]] = [
+        {"run": "accumulated", "name": str(stage), "stage": stage, "dtype": "bfloat16", "cut": CUTS[cut]}
+        for stage in (0, 1)
+    ]
+    for name, (_, lost) in learner.run(ranks, model, scenarios, tmp_path).items():
+        assert lost > 1e-4, name
+
+
 # ZeRO stage, data type, whether the optimizer is in host memory: the two that differ most come first.
 KINDS = [
     (0, "float32", False),

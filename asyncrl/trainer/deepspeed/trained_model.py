@@ -56,6 +56,10 @@ class TrainedModel:
             # "torch_adam" needs no compiled op; "fused" has no temporaries of the size of the moments.
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True, **self._numbers}},
         }
+        if stage == 1 and dtype == "bfloat16":
+            # DeepSpeed would round the float32 sums of all micro-batches to bfloat16, even on one rank.
+            # Higher stages reduce the gradients of each micro-batch, which are in bfloat16 already.
+            settings["communication_data_type"] = "fp32"
         falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
         self.engine: Any = deepspeed.initialize(
             model=module,
