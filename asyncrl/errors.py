@@ -120,6 +120,11 @@ class CheckpointsRefused(RunError):
     """Checkpoints were saved, but none can be loaded, and a run never begins again by itself."""
 
 
+def lacks_gpu_memory(error: RuntimeError) -> bool:
+    """Return whether torch, CUDA, Triton or NCCL found no room on a GPU; each says it in its own way."""
+    return any(words in str(error).lower() for words in ("out of memory", "failed to cuda calloc"))
+
+
 @contextmanager
 def ungrouped() -> Iterator[None]:
     """Raise the first error of a task group as itself, with the others as its notes, if all are ours.

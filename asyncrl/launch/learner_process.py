@@ -21,7 +21,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
-from asyncrl.errors import MemoryFullError
+from asyncrl.errors import MemoryFullError, lacks_gpu_memory
 from asyncrl.launch.gpus import resolve_device
 from asyncrl.launch.learner_parts import Lead, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
@@ -143,7 +143,9 @@ def naming_memory(learner: LearnerConfig, rank: int) -> Iterator[None]:
     """Raise MemoryFullError with the keys to change in place of torch's error, also at the start."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not lacks_gpu_memory(error):
+            raise
         keys = [f"lower learner.tokens_per_microbatch ({learner.tokens_per_microbatch})"]
         keys += [f"learner.logprob_chunk_tokens ({learner.logprob_chunk_tokens})"]
         if learner.gradient_checkpointing is not True:

@@ -303,7 +303,7 @@ def _host_lines(
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
     host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
-    formed += ", parameters x 16 of an offloaded optimizer" if config.learner.offload_optimizer else ""
+    formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):
         # Generators of this host read the published copies in place.
         host += ranks * rank + count * (weights + kv_bytes)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 # torch raises this error for GPUs only, so a loss raises it in the last rank, in the middle of DeepSpeed's step.
 FULL = f"""
 import os
+import re
 import torch
 from asyncrl.algo.losses import ppo_clip
 
@@ -38,6 +40,7 @@ def full(batch, logprobs_T):
 
 STEP = """
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -135,3 +138,18 @@ def test_the_message_names_the_keys_that_can_still_lower_it(learner, named, not_
     assert message.startswith(f"rank 3 of the learner was at 'train' ({SAID})")
     assert all(key in message for key in named)
     assert not any(key in message for key in not_named)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "ncclUnhandledCudaError: Failed to CUDA calloc async 608 bytes",
+    ],
+)
+def test_libraries_say_in_other_ways_that_a_gpu_is_full(said) -> None:
+    with pytest.raises(MemoryFullError, match=re.escape(said)), naming_memory(LearnerConfig(), 0):
+        raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="shape"), naming_memory(LearnerConfig(), 0):
+        raise RuntimeError("shape mismatch")

@@ -224,9 +224,10 @@ def test_an_offloaded_optimizer_moves_from_the_gpus_to_the_host(critics):
         )
         for on in (False, True)
     )
-    moved = 16 * STORIES.parameters * (1 + critics)
-    assert 2 * (kept["one rank"] - offloaded["one rank"]) == moved
-    assert offloaded["host memory"] - kept["host memory"] == moved
+    numbers = STORIES.parameters * (1 + critics)
+    assert 2 * (kept["one rank"] - offloaded["one rank"]) == 16 * numbers
+    # DeepSpeed keeps float32 gradients on the host twice.
+    assert offloaded["host memory"] - kept["host memory"] == 20 * numbers
 
 
 def test_reference_and_critic_are_counted_where_there_are_any():

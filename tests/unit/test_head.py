@@ -181,7 +181,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(
 def test_a_full_gpu_is_no_failure_of_the_compiler(
     monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Broken(torch.OutOfMemoryError("full"))
+    broken = Broken(torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: broken)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):

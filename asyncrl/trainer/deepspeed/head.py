@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, lacks_gpu_memory
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class Fused:
         if not self._failed:
             try:
                 return self._compiled(*arguments)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # compilers raise anything; a fault of ours comes again below
+                if isinstance(error, RuntimeError) and lacks_gpu_memory(error):
+                    raise
                 self._failed = True
                 log.warning(
                     "%s could not be compiled, so the learner's output layer is slower than it could be; "

@@ -160,9 +160,9 @@ def torch_bytes(parts: dict[str, int], *, rank: int) -> int:
 
 def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
     """Bytes of host memory of all ranks for one trained model: the float32 gradients, master copy and moments
-    that `learner.offload_optimizer` keeps there instead of on the GPUs.
+    that `learner.offload_optimizer` keeps there instead of on the GPUs. DeepSpeed has the gradients twice.
     """
-    return shape.parameters * (2 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
+    return shape.parameters * (3 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
