@@ -1,6 +1,5 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,8 +38,6 @@ from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
