@@ -249,10 +249,10 @@ def main() -> None:
     connection = socket.socket(fileno=files[0])
     # EOFError, ConnectionError: the other end or our parent has gone.
     with contextlib.suppress(EOFError, ConnectionError):
-        threading.Thread(target=_end_with, args=[connection], daemon=True).start()
-        if role == SENDS:
+        if role == SENDS:  # the learner's `SlotServer` watches this end
             _serve(connection, partial(_send, connection), says=False)
         else:
+            threading.Thread(target=_end_with, args=[connection], daemon=True).start()
             _serve(channel, partial(_receive, connection), says=True)
 
 
