@@ -254,7 +254,8 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
     learner, half = config.learner, config.model.dtype == "bfloat16"
     sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
     backward = ", x 2 of one backward pass" if half else ", as much of one backward pass"
-    backward = backward if half or learner.zero_stage >= 2 else ""
+    shards = learner.zero_stage >= 2
+    backward = backward if half or shards else ""
     tokens = "tokens_per_microbatch"
     tokens += f" / {learner.sequence_parallel} (sequence_parallel)" if learner.sequence_parallel > 1 else ""
     master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
@@ -263,6 +264,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
         "optimizer": f"AdamW: parameters x 8{master}{sharded}",
         "activations": f"{tokens} x what layers keep for backward, and the logits of one chunk",
+        "output layer": "its parameters x 8 of gradient" + (", less those of one pass" if shards else ""),
         "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
         "reference": "weights, because of algorithm.kl",
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",

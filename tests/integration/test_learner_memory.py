@@ -14,11 +14,18 @@ KINDS = [(1, "bfloat16"), (3, "bfloat16"), (2, "float32"), (3, "float32"), (1, "
 
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), slow(2, KINDS[2:]), slow(1, KINDS[:4])])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"num_hidden_layers": 4}, id="deep"),
+        pytest.param({"num_hidden_layers": 2, "vocab_size": 16384}, id="wide output layer"),
+    ],
+)
 def test_a_rank_takes_what_is_planned_and_the_critic_keeps_its_own(
-    tmp_path: Path, ranks: int, kinds: list[tuple[int, str]]
+    tmp_path: Path, ranks: int, kinds: list[tuple[int, str]], sizes: dict[str, int]
 ) -> None:
     # Large against the activations, and against what DeepSpeed keeps gathered because it is small.
-    model = tiny_qwen2(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    model = tiny_qwen2(tmp_path / "model", hidden_size=256, intermediate_size=1024, **sizes)
     scenarios = [
         {"run": "memory", "name": f"ZeRO {stage} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
         for stage, dtype in kinds
@@ -27,6 +34,5 @@ def test_a_rank_takes_what_is_planned_and_the_critic_keeps_its_own(
         results = learner.run(ranks, model, scenarios, tmp_path)
     for name, (_, report) in results.items():
         plan = report["plan"]
-        # The policy is of the same size.
         assert report["resting"] == pytest.approx(2 * plan["critic"], rel=0.1), name
         assert report["peak"] == pytest.approx(sum(plan.values()), rel=0.1), name

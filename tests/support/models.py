@@ -27,8 +27,7 @@ def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0, **sizes: in
         directory
     )
     config = Qwen2Config(
-        vocab_size=len(vocabulary),
-        **(SIZES | sizes),
+        **({"vocab_size": len(vocabulary)} | SIZES | sizes),
         tie_word_embeddings=tied,
         eos_token_id=1,
         pad_token_id=0,

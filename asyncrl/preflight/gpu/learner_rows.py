@@ -19,7 +19,7 @@ LENGTH = {"cuda": 1024, "cpu": 128}  # of the longest; the median response has a
 LEAST_MFU = 0.12  # of a model of 0.5B, see docs/gpu.md
 MOST_OF_PLAN = 1.1
 # Lines of a plan that torch's allocator accounts for.
-PLANNED = ("learner weights", "gradients", "optimizer", "activations", "buffers")
+PLANNED = ("learner weights", "gradients", "optimizer", "activations", "output layer", "buffers")
 
 
 def learner(place: Place) -> Iterator[Figure]:

@@ -19,6 +19,8 @@ BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
 STEPPED_NUMBERS = 1_000_000_000
 # Logits of a chunk, their exponentials and gradients, in float32.
 LOGIT_COPIES = 3
+# Gradients of the output layer's weight, in float32: the sum over chunks, and that of one chunk.
+HEAD_COPIES = 2
 # Names of two parts of `rank_bytes`.
 SLOTS, CUDA = "published versions", "CUDA"
 # Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
@@ -81,17 +83,34 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     Gradients of one backward pass and the accumulated ones are the same tensors only in float32 below ZeRO 2.
     """
     parameters, stage = shape.parameters, zero_stage(learner.zero_stage, model.dtype)
-    half = model.dtype == "bfloat16"
 
     def share(size_bytes: int, from_stage: int) -> int:
         return -(-size_bytes // learner.ranks) if stage >= from_stage else size_bytes
 
     gradients = 0 if learner.offload_optimizer else share(parameters * FP32, 2)
-    if half or stage >= 2:
-        gradients += share(weights_bytes(shape, model), 3)
+    gradients += pass_bytes(shape, model, learner)
     master = parameters * FP32 if stage > 0 else 0
     optimizer = 0 if learner.offload_optimizer else share(parameters * MOMENTS_BYTES + master, 1)
     return {"weights": share(weights_bytes(shape, model), 3), "gradients": gradients, "optimizer": optimizer}
+
+
+def pass_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
+    """Bytes of the gradients of one backward pass that are not the accumulated ones."""
+    stage = zero_stage(learner.zero_stage, model.dtype)
+    if stage < 2 and model.dtype == "float32":
+        return 0
+    return -(-weights_bytes(shape, model) // (learner.ranks if stage == 3 else 1))
+
+
+def head_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
+    """What the output layer's gradient adds; it is the first of a backward pass, when all activations exist.
+
+    From ZeRO 2 on, it takes the place of the others, because those of the last pass are gone by then.
+    """
+    size_bytes = HEAD_COPIES * shape.vocabulary * shape.hidden * FP32
+    if zero_stage(learner.zero_stage, model.dtype) < 2:
+        return size_bytes
+    return max(0, size_bytes - pass_bytes(shape, model, learner))
 
 
 def resting_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -124,6 +143,7 @@ def rank_bytes(
     found = {"learner weights": parts["weights"]}
     found |= {name: parts[name] for name in ("gradients", "optimizer")}
     found["activations"] = activations_bytes(shape, model, learner)
+    found["output layer"] = head_bytes(shape, model, learner)
     found["buffers"] = buffers_bytes(shape, model, learner)
     if reference:
         found["reference"] = parts["weights"]
