@@ -91,19 +91,19 @@ class VLLMEngine:
                 deadline_s=weights.deadline_s,
                 recompute_kv=generator.recompute_kv,
             )
-        except ValidationError as error:
-            wrong = [
-                f"{'.'.join(map(str, each['loc']))}: {each['msg']}, found {each['input']!r}"
-                for each in error.errors()
-                if each["type"] != _OTHER
-            ]
-            if wrong:
-                text = f"vLLM refuses its arguments; correct generator.vllm: {'; '.join(wrong)}"
-                raise ConfigError(text) from error
-            text = "; ".join(each["msg"] for each in error.errors())
-            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {text}") from error
         except Exception as error:
-            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {error}") from error
+            text = str(error)
+            if isinstance(error, ValidationError):
+                wrong = [
+                    f"{'.'.join(map(str, each['loc']))}: {each['msg']}, found {each['input']!r}"
+                    for each in error.errors()
+                    if each["type"] != _OTHER
+                ]
+                if wrong:
+                    found = f"vLLM refuses its arguments; correct generator.vllm: {'; '.join(wrong)}"
+                    raise ConfigError(found) from error
+                text = "; ".join(each["msg"] for each in error.errors())
+            raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {text}") from error
         labelled = engine._llm.update_weight_version(label(engine._weights))
         await engine._call(labelled, "label the first weights")
         return engine
