@@ -27,7 +27,6 @@ SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 # torch raises this error for GPUs only, so a loss raises it in the last rank, in the middle of DeepSpeed's step.
 FULL = f"""
 import os
-import re
 import torch
 from asyncrl.algo.losses import ppo_clip
 
@@ -40,7 +39,6 @@ def full(batch, logprobs_T):
 
 STEP = """
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
