@@ -8,7 +8,7 @@ from asyncrl.launch.machine import read_shape, this_machine
 from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN
 from asyncrl.launch.smi import is_installed
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, generator_kv_bytes, kv_bytes_per_token
+from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, generator_kv_bytes, sequence_kv_bytes
 
 
 def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
@@ -38,7 +38,7 @@ def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
     share = min(generator.gpu_memory_utilization or GENERATORS_SHARE, 1 - margin - used[fullest])
     allowed_bytes, shape = int(share * smallest_bytes), read_shape(config.model)
     kv_bytes = generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes)
-    sequence_bytes = kv_bytes_per_token(shape, config.model) * config.sampling.max_tokens // width
+    sequence_bytes = sequence_kv_bytes(shape, config)
     if kv_bytes < sequence_bytes:
         needed_bytes = allowed_bytes - kv_bytes + sequence_bytes
         needed = f"the engine needs {data_size(needed_bytes)} of a GPU with the KV cache of one sequence"

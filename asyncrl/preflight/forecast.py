@@ -33,6 +33,7 @@ from asyncrl.trainer.deepspeed.memory_use import (
     offloaded_bytes,
     rank_bytes,
     receiver_bytes,
+    sequence_kv_bytes,
     weights_bytes,
 )
 
@@ -281,7 +282,7 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     part, parallel = "a generator", config.generator.tensor_parallel
     by = f" / {parallel} (tensor_parallel)" if parallel > 1 else ""
     weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
-    sequence = -(-token * config.sampling.max_tokens // parallel)
+    sequence = sequence_kv_bytes(shape, config)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
     if config.generator.kv_cache_gib is not None or not on_gpu:
         formed = "generator.kv_cache_gib"

@@ -8,6 +8,7 @@ accumulated gradients, 3 also the weights.
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig, WeightsConfig
 
 FP32 = 4  # bytes
@@ -83,15 +84,18 @@ def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     Gradients of one backward pass and the accumulated ones are the same tensors only in float32 below ZeRO 2.
     """
     parameters, stage = shape.parameters, zero_stage(learner.zero_stage, model.dtype)
+    gradients, optimizer = pass_bytes(shape, model, learner), 0
+    if not learner.offload_optimizer:
+        gradients += _share(parameters * FP32, learner, divided=stage >= 2)
+        master = parameters * FP32 if stage > 0 else 0
+        optimizer = _share(parameters * MOMENTS_BYTES + master, learner, divided=stage >= 1)
+    weights = _share(weights_bytes(shape, model), learner, divided=stage == 3)
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
-    def share(size_bytes: int, from_stage: int) -> int:
-        return -(-size_bytes // learner.ranks) if stage >= from_stage else size_bytes
 
-    gradients = 0 if learner.offload_optimizer else share(parameters * FP32, 2)
-    gradients += pass_bytes(shape, model, learner)
-    master = parameters * FP32 if stage > 0 else 0
-    optimizer = 0 if learner.offload_optimizer else share(parameters * MOMENTS_BYTES + master, 1)
-    return {"weights": share(weights_bytes(shape, model), 3), "gradients": gradients, "optimizer": optimizer}
+def _share(size_bytes: int, learner: LearnerConfig, *, divided: bool) -> int:
+    """Return what one rank has of it."""
+    return -(-size_bytes // learner.ranks) if divided else size_bytes
 
 
 def pass_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -99,7 +103,7 @@ def pass_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) ->
     stage = zero_stage(learner.zero_stage, model.dtype)
     if stage < 2 and model.dtype == "float32":
         return 0
-    return -(-weights_bytes(shape, model) // (learner.ranks if stage == 3 else 1))
+    return _share(weights_bytes(shape, model), learner, divided=stage == 3)
 
 
 def head_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -122,7 +126,7 @@ def resting_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     parts, stage = trained_bytes(shape, model, learner), zero_stage(learner.zero_stage, model.dtype)
     resting = parts["weights"] + parts["optimizer"]
     if not learner.offload_optimizer and (stage == 3 or (stage < 2 and model.dtype == "bfloat16")):
-        resting += -(-shape.parameters * FP32 // (learner.ranks if stage == 3 else 1))
+        resting += _share(shape.parameters * FP32, learner, divided=stage == 3)
     return resting + (_bucket_bytes(shape, model) if stage == 3 else 0)
 
 
@@ -256,6 +260,12 @@ def kept_at_peak(
 def kv_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
     """Bytes of the keys and values of all layers: 2 layers kv b."""
     return 2 * shape.layers * shape.kv * DTYPE_BYTES[model.dtype]
+
+
+def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
+    """Bytes of the KV cache that the longest sequence takes on each GPU of a generator."""
+    of_all = kv_bytes_per_token(shape, config.model) * config.sampling.max_tokens
+    return -(-of_all // config.generator.tensor_parallel)
 
 
 def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
