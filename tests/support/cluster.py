@@ -46,6 +46,8 @@ def cluster(directory: Path) -> Iterator[list[Node]]:
         ]
         for number, node in enumerate(nodes):
             _wait_until(node.client.ping)
+            # Epochs that nodes choose themselves may collide: the others would refuse the replica's takeover.
+            node.cluster("SET-CONFIG-EPOCH", number + 1)
             nodes[0].cluster("MEET", "127.0.0.1", node.port, node.bus_port)
             if number < PRIMARIES:
                 node.cluster(
