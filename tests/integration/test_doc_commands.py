@@ -27,6 +27,7 @@ SMALL = (
 SMALLER = {
     "python -m bench.transfer --transport tcp": "python -m bench.transfer --transport tcp --mib 8 --rounds 2",
     "python -m bench.transfer --transport slot": "python -m bench.transfer --transport slot --mib 8 --rounds 2",
+    "python -m bench.fp8 --model MODEL": "python -m bench.fp8 --model build/quickstart/model --probes 2",
     "python -m bench.dashboard --generators 64 --steps 2000": "python -m bench.dashboard --steps 20 --seconds 1",
 }
 """Typed with numbers for a test: the measurement is not the point here."""
@@ -61,6 +62,7 @@ NOT_TYPED = {
     "mkdir": "tests/unit/test_deploy.py, as `cp`",
     "pip": "network; that the extra exists is held by tests/unit/test_doc_pages.py",
     "OMP_NUM_THREADS=1 python -m bench.learner": "minutes: tests/unit/test_attention.py has the dispatches",
+    "OMP_NUM_THREADS=1 python -m bench.layers": "minutes of compiling, with the trainer of bench.learner",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.environments": "half a minute of measuring: its parts are in tests/integration/test_environments.py",
