@@ -65,6 +65,7 @@ class Learner:
         *,
         deadline_s=20.0,
         timeout_s=3.0,
+        heartbeat_s=0.2,
         endpoint=None,
         transport="slot",
     ):
@@ -82,7 +83,7 @@ class Learner:
         self.hub = ControlHub(
             endpoint or f"ipc://{directory}/c.sock",
             self.publisher,
-            ControlConfig(heartbeat_s=0.2, timeout_s=timeout_s),
+            ControlConfig(heartbeat_s=heartbeat_s, timeout_s=timeout_s),
             RunIdentity(release="1.0", config_hash="abc"),
             transport=transport,
             deadline_s=deadline_s,
@@ -227,7 +228,7 @@ def test_a_generator_killed_in_mid_transfer_disturbs_nobody_and_its_leases_are_r
 @pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stage, transport):
     make_learner, make_generator = stage
-    learner = make_learner(LARGE, deadline_s=4.0, timeout_s=2.0, transport=transport)
+    learner = make_learner(LARGE, deadline_s=8.0, timeout_s=5.0, transport=transport)
     well, sick = make_generator(learner, "well"), make_generator(learner, "sick")
     for generator in (well, sick):
         generator.expect("joined")
@@ -430,7 +431,7 @@ def test_a_generator_that_leaves_while_it_reads_reads_nothing_more(stage):
 
 def test_strangers_and_duplicates_are_refused_and_restarted_ones_take_their_own_place(stage):
     make_learner, make_generator = stage
-    learner = make_learner()
+    learner = make_learner(heartbeat_s=0.8, timeout_s=5.0)  # the old process has 2.4 s to be heard
     assert "release" in make_generator(learner, "a", release="0.9").expect("refused")["refused"]
     assert "config" in make_generator(learner, "a", config_hash="xyz").expect("refused")["refused"]
     alive = make_generator(learner, "a", incarnation="one", hang_on=1)

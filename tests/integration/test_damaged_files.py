@@ -1,6 +1,7 @@
 """Every file of a run damaged: it goes on from what is left or refuses with the way out, and never begins
 again by itself."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -293,8 +294,8 @@ def test_a_full_disk_and_a_death_at_once_cost_what_is_for_people(root: Path) -> 
             os.kill(old, signal.SIGKILL)
             wait(
                 lambda: any(
-                    child.pid != old and "sleep(600)" in " ".join(child.cmdline())
-                    for child in living(process.pid)
+                    pid != old and "sleep(600)" in " ".join(words)
+                    for pid, words in command_lines(process.pid).items()
                 )
             )
             assert directory.children() == {}, "nobody could write it"
@@ -320,5 +321,10 @@ def holder_pid(directory: RunDirectory) -> int | None:
     return found.pid if found else None
 
 
-def living(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+def command_lines(pid: int) -> dict[int, list[str]]:
+    """Those of the children, by pid; a child may be reaped in between."""
+    found = {}
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.pid] = child.cmdline()
+    return found

@@ -224,13 +224,13 @@ def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_ca
         (("fail", {"how": "ValueError"}), "error: ValueError: no such number", "tools/raised"),
         (("fail", {"how": "FileNotFoundError"}), "error: FileNotFoundError: [Errno 2]", "tools/raised"),
         (("fail", {"how": "RecursionError"}), "error: RecursionError: ", "tools/raised"),
-        (("wait", {"seconds": 60}), "error: wait took longer than 0.5 s and was stopped", "tools/late"),
+        (("wait", {"seconds": 60}), "error: wait took longer than 3 s and was stopped", "tools/late"),
         (("table", {"n": 99}), '{"list": [0, 1, 2,\n[cut: 389 of 407 characters]', "observations/cut"),
     ],
 )
 def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, says, counted):
     async def scenario():
-        settings = {"step_s": 0.5, "max_observation_characters": 18 if call[0] == "table" else 200}
+        settings = {"step_s": 3.0, "max_observation_characters": 18 if call[0] == "table" else 200}
         async with environment(tmp_path, TOOLS, "add wait fail table", **settings) as played:
             talk = ScriptedTalk([calls(call, ("add", {"a": 2, "b": 3})), "so"])
             return await play(played, talk, prompt=ASK), talk.shown[-1]
@@ -328,11 +328,11 @@ def test_calls_behind_one_that_kills_its_worker_are_made_by_another(tmp_path):
 
 def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
     async def scenario():
-        async with environment(tmp_path, TOOLS, "add wait", step_s=0.5) as played:
+        async with environment(tmp_path, TOOLS, "add wait", step_s=3.0) as played:
             for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.3), (signal.SIGKILL, 0.0)):
                 server = fork_server()
                 [worker] = [one for one in server.children() if one.status() != "zombie"]
-                talk = ScriptedTalk([calls(("wait", {"seconds": 0.4})), ""])
+                talk = ScriptedTalk([calls(("wait", {"seconds": 60})), ""])
                 playing = asyncio.create_task(play(played, talk, prompt=ASK))
                 await asyncio.sleep(seconds)
                 os.kill(worker.pid, number)
@@ -478,7 +478,7 @@ def test_a_reward_that_only_the_object_has_is_the_reward(tmp_path):
 @pytest.mark.parametrize(("name", "reason"), [("late", "hung"), ("die", "died")])
 def test_an_object_that_is_lost_is_a_fault(tmp_path, name, reason):
     async def scenario():
-        async with environment(tmp_path, SHELF, "Shelf", step_s=0.5) as played:
+        async with environment(tmp_path, SHELF, "Shelf", step_s=3.0) as played:
             with pytest.raises(EnvironmentFault, match="`put`") as caught:
                 await play(played, ScriptedTalk([calls(("put", {"name": name}))]), {"title": "t"}, prompt=ASK)
             assert caught.value.reason == reason
@@ -587,11 +587,11 @@ def test_a_rollout_may_return_a_number_parts_or_nothing(tmp_path, how, reward, p
         ("words", "returned", r"`session.metrics, messages` returned str `many`"),
         ("object", "raised", "returned a value of type object"),
         ("die", "died", "exit status 3"),
-        ("hang", "hung", "took longer than 0.5 s and was killed"),
+        ("hang", "hung", "took longer than 3 s and was killed"),
     ],
 )
 def test_a_rollout_that_fails_is_a_fault(tmp_path, how, reason, says):
-    fault = run_rollout(tmp_path, how, step_s=0.5 if how == "hang" else 10.0)
+    fault = run_rollout(tmp_path, how, step_s=3.0 if how == "hang" else 10.0)
     assert isinstance(fault, EnvironmentFault) and fault.reason == reason
     with pytest.raises(EnvironmentFault, match=says):
         raise fault
@@ -620,7 +620,7 @@ def test_a_rollout_may_score_when_the_time_of_its_turns_is_up(tmp_path):
 
 def test_a_loop_that_hangs_costs_the_other_episodes_a_fault_and_not_their_lives(tmp_path):
     async def scenario():
-        async with environment(tmp_path, ROLLOUTS, "rollout", step_s=0.5) as played:
+        async with environment(tmp_path, ROLLOUTS, "rollout", step_s=3.0) as played:
             hows = ["sleep", "hang", "sleep"]
             ends = await asyncio.gather(
                 *(play(played, sums(), {"how": how}, prompt=ASK) for how in hows), return_exceptions=True

@@ -291,7 +291,7 @@ def workers_of(played):
     ("victim", "number", "reason", "says"),
     [
         ("worker", signal.SIGKILL, "died", "killed by SIGKILL"),
-        ("worker", signal.SIGSTOP, "hung", "took longer than 1 s"),
+        ("worker", signal.SIGSTOP, "hung", "took longer than 3 s"),
         ("server", signal.SIGKILL, "died", "the fork server of the environment died"),
     ],
 )
@@ -300,13 +300,15 @@ def test_a_process_that_is_killed_or_stopped_fails_the_episode_by_name(
     tmp_path, victim, number, reason, says, when
 ):
     async def scenario():
-        async with environment(tmp_path, ODD, "Odd", step_s=1.0) as played:
+        async with environment(tmp_path, ODD, "Odd", step_s=3.0) as played:
 
             def strike():
                 server, [worker] = workers_of(played)
                 os.kill((worker if victim == "worker" else server).pid, number)
 
             async def strike_soon():
+                while not workers_of(played)[1]:
+                    await asyncio.sleep(0.02)
                 await asyncio.sleep(0.3)
                 strike()
 
@@ -335,6 +337,7 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypa
             with pytest.raises(EnvironmentFault, match="does not fork") as caught:
                 await play(played, bisect(0))
             assert caught.value.reason == "hung"
+            monkeypatch.undo()
             assert (await play(played, bisect(0))).reward == 1.0
 
     asyncio.run(scenario())
