@@ -291,7 +291,7 @@ def test_a_stranger_gets_no_process_and_a_generator_nothing_but_slots(publisher,
 
 def test_others_of_the_host_wait_while_a_pair_starts(publisher, host, monkeypatch):
     """The start takes longer than a process may be silent that fetches."""
-    monkeypatch.setattr(relay, "SILENT_S", 1.5)
+    monkeypatch.setattr(relay, "SILENT_S", 3.0)
     started, start = [], nccl.start
 
     def slowly(role, connection):
@@ -299,7 +299,7 @@ def test_others_of_the_host_wait_while_a_pair_starts(publisher, host, monkeypatc
         if role == nccl.RECEIVES:
             started.append(worker.pid)
             os.kill(worker.pid, signal.SIGSTOP)
-            threading.Timer(4.0, os.kill, (worker.pid, signal.SIGCONT)).start()
+            threading.Timer(7.0, os.kill, (worker.pid, signal.SIGCONT)).start()
         return worker
 
     monkeypatch.setattr(nccl, "start", slowly)

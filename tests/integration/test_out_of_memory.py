@@ -13,13 +13,13 @@ import torch
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import MemoryFullError
 from asyncrl.launch.learner_process import naming_memory
-from asyncrl.launch.ranks import begin as begin_ranks
 from asyncrl.launch.ranks import end_ranks, wait_for_ranks
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.progress import begin
 from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.deaths import last_message
 from tests.support.models import tiny_qwen2
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -92,7 +92,7 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
     (tmp_path / "full.py").write_text(FULL)
     record, output = tmp_path / "step.json", tmp_path / "learner.out"
     arguments = [str(tiny_qwen2(tmp_path / "model")), f"{tmp_path}/full.py:full", str(record)]
-    for ranks in (1, 2):
+    for ranks, port in zip((1, 2), free_ports(2), strict=True):
         with output.open("wb") as file:
             processes = [
                 subprocess.Popen(
@@ -104,7 +104,9 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
                 for rank in range(ranks)
             ]
         try:
-            begin_ranks(processes)
+            for process in processes:
+                with process.stdin as pipe:
+                    pipe.write(b"%d\n" % port)
             assert wait_for_ranks(processes) == USER_ERROR, output.read_text()
         finally:
             end_ranks(processes)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from asyncrl.trainer.deepspeed.collectives import Rendezvous, _keep_to_interface, _store
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +25,7 @@ def listening(port=None):
 
 
 def test_the_store_of_the_ranks_listens_on_their_address_alone():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     meetings = [Rendezvous(rank=rank, ranks=2, port=port) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda meeting: _store(meeting, timedelta(seconds=60)), meetings)

@@ -42,7 +42,8 @@ seen = {{name: os.environ.get(name) for name in ("SLURMD_NODENAME", "ASYNCRL_SEC
 with (logs / f"{{role}}.jsonl").open("a") as file:
     file.write(json.dumps([os.getpid(), sys.argv[1:], seen]) + "\\n")
 def over():
-    return (logs / "over").exists() or (logs / "saved").exists()
+    over = logs / "over"  # it exists before it is written
+    return (over.exists() and over.stat().st_size) or (logs / "saved").exists()
 if role == "learner":
     key = pathlib.Path(sys.argv[sys.argv.index("--join-key") + 1])
     key.write_text("join.key")
@@ -85,6 +86,7 @@ def started(directory: Path, role: str) -> list:
 @pytest.fixture
 def job(tmp_path):
     environment = install(tmp_path, STAND_INS) | {"SLURM_JOB_NODELIST": "n[1-3]"}
+    (tmp_path / "fail").touch()
     process = subprocess.Popen(
         ["bash", str(SCRIPT), *OPTIONS], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     )
@@ -94,7 +96,6 @@ def job(tmp_path):
 
 
 def test_who_runs_where_with_which_secrets_and_that_all_find_the_store(job, tmp_path):
-    (tmp_path / "fail").touch()
     wait_until(lambda: len(started(tmp_path, "generator")) == 2)  # the first has failed, and is started again
     [(_, learner, of_learner)] = started(tmp_path, "learner")
     _, generator, of_generator = started(tmp_path, "generator")[-1]

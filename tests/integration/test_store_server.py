@@ -4,7 +4,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from asyncrl.buffer.users import StoreUser, with_user
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, StoreError, StoreRefused
 from tests.support.buffer_contract import ids
+from tests.support.ports import free_ports
 from tests.support.store_servers import SERVERS
 from tests.support.waiting import wait_until
 
@@ -52,8 +52,7 @@ def test_it_serves_a_private_socket_and_no_port(choice, tmp_path):
 
 
 def test_a_port_needs_a_user_whose_password_is_no_argument(choice, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    [port] = free_ports(1)
     config, user = StoreConfig(bind=f"tcp://127.0.0.1:{port}"), StoreUser("someone", 'se"cret\\', "~* +@all")
     with pytest.raises(StoreError, match="without passwords"):
         StoreServer(config, tmp_path, server=choice)
@@ -98,8 +97,7 @@ def test_a_configured_store_may_speak_tls_and_its_certificate_is_checked(certifi
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server on PATH")
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    [port] = free_ports(1)
     tls = {
         "port": 0,
         "tls-port": port,

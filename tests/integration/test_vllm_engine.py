@@ -392,14 +392,14 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
 
     async def scenario():
         await apply(engine, Sender().order(1, model))
-        running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
-        await asyncio.sleep(0.05)
         incomplete = Sender().order(4, scrambled(model, 4), leave_out=["model.layers.1.mlp.down_proj.weight"])
         # vLLM joins both with others, and would use what is left of the layer.
         fused = ["model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.gate_proj.weight"]
         partly = disk_order(4, scrambled(model, 4), tmp_path, leave_out=fused)
         nowhere = disk_order(5, model, tmp_path / "none")
         shutil.rmtree(tmp_path / "none")
+        running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
+        await asyncio.sleep(0.05)
         reasons = [
             "1 of .* parameters were not sent",
             rf"2 parts of fused parameters were not sent, first '{re.escape(fused[0])}'",

@@ -346,7 +346,7 @@ def test_synchronous_tickets_wait_for_their_version():
         await world.until(lambda: world.learner.audit().ready == 2)
         world.learner.set_version(1, limit=credit_limit(B, max_lag=0, groups=B, rejected=0))
         await world.until(lambda: world.learner.audit().leased == 2)
-        await asyncio.sleep(0.05)
+        await world.until(lambda: world.control.beats[-1].metrics["stalled_s"] > 0.04)
         assert world.learner.audit().ready == 2  # leased, but not started with weights of version 0
         stalled_s = world.control.beats[-1].metrics["stalled_s"]
         await world.control.orders.put(world.order(1))

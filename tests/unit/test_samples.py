@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -142,19 +141,16 @@ def test_nothing_to_show_is_said(tmp_path: Path) -> None:
 
 
 def test_following_shows_what_is_there_then_what_comes_and_ends_with_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, SAMPLES[:5])
     run.finish("training")
 
-    def write() -> None:
-        time.sleep(0.3)
+    def write(seconds: float) -> None:
         run.learner.samples(SAMPLES[5:])
         run.finish("finished")
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
+    monkeypatch.setattr(time, "sleep", write)
     show_samples(samples_of(run.directory, Wanted(count=1, kind="eval"), follow=True))
-    writer.join(30)
     said = capsys.readouterr().out
     assert [f"ticket {ticket}" in said for ticket in (12, 22, 32, 11, 33)] == [True, True, True, False, False]

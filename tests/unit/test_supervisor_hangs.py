@@ -1,6 +1,7 @@
 """Children that live and do not get on: killed, counted, replaced, and named."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -66,7 +67,9 @@ pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen(["sleep", "600"]).p
         assert supervisor.deaths() == {"g0": 1}
         run_until(supervisor, lambda: is_gone(int(child.read_text())))
     assert "g0 hangs and is killed: g0 made no progress for" in caplog.text
-    assert "g0 died (g0 made no progress for 1 s in `wait for a lock`); restart 1 of 1" in caplog.text
+    assert re.search(
+        r"g0 died \(g0 made no progress for . s in `wait for a lock`\); restart 1 of 1", caplog.text
+    )
 
 
 def test_a_process_that_is_stopped_is_replaced(tmp_path):
@@ -104,7 +107,7 @@ if os.fork() == 0:
     specs = [spec(code, tmp_path, workers=("rank 0", "rank 1"))]
     with (
         Supervisor(specs, max_restarts=0, limits=limits(2.0)) as supervisor,
-        pytest.raises(RunError, match="rank 1 made no progress for 2 s in `wait for a lock`"),
+        pytest.raises(RunError, match=r"rank 1 made no progress for . s in `wait for a lock`"),
     ):
         run_until(supervisor, lambda: False)
 
@@ -137,8 +140,8 @@ def test_a_process_that_never_starts_is_replaced(tmp_path):
 
 STANDS_BY = """
 if "--standby" in sys.argv:
-    pathlib.Path({standbys!r}).open("a").write(f"{{os.getpid()}}\\n")
     begin("stand by", Pace.QUICK)
+    pathlib.Path({standbys!r}).open("a").write(f"{{os.getpid()}}\\n")
     import select
     while not select.select([sys.stdin], [], [], 0.05)[0]:
         beat()
