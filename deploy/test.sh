@@ -13,5 +13,5 @@ others() { python -m pytest tests/simulation tests/integration tests/chaos --dur
 # Three processes on two cores, because these tests wait half of the time for what they started. In the
 # order of the files: by their number of tests, the longest would come last.
 others -m "not slow" --dist loadfile -n 3 --no-loadscope-reorder
-# Only two, because some of the slow ones start engines enough for both cores.
-if [ "$1" = all ]; then others -m slow --dist loadfile -n 2 --no-loadscope-reorder; fi
+# One after the other: some of the slow ones start engines enough for both cores.
+if [ "$1" = all ]; then others -m slow; fi
