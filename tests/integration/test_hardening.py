@@ -85,21 +85,24 @@ class Seen:
             for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
                 try:
                     self._look_at(process)
-                except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
+                except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
                     continue  # it has just ended
 
     def _look_at(self, process: psutil.Process) -> None:
-        self.argv[process.pid] = " ".join(process.cmdline())
-        self.environments[process.pid] = process.environ()
+        # A process that ends in between is not noted at all.
+        argv, environment = " ".join(process.cmdline()), process.environ()
+        self.argv[process.pid], self.environments[process.pid] = argv, environment
         for one in process.net_connections("inet"):
             if one.status == psutil.CONN_LISTEN:
                 self.ports[(one.laddr.ip, one.laddr.port)] = self.argv[process.pid]
         mine = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
         for path, inode in listening_unix():
             if f"socket:[{inode}]" in mine:
-                self.sockets[path] = (
-                    0 if path.startswith("@") or not os.path.exists(path) else os.stat(path).st_mode
-                )
+                try:
+                    self.sockets[path] = os.stat(path).st_mode
+                except FileNotFoundError:  # it is abstract, or has just been closed
+                    if (path, inode) in listening_unix():
+                        self.sockets[path] = 0
 
 
 def listening_unix() -> Iterator[tuple[str, str]]:
