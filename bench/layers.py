@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch._dynamo.utils import counters
 import asyncrl  # noqa: F401 - before transformers: it hides builds that transformers cannot import
 
 # isort: split
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
@@ -31,8 +32,10 @@ from asyncrl.preflight.gpu.training_rate import open_trainer, rollouts, step_of
 from asyncrl.trainer.deepspeed import loading
 from asyncrl.trainer.deepspeed.attention import repeated
 from bench.environment import add_options, describe, report
+from tests.support.models import tiny_qwen2
 
 VOCABULARY, LIMIT = 512, 128
+SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPERATOR = "bench_operator"
 
 
@@ -93,22 +96,6 @@ def as_operator(
     columns = (column_1HND[0].contiguous() for column_1HND in (query_1HND, key_1HND, value_1HND))
     output_HND: Tensor = attend(*columns, cu_seq_lens_q, scaling)
     return output_HND.transpose(0, 1)[None], None
-
-
-def save_model(directory: str) -> None:
-    """A model with random weights."""
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LIMIT,
-        use_sliding_window=False,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 def measure(
@@ -172,8 +159,8 @@ def main() -> None:
         AttentionInterface.register(OPERATOR, as_operator)
         loading.choose_attention = lambda *args, **kwargs: OPERATOR
     with tempfile.TemporaryDirectory() as directory:
-        save_model(directory)
-        rows = [measure(directory, one, options.microbatches, options) for one in settings(options.device)]
+        model = tiny_qwen2(Path(directory), tied=False, vocab_size=VOCABULARY, num_hidden_layers=4, **SIZES)
+        rows = [measure(str(model), one, options.microbatches, options) for one in settings(options.device)]
     where = {"device": options.device, "dtype": options.dtype}
     report({**describe("torch", "deepspeed", "transformers"), **where, "rows": rows}, options.json)
 
