@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.builds import hide_foreign_builds
-
-__version__ = "0.1.0"
+from asyncrl.version import __version__
 
 if TYPE_CHECKING:
     from asyncrl.algo.corrections import Correction
@@ -81,6 +80,7 @@ __all__ = [
     "TokenLoss",
     "TransferError",
     "VersionSpan",
+    "__version__",
     "open",
     "start",
     "train",

@@ -20,8 +20,8 @@ from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import BufferGap
+from asyncrl.hosting.progress import beat
 from asyncrl.lineage import INITIAL, History
-from asyncrl.progress import beat
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError, ungrouped
 from asyncrl.heartbeats import Heartbeats
-from asyncrl.progress import begin
+from asyncrl.hosting.progress import begin
 from asyncrl.telemetry.base import Tracker
 from asyncrl.types import Group, GroupTimes, Prompt, Ticket, time_of_day
 from asyncrl.weights.agreement import Agreement

@@ -10,7 +10,7 @@ from asyncrl.control.base import GeneratorControl, Heartbeat, Hello
 from asyncrl.engine.base import Engine
 from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 from asyncrl.telemetry.base import Tracker
 
 PROGRESS_S = 1.0

@@ -14,7 +14,7 @@ from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.plan import Plan
 from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.intake import Collected
-from asyncrl.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, begin
 from asyncrl.stopwatch import Span, Stopwatch
 from asyncrl.trainer.base import StepResult, Trainer
 

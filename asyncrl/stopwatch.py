@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncrl.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, begin
 from asyncrl.types import time_of_day
 
 

@@ -29,8 +29,8 @@ from transformers import AttentionInterface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.preflight.gpu.training_rate import open_trainer, rollouts, step_of
+from asyncrl.trainer.attention import repeated
 from asyncrl.trainer.deepspeed import loading
-from asyncrl.trainer.deepspeed.attention import repeated
 from bench.environment import add_options, describe, report
 from tests.support.models import tiny_qwen2
 

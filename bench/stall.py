@@ -34,12 +34,12 @@ from safetensors.torch import load_file
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.hosting.workers import pack, receive
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
 from asyncrl.weights.stream import SlotServer
-from asyncrl.workers import pack, receive
 from bench.environment import add_options, describe, engine_package, report
 
 STEPS = ("stage", "pause", "load", "resume", "probe")

@@ -35,14 +35,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.launch.gpus import count_gpus, visible_devices
+from asyncrl.hosting.gpus import count_gpus, visible_devices
+from asyncrl.hosting.workers import pack, receive
 from asyncrl.weights import nccl, stream
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksum_threads, checksums, verify
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, open_slot
 from asyncrl.weights.stream import SlotServer
-from asyncrl.workers import pack, receive
 from bench.environment import add_options, report
 
 KINDS = {

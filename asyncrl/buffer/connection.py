@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import StoreError, StoreRefused
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 
 T = TypeVar("T")
 

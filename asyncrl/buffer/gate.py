@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from asyncrl.algo.trainable import MOST_CHARACTERS, UNTRAINABLE, GroupLimits, trainable
 from asyncrl.buffer.base import DEADLY, GIVEN_UP, LearnerBuffer, Take, kind_of
 from asyncrl.errors import WireError
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
-from asyncrl.processes import bound_to_us, public_environment, stop_process
+from asyncrl.hosting.processes import bound_to_us, public_environment, stop_process
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 

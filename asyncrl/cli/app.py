@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from asyncrl import __version__
 from asyncrl.cli import after, before, running
 from asyncrl.cli.arguments import plain_overrides
+from asyncrl.version import __version__
 
 app = typer.Typer(
     name="asyncrl",

@@ -15,9 +15,9 @@ from rich.text import Text
 from asyncrl.best_effort import BestEffort
 from asyncrl.commands.up import started
 from asyncrl.config.schema import Config
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.saved import nothing_left, read_saved
-from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
 from asyncrl.telemetry.state import StateReader, read_state

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import psutil
 
 from asyncrl.errors import RunError
-from asyncrl.launch.environment import RUN_VARIABLE
+from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.run.directory import RunDirectory
 
 PATIENCE_S = 60.0
@@ -31,7 +31,7 @@ def end_run(directory: RunDirectory) -> Ended:
         if supervisor is not None:
             descendants: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess):
-                # All processes of the run stay below its supervisor while it lives: see `launch.family`.
+                # All processes of the run stay below its supervisor while it lives: see `hosting.family`.
                 descendants = list(supervisor.children(recursive=True))
                 supervisor.send_signal(signal.SIGTERM)
             members = [*descendants, supervisor, *members]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from asyncrl import __version__
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
@@ -26,11 +25,12 @@ from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
-from asyncrl.launch.family import family
+from asyncrl.hosting.family import family
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
-from asyncrl.supervisor import Supervisor
 from asyncrl.telemetry.logs import setup_logging
+from asyncrl.version import __version__
 
 
 class _Found(NamedTuple):

@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
-from asyncrl.supervisor import ProcessSpec, Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -19,22 +19,22 @@ from asyncrl.config.store import StoreConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.launch.environment import LEARNER as LEARNER_VARIABLES
-from asyncrl.launch.environment import RUN_VARIABLE, child_environment
-from asyncrl.launch.family import family
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.hosting.environment import LEARNER as LEARNER_VARIABLES
+from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
+from asyncrl.hosting.family import family
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
+from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.standby import FLAG as STANDBY
+from asyncrl.hosting.standby import MEMORY_SHARE
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
-from asyncrl.launch.placement import Placement, Seat, overfull, placement_of
 from asyncrl.launch.ranks import workers_of
-from asyncrl.launch.standby import FLAG as STANDBY
-from asyncrl.launch.standby import MEMORY_SHARE
-from asyncrl.progress import Limits
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
-from asyncrl.supervisor import ProcessSpec, Supervisor
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished

@@ -31,7 +31,7 @@ from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMemb
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
-from asyncrl.progress import Attention
+from asyncrl.hosting.progress import Attention
 from asyncrl.weights.base import Publisher, UpdateReport
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault
-from asyncrl.processes import bound_to_us, end_marked, public_environment
-from asyncrl.workers import Printed, Scratch, ending
+from asyncrl.hosting.processes import bound_to_us, end_marked, public_environment
+from asyncrl.hosting.workers import Printed, Scratch, ending
 
 END_S = 5.0  # limit for killed processes to end
 MAX_RESULT_BYTES = 2**20

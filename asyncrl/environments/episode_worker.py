@@ -37,7 +37,7 @@ from asyncrl.environments.named import load_target
 from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
 from asyncrl.environments.rollout_host import RolloutHost
 from asyncrl.environments.user_code import describe
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 
 # Directory of this package, which the environment's Python need not have.
 PLACE = str(Path(__file__).parents[2])

@@ -24,8 +24,8 @@ from asyncrl.environments.channel import Channel
 from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
 from asyncrl.environments.json_frames import packed
 from asyncrl.errors import EnvironmentFault
-from asyncrl.processes import public_environment
-from asyncrl.workers import Printed, Scratch, ending
+from asyncrl.hosting.processes import public_environment
+from asyncrl.hosting.workers import Printed, Scratch, ending
 
 log = logging.getLogger(__name__)
 

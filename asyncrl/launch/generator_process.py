@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from asyncrl import __version__
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.config.load import load_config
@@ -27,21 +26,22 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.launch.gpus import resolve_device
-from asyncrl.launch.machine import read_shape, this_machine
+from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.memory_use import generator_kv_bytes
+from asyncrl.hosting.processes import closed_to_us, die_with_spawner
+from asyncrl.hosting.progress import Pace, begin
+from asyncrl.hosting.smi import is_installed
 from asyncrl.launch.players import Players
 from asyncrl.launch.roles import join_store, run_role
-from asyncrl.launch.smi import is_installed
 from asyncrl.launch.wiring import eval_lane, group_limits, open_exporter, train_lane
-from asyncrl.processes import closed_to_us, die_with_spawner
-from asyncrl.progress import Pace, begin
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import JoinKeys, forget_secrets, join_keys
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.logs import LogContext, setup_logging
-from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
+from asyncrl.version import __version__
 from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder
 from asyncrl.weights.staging import HostStaging

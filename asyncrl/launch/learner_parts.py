@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from asyncrl import __version__
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.resolve import GREEDY
 from asyncrl.buffer.base import LearnerBuffer
@@ -35,6 +34,7 @@ from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import load_tokenizer, make_plan, vocabulary_size
 from asyncrl.evaluation import Evaluation, resume_ledger
+from asyncrl.hosting.placement import choose_transport
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.same_bytes import DecodedFrames
 from asyncrl.launch.saving import LeadSaving
@@ -56,7 +56,8 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
-from asyncrl.weights.base import Publisher, choose_transport
+from asyncrl.version import __version__
+from asyncrl.weights.base import Publisher
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.wire.decoder import IsolatedDecoder

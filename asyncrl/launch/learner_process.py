@@ -22,14 +22,15 @@ from asyncrl.config.sections import LearnerConfig, reward_parts
 from asyncrl.data.dataset import DataFiles
 from asyncrl.data.prompts import vocabulary_size
 from asyncrl.errors import MemoryFullError, lacks_gpu_memory
-from asyncrl.launch.gpus import resolve_device
+from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.memory_use import gpu_slots
+from asyncrl.hosting.progress import Pace, begin, doing
+from asyncrl.hosting.standby import parse_arguments, wait_until_needed
 from asyncrl.launch.learner_parts import Lead, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.saving import Saving
-from asyncrl.launch.standby import parse_arguments, wait_until_needed
 from asyncrl.learner import run_learner
-from asyncrl.progress import Pace, begin, doing
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys, forget_secrets, run_keys
@@ -37,9 +38,8 @@ from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import read_saved, refuse_changes
 from asyncrl.telemetry.logs import LogContext, setup_logging
-from asyncrl.trainer.deepspeed.collectives import Rendezvous
+from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device, limit_memory
-from asyncrl.trainer.deepspeed.memory_use import gpu_slots
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.weights.layout import Layout
 from asyncrl.wire.group_frames import decode_group

@@ -9,13 +9,13 @@ from typing import Self
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.control.zmq import ControlHub
+from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import Taken, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
 from asyncrl.launch.taking import Taking
 from asyncrl.learner import Step
-from asyncrl.progress import begin
 from asyncrl.report.reports import Reporting
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer

@@ -7,7 +7,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules
 from asyncrl.config.schema import Config
 from asyncrl.errors import StoreError
-from asyncrl.progress import Attention
+from asyncrl.hosting.progress import Attention
 from asyncrl.run.directory import RunDirectory
 
 log = logging.getLogger(__name__)

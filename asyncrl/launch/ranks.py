@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from asyncrl import progress
 from asyncrl.config.load import load_config
+from asyncrl.hosting import progress
+from asyncrl.hosting.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
+from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch.roles import run_role
-from asyncrl.launch.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
-from asyncrl.supervisor import USER_ERROR
 from asyncrl.telemetry.logs import setup_logging
 
 # Wait after the first rank has failed: the rank with the root cause may exit later than one that merely lost

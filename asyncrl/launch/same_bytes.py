@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.buffer.intake import Collected
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 from asyncrl.types import Group
 
 # Rank 0 broadcasts it instead of the number of groups when the learner is asked to stop.

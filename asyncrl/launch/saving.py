@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.errors import CheckpointError
+from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.taking import Taking
-from asyncrl.progress import Pace, begin
 from asyncrl.report.reports import Reporting
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState

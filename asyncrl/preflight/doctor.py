@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.gpus import count_gpus
+from asyncrl.hosting.gpus import count_gpus
 from asyncrl.preflight.checks import gpu, host, stack, this_run
 from asyncrl.preflight.checks.base import Check, Finding, Outcome, doubtful, execute, fine, wrong
 from asyncrl.preflight.doubts import doubts, missing_device

@@ -9,8 +9,8 @@ from asyncrl.config.load import read_draft
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.gpus import count_gpus, has_instances
-from asyncrl.launch.placement import idle_gpus, placement_of
+from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.placement import idle_gpus, placement_of
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 

@@ -5,11 +5,12 @@ from functools import partial
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.gpus import count_gpus, has_instances
-from asyncrl.launch.machine import read_shape, this_machine
-from asyncrl.launch.placement import Placement, misplaced_generators, placement_of
-from asyncrl.launch.smi import is_installed
+from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.machine import this_machine
+from asyncrl.hosting.placement import Placement, misplaced_generators, placement_of
+from asyncrl.hosting.smi import is_installed
 from asyncrl.preflight.forecast import estimates, forecast
+from asyncrl.preflight.model_shape import read_trained_shape
 
 
 def require_fit(config: Config, *, generators: bool) -> list[str]:
@@ -37,7 +38,7 @@ def _require_fit(config: Config, placed: Callable[[int], Placement]) -> list[str
     if not machine or not machine.gpu_bytes:
         return []
     placement = placed(len(machine.gpu_bytes))
-    shape = read_shape(config.model, config.learner if placement.ranks else None)
+    shape = read_trained_shape(config.model, config.learner if placement.ranks else None)
     plan = forecast(config, shape, machine, rows=None, placement=placement)
     if plan.misfits:
         raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")

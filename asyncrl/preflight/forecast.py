@@ -11,15 +11,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
-from asyncrl.launch.machine import Machine, read_shape, this_machine
-from asyncrl.launch.placement import GENERATORS_SHARE, Placement, placement_of
-from asyncrl.preflight.doubts import doubts
-from asyncrl.preflight.frame_size import frame_bytes
-from asyncrl.preflight.gpu_use import RECEIVER, SENDER, GpuUse, full_gpu, gpu_uses
-from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
-from asyncrl.preflight.validate import validated_config
-from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import (
+from asyncrl.hosting.machine import Machine, this_machine
+from asyncrl.hosting.memory_use import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     CUDA,
@@ -36,6 +29,14 @@ from asyncrl.trainer.deepspeed.memory_use import (
     sequence_kv_bytes,
     weights_bytes,
 )
+from asyncrl.hosting.placement import GENERATORS_SHARE, Placement, placement_of
+from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.gpu_use import RECEIVER, SENDER, GpuUse, full_gpu, gpu_uses
+from asyncrl.preflight.model_shape import read_trained_shape
+from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
+from asyncrl.preflight.validate import validated_config
+from asyncrl.telemetry.text import data_size
 
 GIB = 1 << 30
 # Private memory without the model: of a rank with its sender, and of a generator with its engine and rewards.
@@ -92,7 +93,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
         rows = len(load_rows(config.data.train, config.data.split))
     except DataError:
         rows = None
-    shape, placed = read_shape(config.model, config.learner), with_slots(config)
+    shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
     plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows)
     found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
     return replace(plan, warnings=(*found, *plan.warnings))

@@ -3,16 +3,16 @@
 from dataclasses import dataclass, field
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.machine import Machine
-from asyncrl.launch.placement import MARGIN, Placement
-from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import (
+from asyncrl.hosting.machine import Machine
+from asyncrl.hosting.memory_use import (
     SLOTS,
     ModelShape,
     generator_kv_bytes,
     receiver_bytes,
     zero_stage,
 )
+from asyncrl.hosting.placement import MARGIN, Placement
+from asyncrl.telemetry.text import data_size
 
 # The processes of `weights.transport: nccl`.
 SENDER, RECEIVER = "process that sends", "process that receives"

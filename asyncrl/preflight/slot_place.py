@@ -1,9 +1,9 @@
 """Where versions of the weights are published on this machine."""
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.gpus import count_gpus
-from asyncrl.launch.nvidia import peer_reads
-from asyncrl.launch.placement import place_slots, placement_of
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.nvidia import peer_reads
+from asyncrl.hosting.placement import place_slots, placement_of
 
 HOST_SLOTS = (
     "versions are published in memory of the host (weights.slots: host), because a generator's GPU cannot "

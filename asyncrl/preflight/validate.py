@@ -21,8 +21,8 @@ from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
-from asyncrl.launch.gpus import count_gpus, has_instances
-from asyncrl.launch.placement import misplaced
+from asyncrl.hosting.gpus import count_gpus, has_instances
+from asyncrl.hosting.placement import misplaced
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import Form, form_of

@@ -23,13 +23,13 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.launch.environment import PARENT_VARIABLE, WITHOUT_CUDA
-from asyncrl.launch.free_gpus import room_on_gpus
-from asyncrl.launch.gpus import BY_BUS, VARIABLE, resolve_device, visible_devices
+from asyncrl.hosting.environment import PARENT_VARIABLE, WITHOUT_CUDA
+from asyncrl.hosting.gpus import BY_BUS, VARIABLE, resolve_device, visible_devices
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.supervisor import USER_ERROR
+from asyncrl.hosting.workers import ending
 from asyncrl.launch.players import Players
-from asyncrl.processes import die_with_parent
-from asyncrl.supervisor import USER_ERROR
-from asyncrl.workers import ending
+from asyncrl.results.free_gpus import room_on_gpus
 
 
 def ask(module: str, config: Path, overrides: Sequence[str], *words: str) -> Any:

@@ -9,9 +9,9 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
+from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.launch.generator_process import sampling_spec
 from asyncrl.launch.wiring import group_limits
-from asyncrl.processes import die_with_spawner
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.results.export import newest_export
 from asyncrl.run.directory import find_run

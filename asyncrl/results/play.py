@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
+from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.launch.generator_process import sampling_spec
 from asyncrl.launch.wiring import group_limits
-from asyncrl.processes import die_with_spawner
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.types import Group, Rollout
 

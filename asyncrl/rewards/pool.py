@@ -22,11 +22,11 @@ import msgpack
 from asyncrl.algo.trainable import MOST_REWARD
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import RewardError
+from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
-from asyncrl.workers import LENGTH, Printed, ending, pack
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """One reward process: `python -m asyncrl.rewards.worker PARENT_PID`. It runs user code and may be killed.
 
-Messages on standard input and output, framed as in `asyncrl.workers`:
+Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
 
     in   {functions: [[part, function], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
     out  {ready: true} | {error: reason}
@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import msgpack
 
 from asyncrl.errors import RewardError
+from asyncrl.hosting.processes import close_to_others, die_with_parent
+from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
-from asyncrl.processes import close_to_others, die_with_parent
 from asyncrl.rewards.functions import bind, load_function
 from asyncrl.sandbox.bubblewrap import SCRATCH
-from asyncrl.workers import pack, receive
 
 MAX_REASON_CHARACTERS = 2000
 # Process id of a worker in a sandbox, and of no other worker.

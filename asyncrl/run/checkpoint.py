@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.errors import CheckpointError, CheckpointsRefused
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 from asyncrl.run.file_ops import FileOps
 
 log = logging.getLogger(__name__)

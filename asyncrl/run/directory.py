@@ -24,7 +24,7 @@ from asyncrl.files import (
     tell_unreadable,
     with_cure,
 )
-from asyncrl.processes import find_holder
+from asyncrl.hosting.processes import find_holder
 from asyncrl.run.checkpoint import UNFINISHED
 from asyncrl.run.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked

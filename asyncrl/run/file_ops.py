@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from asyncrl.files import sync
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 
 
 class FileOps:

@@ -22,7 +22,7 @@ from structlog.processors import JSONRenderer, TimeStamper, format_exc_info
 from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
 from structlog.typing import Processor
 
-from asyncrl.processes import is_secret
+from asyncrl.hosting.processes import is_secret
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s v%(version)s %(name)s: %(message)s"
 ORDER = ("time", "level", "process", "rank", "version", "logger", "event")

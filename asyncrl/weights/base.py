@@ -28,13 +28,6 @@ UPDATE_FIELDS = ("paused_s", "transfer_gb_per_s")
 MEASUREMENTS = (*PROBE_FIELDS, *UPDATE_FIELDS, "update_s")
 
 
-def choose_transport(wanted: str, *, one_host: bool) -> str:
-    """The transport of `wanted`. `auto` is slot on one host, else tcp."""
-    if wanted != "auto":
-        return wanted
-    return "slot" if one_host else "tcp"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Name (as in the Hugging Face checkpoint), dtype (`float32`, `bfloat16`), and shape of one parameter."""

@@ -5,7 +5,7 @@
     learner     SlotServer hands its end to a process on the learner's GPU, which sends the slot's tensors
 
 The pair lives as long as the connection, and is one process group of torch. What hangs or fails there ends
-with these processes and stops nothing else. The connection carries messages as in `asyncrl.workers`:
+with these processes and stops nothing else. The connection carries messages as in `asyncrl.hosting.workers`:
 
     {layout, slot}  ->  {backend, port}, and the tensors over the group  |  {failed}
 """
@@ -31,12 +31,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.workers import Worker, pack, receive
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.weights.layout import Layout, device_sum, require_equal, verify
 from asyncrl.weights.slots import Slot, open_slot, register
 from asyncrl.weights.stream import GROUP, connect, left_s
-from asyncrl.workers import Worker, pack, receive
 
 # Bound on the start of both processes and their group.
 START_S = 60.0

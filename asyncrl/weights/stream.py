@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from asyncrl.errors import TransferError
+from asyncrl.hosting.workers import Worker
 from asyncrl.weights.layout import Layout, verify
-from asyncrl.workers import Worker
 
 log = logging.getLogger(__name__)
 

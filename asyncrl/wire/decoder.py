@@ -4,7 +4,7 @@ The process decodes each frame before the learner does. If a frame crashes or ha
 memory than a group of that size can need, the frame is refused and the process is replaced. Decoding depends
 on the bytes alone, so the learner survives what the process survived, and skips the checksum.
 
-The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages (see `workers.py`):
+The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages, as in `hosting/workers.py`:
 
     learner -> process   the key;   then frame after frame
     process -> learner   an empty message: ready;   then for each frame why it is refused, or an empty message
@@ -18,12 +18,12 @@ import sys
 import time
 
 from asyncrl.errors import RunError, WireError
-from asyncrl.processes import die_with_parent
-from asyncrl.progress import beat
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.progress import beat
+from asyncrl.hosting.workers import Worker, ending, framed, receive
 from asyncrl.types import Group
 from asyncrl.unpickling import refuse_pickles_from_wires
 from asyncrl.wire.group_frames import decode_group
-from asyncrl.workers import Worker, ending, framed, receive
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.store import StoreConfig
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group

@@ -19,7 +19,7 @@ DOOMED = 77
 
 CORE = """
 import os, sys
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
 while data := os.read(0, 1):
     os.write(1, data)

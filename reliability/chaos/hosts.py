@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NETWORK = 0x40000000

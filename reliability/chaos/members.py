@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from asyncrl.progress import Watch
+from asyncrl.hosting.progress import Watch
 
 from .roles import Place
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl import progress
 from asyncrl.algo.filters import GroupOutcome
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules, PutOutcome, Take
@@ -35,6 +34,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.errors import CheckpointError, RewardError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.hosting import progress
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART, run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.rewards.base import RewardInput, Score

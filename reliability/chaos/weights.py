@@ -54,7 +54,7 @@ from asyncrl.engine.fake import FakeEngine, logits_of
 from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import TransferError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.keys import RunKeys
 from asyncrl.types import Prompt, Ticket

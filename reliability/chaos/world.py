@@ -23,9 +23,9 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.users import GENERATOR, LEARNER, StoreUser, generator_rules, learner_rules, with_user
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
+from asyncrl.hosting.progress import Attention, Board, Limits, Watch
+from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch.own_store import KeptStore
-from asyncrl.progress import Attention, Board, Limits, Watch
-from asyncrl.supervisor import USER_ERROR
 
 from . import roles
 from .disk import Disk

@@ -27,14 +27,14 @@ from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import AsyncRLError, RunError
-from asyncrl.launch.environment import PARENT_VARIABLE
+from asyncrl.hosting.environment import PARENT_VARIABLE
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.supervisor import ProcessSpec
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import store_password
-from asyncrl.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
-from asyncrl.supervisor import ProcessSpec
 from asyncrl.telemetry.jsonl import JsonlTracker, Lines
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, write_status
@@ -169,7 +169,7 @@ def main() -> int:
     if kind == "learner":
         return learner(path, last)
     idle = (
-        f"from asyncrl.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
+        f"from asyncrl.hosting.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
         "time.sleep(600)"
     )
     up.learner_spec = lambda config, directory, url, placement: spec(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 
 from .world import simulate
 

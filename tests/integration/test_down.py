@@ -18,9 +18,9 @@ from asyncrl.commands import down
 from asyncrl.commands.down import processes_of
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
-from asyncrl.launch.environment import RUN_VARIABLE, child_environment
-from asyncrl.launch.family import family
-from asyncrl.processes import _holds_lock
+from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
+from asyncrl.hosting.family import family
+from asyncrl.hosting.processes import _holds_lock
 from asyncrl.run.directory import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -125,9 +125,9 @@ FAMILY = """
 import subprocess, sys, time
 from pathlib import Path
 from asyncrl.run.directory import RunDirectory
-from asyncrl.launch.family import family
+from asyncrl.hosting.family import family
 from asyncrl.cli.foreground import stop_on_signals
-from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))
@@ -167,8 +167,8 @@ def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
 
 
 def test_adopted_processes_that_end_are_taken_leave_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.family.LOOK_S", 0.0)
-    monkeypatch.setattr("asyncrl.launch.family.UNCLAIMED_S", 0.2)
+    monkeypatch.setattr("asyncrl.hosting.family.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl.hosting.family.UNCLAIMED_S", 0.2)
     with family() as members:
         done = subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], capture_output=True, text=True, check=True)
         pid, until_s = int(done.stdout), time.monotonic() + 60

@@ -9,13 +9,13 @@ import pytest
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.store import StoreConfig
+from asyncrl.hosting.workers import Worker
 from asyncrl.launch import own_store
 from asyncrl.launch.own_store import KeptStore
 from asyncrl.types import Group
 from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group
-from asyncrl.workers import Worker
 
 pytestmark = pytest.mark.integration
 

@@ -25,10 +25,10 @@ from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ConfigError, ForeignRunError, RunError, StoreError
-from asyncrl.launch import gpus as our_gpus
+from asyncrl.hosting import gpus as our_gpus
+from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.preflight import doubts
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
 from tests.support.command import ASYNCRL
 from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
 
@@ -196,7 +196,7 @@ def test_the_gpus_of_this_host_are_checked_before_anything_starts(
     shape = ModelShape(
         parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_trained_shape", lambda model, learner: shape)
     wanted = config()
     record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
     with monkeypatch.context() as patches:

@@ -12,12 +12,12 @@ import torch
 
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import MemoryFullError
+from asyncrl.hosting.deaths import last_message
+from asyncrl.hosting.progress import begin
+from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch.learner_process import naming_memory
 from asyncrl.launch.ranks import end_ranks, wait_for_ranks
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.progress import begin
-from asyncrl.supervisor import USER_ERROR
-from asyncrl.telemetry.deaths import last_message
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 
@@ -51,7 +51,7 @@ from asyncrl.launch.learner_process import naming_memory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner
-from asyncrl.trainer.deepspeed.collectives import Rendezvous
+from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from tests.support.fake_learner import SETTINGS
 from tests.support.learner_world import World

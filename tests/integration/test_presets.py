@@ -29,7 +29,7 @@ from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.trainer.deepspeed.collectives import Rendezvous
+from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from asyncrl.trainer.deepspeed.collectives import Rendezvous, _keep_to_interface, _store
+from asyncrl.trainer.collectives import Rendezvous, _keep_to_interface, _store
 from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.integration
@@ -59,10 +59,7 @@ def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it
     )
     network += "; ip address add 192.0.2.7/24 dev wan"
     network += "; ip address add 10.9.0.2/24 dev lan; ip link set wan up; ip link set lan up"
-    code = (
-        "import os; from asyncrl.trainer.deepspeed.collectives import _keep_to_interface as keep; "
-        "keep('10.9.0.1')"
-    )
+    code = "import os; from asyncrl.trainer.collectives import _keep_to_interface as keep; keep('10.9.0.1')"
     script = f"{network}; exec {sys.executable} -c \"{code}; print(os.environ.get('GLOO_SOCKET_IFNAME'))\""
     without = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     told = subprocess.run(

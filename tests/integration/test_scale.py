@@ -32,11 +32,11 @@ import os
 import sys
 from pathlib import Path
 from asyncrl.run.directory import RunDirectory
-from asyncrl.launch.environment import PARENT_VARIABLE, RUN_VARIABLE
+from asyncrl.hosting.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.commands.scale import Scaled
 from asyncrl.errors import RunError
 from asyncrl.cli.foreground import stop_on_signals
-from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))

@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch
-from asyncrl.trainer.deepspeed.attention import VARLEN
-from asyncrl.trainer.deepspeed.policy import PolicyModule
+from asyncrl.trainer.attention import VARLEN
 from asyncrl.trainer.deepspeed.trained_model import run
+from asyncrl.trainer.policy import PolicyModule
 
 META = torch.device("meta")
 LAYERS = 24

@@ -18,7 +18,7 @@ import uuid
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, TransferError
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TRANSPORTS, UpdateReport
 from tests.support import receiver_stand_in as receiving

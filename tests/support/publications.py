@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.weights import relay, stream
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums

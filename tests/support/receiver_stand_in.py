@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from asyncrl.errors import TransferError
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.weights import layout, relay, stream
 from asyncrl.weights import staging as arrival
 from asyncrl.weights.base import UpdateOrder

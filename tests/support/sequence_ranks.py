@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
+from asyncrl.trainer.sequence_parallel import SequenceRanks
 
 
 class Threads:

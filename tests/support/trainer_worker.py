@@ -26,13 +26,13 @@ from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, DataError
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.memory_use import ModelShape, rank_bytes
+from asyncrl.hosting.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
-from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
+from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.memory_use import ModelShape, rank_bytes
 from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.types import Group, Rollout, VersionSpan

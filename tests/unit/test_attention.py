@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncrl.batch.packing import microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed import attention
-from asyncrl.trainer.deepspeed.attention import (
+from asyncrl.trainer import attention
+from asyncrl.trainer.attention import (
     SEGMENTS,
     VARLEN,
     attention_kwargs,
@@ -26,8 +26,8 @@ from asyncrl.trainer.deepspeed.attention import (
     varlen_attention,
 )
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import run
+from asyncrl.trainer.policy import PolicyModule
 from tests.support.dispatches import META, dispatches_of, samples_of
 from tests.support.models import tiny_qwen2
 

@@ -9,14 +9,14 @@ from transformers import AutoConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
-from asyncrl.launch.machine import Machine
-from asyncrl.launch.placement import misplaced, placement_of
+from asyncrl.hosting.machine import Machine
+from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
-from asyncrl.trainer.deepspeed.flops import peak_flops_per_s, step_flops
-from asyncrl.trainer.deepspeed.kept import counted
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.trainer.flops import peak_flops_per_s, step_flops
+from asyncrl.trainer.kept import counted
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

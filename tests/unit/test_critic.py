@@ -12,7 +12,7 @@ from transformers import AutoModel
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.deepspeed.critic import ValueHead, ValueModule
+from asyncrl.trainer.critic import ValueHead, ValueModule
 from asyncrl.trainer.deepspeed.loading import load_model
 from asyncrl.trainer.deepspeed.trained_model import run
 from tests.support.models import tiny_qwen2

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.deaths import Deaths, last_error, last_message
+from asyncrl.hosting.deaths import Deaths, last_error, last_message
 
 VLLM = """\
 (EngineCore pid=71) ERROR 11-22 12:00:00 [core.py:1100] Traceback (most recent call last):

@@ -21,12 +21,11 @@ from asyncrl.commands.up import LEAVE_S, learner_spec
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
-from asyncrl.launch import gpus
-from asyncrl.launch.environment import child_environment
-from asyncrl.launch.placement import misplaced, placement_of
+from asyncrl.hosting import gpus
+from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.placement import choose_transport, misplaced, placement_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import SECRET_FILE_VARIABLE
-from asyncrl.weights.base import choose_transport
 from tests.support.compose import DEPLOY, compose, env_file, mounts, used_variables, words
 from tests.support.pages import commands
 

@@ -11,8 +11,8 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.config.sections import GeneratorConfig, WeightsConfig
 from asyncrl.engine.vllm.args import set_environment
-from asyncrl.launch.environment import child_environment
-from asyncrl.launch.gpus import resolve_device
+from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.gpus import resolve_device
 from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.launch.machine import read_shape
-from asyncrl.trainer.deepspeed.flops import forward_flops, is_known, peak_flops_per_s, step_flops
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.hosting.machine import read_shape
+from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.trainer.flops import forward_flops, is_known, peak_flops_per_s, step_flops
 
 SIZES = {
     "hidden_size": 256,

@@ -17,14 +17,14 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.machine import Machine, read_shape
-from asyncrl.launch.placement import placement_of
+from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
+from asyncrl.hosting.placement import placement_of
 from asyncrl.preflight import fit
 from asyncrl.preflight.forecast import Forecast, forecast
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
-from asyncrl.trainer.deepspeed.kept import counted
-from asyncrl.trainer.deepspeed.memory_use import ModelShape, checkpoint_bytes
+from asyncrl.trainer.kept import counted
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout
@@ -391,7 +391,7 @@ def test_a_learner_alone_is_judged_without_generators():
 def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
     config = config_of(model={"dtype": "bfloat16"})
     monkeypatch.setattr(fit, "is_installed", lambda: True)
-    monkeypatch.setattr(fit, "read_shape", lambda model, learner: QWEN)
+    monkeypatch.setattr(fit, "read_trained_shape", lambda model, learner: QWEN)
     for size_gib, has_room in ((80, True), (24, False)):
         machine = replace(GPU, gpu_bytes=(size_gib * GIB,))
         monkeypatch.setattr(fit, "this_machine", lambda device, machine=machine: machine)
@@ -401,7 +401,9 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
             with pytest.raises(ConfigError, match=r"GPU 0: .* set learner.gradient_checkpointing: true"):
                 fit.require_fit(config, generators=True)
     monkeypatch.setattr(fit, "this_machine", lambda device: CPU)
-    monkeypatch.setattr(fit, "read_shape", lambda model: pytest.fail("no model is read without a GPU"))
+    monkeypatch.setattr(
+        fit, "read_trained_shape", lambda model, learner: pytest.fail("no model is read without a GPU")
+    )
     fit.require_fit(config, generators=True)
 
 

@@ -8,10 +8,10 @@ import torch
 from asyncrl.config.load import load_config
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import DataError
-from asyncrl.launch import free_gpus
-from asyncrl.launch.free_gpus import room_on_gpus
-from asyncrl.launch.machine import Machine, read_shape
-from asyncrl.trainer.deepspeed.memory_use import generator_kv_bytes
+from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.memory_use import generator_kv_bytes
+from asyncrl.results import free_gpus
+from asyncrl.results.free_gpus import room_on_gpus
 from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch import gpus as our_gpus
-from asyncrl.launch import machine
-from asyncrl.launch.gpus import count_gpus, visible_names
-from asyncrl.launch.nvidia import (
+from asyncrl.hosting import gpus as our_gpus
+from asyncrl.hosting import machine
+from asyncrl.hosting.gpus import count_gpus, visible_names
+from asyncrl.hosting.nvidia import (
     GIB,
     MIB,
     OPTIONAL,
@@ -23,7 +23,7 @@ from asyncrl.preflight import doubts
 from asyncrl.preflight.checks import gpu as checks
 from asyncrl.preflight.doctor import machine_checks
 from asyncrl.preflight.fit import require_fit, require_room
-from asyncrl.trainer.deepspeed import attention
+from asyncrl.trainer import attention
 from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
 from tests.support.task_config import config_of
 
@@ -167,7 +167,7 @@ def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tm
     shape = machine.ModelShape(
         parameters=10**8, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_trained_shape", lambda model, learner: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     config = config_of(generator={"vllm": {}})
@@ -181,7 +181,7 @@ def test_joining_generators_are_refused_where_they_do_not_fit(monkeypatch, tmp_p
     shape = machine.ModelShape(
         parameters=10**9, layers=2, hidden=64, intermediate=64, query=64, kv=64, vocabulary=1000
     )
-    monkeypatch.setattr("asyncrl.preflight.fit.read_shape", lambda model, learner: shape)
+    monkeypatch.setattr("asyncrl.preflight.fit.read_trained_shape", lambda model, learner: shape)
     without_tools(monkeypatch, tmp_path)
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     # Three ranks need three GPUs, but these are on another host.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch import gpus, nvidia, smi
-from asyncrl.launch.environment import child_environment
-from asyncrl.launch.gpus import count_gpus, resolve_device
-from asyncrl.launch.placement import place
+from asyncrl.hosting import gpus, nvidia, smi
+from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.gpus import count_gpus, resolve_device
+from asyncrl.hosting.placement import place
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
 from tests.support.gpu_tools import MATRIX, ROWS, tool, without_tools

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.trainer.deepspeed import head
-from asyncrl.trainer.deepspeed.head import TokenLogprobs, off_target_gradient, statistics
+from asyncrl.trainer import head
+from asyncrl.trainer.head import TokenLogprobs, off_target_gradient, statistics
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal")
 TOKENS, HIDDEN, VOCABULARY = 10, 16, 50

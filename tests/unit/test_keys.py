@@ -7,9 +7,9 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
-from asyncrl.launch import environment
-from asyncrl.launch.environment import child_environment
-from asyncrl.processes import public_environment
+from asyncrl.hosting import environment
+from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.processes import public_environment
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import (
     SECRET_FILE_VARIABLE,

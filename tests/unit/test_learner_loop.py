@@ -5,7 +5,7 @@ import pytest
 from asyncrl.batch.hooks import Hooks
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.base import Choice
-from asyncrl.progress import Pace
+from asyncrl.hosting.progress import Pace
 from tests.support.learner_world import World, learn
 
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.trainer.attention import segment_attention
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.deepspeed.attention import segment_attention
-from asyncrl.trainer.deepspeed.head import TokenLogprobs
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import run
+from asyncrl.trainer.head import TokenLogprobs
+from asyncrl.trainer.policy import PolicyModule
 from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")

@@ -10,13 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import ConfigError
-from asyncrl.launch import generator_process
-from asyncrl.launch.machine import Machine, read_shape
-from asyncrl.preflight.forecast import estimates, forecast
-from asyncrl.trainer.deepspeed import engine_settings
-from asyncrl.trainer.deepspeed.attention import SEGMENTS
-from asyncrl.trainer.deepspeed.kept import Setting, counted, kept_per_token
-from asyncrl.trainer.deepspeed.memory_use import (
+from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.memory_use import (
     BUCKET_NUMBERS,
     GATHERED_WEIGHTS,
     STEPPED_NUMBERS,
@@ -24,8 +19,13 @@ from asyncrl.trainer.deepspeed.memory_use import (
     activations_bytes,
     kept_bytes_per_token,
 )
-from asyncrl.trainer.deepspeed.policy import PolicyModule
-from asyncrl.trainer.deepspeed.recompute import recompute
+from asyncrl.launch import generator_process
+from asyncrl.preflight.forecast import estimates, forecast
+from asyncrl.trainer.attention import SEGMENTS
+from asyncrl.trainer.deepspeed import engine_settings
+from asyncrl.trainer.kept import Setting, counted, kept_per_token
+from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.recompute import recompute
 from tests.support.sequence_ranks import OneRank
 from tests.support.task_config import config_of
 

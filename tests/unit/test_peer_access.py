@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.hosting.processes import closed_to_us
 from asyncrl.launch import generator_process as generator
-from asyncrl.processes import closed_to_us
 
 ALL = ("slot", "nccl", "tcp", "disk")
 
@@ -40,7 +40,7 @@ def test_a_learner_in_another_container_is_closed(listener):
     wrapper = ["unshare", "--pid", "--fork"]
     if subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no right to make containers here")
-    script = f"from asyncrl.processes import *; print(closed_to_us(Path({str(listener)!r})))"
+    script = f"from asyncrl.hosting.processes import *; print(closed_to_us(Path({str(listener)!r})))"
     found = subprocess.check_output([*wrapper, sys.executable, "-c", script], text=True)
     assert found == "it is in another container\n"
 

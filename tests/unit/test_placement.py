@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from asyncrl.launch.placement import (
+from asyncrl.hosting.placement import (
     MARGIN,
     idle_gpus,
     misplaced,

@@ -9,7 +9,7 @@ import psutil
 
 PARENT = """
 import subprocess, sys, time
-from asyncrl.processes import bound_to_us
+from asyncrl.hosting.processes import bound_to_us
 child = subprocess.Popen(bound_to_us([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]))
 print(child.pid, flush=True)
 time.sleep(600)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from asyncrl import progress
-from asyncrl.progress import Attention, Board, Limits, Pace, Watch
+from asyncrl.hosting import progress
+from asyncrl.hosting.progress import Attention, Board, Limits, Pace, Watch
 
 LIMITS = Limits(hang_s=100.0, slow_s=1000.0)
 RANKS = ("rank 0", "rank 1")
@@ -132,7 +132,7 @@ def test_without_a_supervisor_nothing_is_said(monkeypatch):
 
 SPEAKER = """
 import sys
-from asyncrl import progress
+from asyncrl.hosting import progress
 progress.attach()
 progress.begin("speak", progress.Pace.SLOW)
 for line in sys.stdin:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch import ranks
 from asyncrl.launch.ranks import begin, end_ranks, wait_for_ranks
-from asyncrl.supervisor import USER_ERROR
 
 
 class Clock:

@@ -11,10 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.attention import SEGMENTS
-from asyncrl.trainer.deepspeed.memory_use import DTYPE_BYTES, ModelShape, kept_at_peak
-from asyncrl.trainer.deepspeed.policy import hidden_states
-from asyncrl.trainer.deepspeed.recompute import recompute
+from asyncrl.hosting.memory_use import DTYPE_BYTES, ModelShape, kept_at_peak
+from asyncrl.trainer.attention import SEGMENTS
+from asyncrl.trainer.policy import hidden_states
+from asyncrl.trainer.recompute import recompute
 from tests.support.models import SIZES
 
 Setting = bool | Literal["selective"]

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
+from asyncrl.hosting.workers import pack
 from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
 from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
 from asyncrl.rewards.worker import serve
-from asyncrl.workers import pack
 
 
 def arithmetic(prompt, response, answer):

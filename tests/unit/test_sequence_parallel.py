@@ -14,10 +14,10 @@ from transformers import LlamaConfig
 
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.attention import segment_attention
+from asyncrl.trainer.attention import segment_attention
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.policy import PolicyModule
-from asyncrl.trainer.deepspeed.sequence_parallel import across_ranks, require_divisible
+from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.sequence_parallel import across_ranks, require_divisible
 from tests.support.models import tiny_qwen2
 from tests.support.sequence_ranks import OneRank, Threads
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.supervisor import FAULT_FOUND, SAME_FAULTS, USER_ERROR, ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import FAULT_FOUND, SAME_FAULTS, USER_ERROR, ProcessSpec, Supervisor
 
 
 def spec(name: str, code: str, tmp_path: Path, *, has_standby: bool = False, **more: object) -> ProcessSpec:
@@ -80,7 +80,7 @@ else:
 
 
 def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
+    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.0)
     ready, result = tmp_path / "ready", tmp_path / "result"
     code = STANDBY.format(ready=str(ready), result=str(result), lives_s=0.1)
     with Supervisor(
@@ -92,7 +92,7 @@ def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
 
 
 def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.0)
+    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.0)
     ready, result = tmp_path / "ready", tmp_path / "result"
     code = STANDBY.format(ready=str(ready), result=str(result), lives_s=60)
     with Supervisor(
@@ -107,7 +107,7 @@ def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
 
 
 def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.05)
+    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.05)
     tries = []
 
     def popen(argv: list[str], **options: object) -> "subprocess.Popen[bytes]":
@@ -127,7 +127,7 @@ def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, monkeypatch, ca
 
 
 def test_a_standby_that_cannot_live_harms_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.supervisor._STANDBY_AFTER_S", 0.05)
+    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.05)
     tries = tmp_path / "tries"
     code = f"""
 import pathlib, sys, time

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import supervisor as module
 from asyncrl.errors import RunError
-from asyncrl.progress import Limits, Watch
-from asyncrl.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting import supervisor as module
+from asyncrl.hosting.progress import Limits, Watch
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 
 HEAD = (
-    "import os, pathlib, subprocess, sys, time\nfrom asyncrl.progress import Pace, attach, beat, "
+    "import os, pathlib, subprocess, sys, time\nfrom asyncrl.hosting.progress import Pace, attach, beat, "
     "begin\nattach()\n"
 )
 WORKS = "begin('work')\nwhile True:\n    beat()\n    time.sleep(0.05)\n"

@@ -8,8 +8,9 @@ from torch.multiprocessing import reductions
 
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.control.messages import CODEC, MAX_ORDER_BYTES
+from asyncrl.hosting.placement import choose_transport
 from asyncrl.weights import slots
-from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder, choose_transport
+from asyncrl.weights.base import TRANSPORTS, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout
 
 _REBUILD = reductions.rebuild_cuda_tensor

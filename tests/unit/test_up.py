@@ -11,11 +11,11 @@ import pytest
 from asyncrl.cli import foreground
 from asyncrl.commands import up
 from asyncrl.errors import RunError, StoreError
+from asyncrl.hosting.placement import placement_of
+from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
 from asyncrl.launch import own_store
-from asyncrl.launch.placement import placement_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
-from asyncrl.supervisor import ProcessSpec, Supervisor
 from tests.support.task_config import config_of
 
 

@@ -11,14 +11,14 @@ import torch
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
-from asyncrl.launch.machine import read_shape
+from asyncrl.hosting.machine import read_shape
+from asyncrl.hosting.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
 from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from asyncrl.trainer.deepspeed.flops import forward_flops, step_flops
-from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, weights_bytes
-from asyncrl.trainer.deepspeed.meter import Meter
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.flops import forward_flops, step_flops
+from asyncrl.trainer.meter import Meter
 from tests.support.steps import rollout, step
 
 SHAPE = ModelShape(
@@ -109,7 +109,7 @@ def test_work_of_an_unknown_architecture_is_not_guessed():
 
 
 def test_what_is_planned_for_torch_is_the_plan_without_cuda_and_slots_of_other_ranks():
-    from asyncrl.trainer.deepspeed.memory_use import torch_bytes
+    from asyncrl.hosting.memory_use import torch_bytes
 
     config, learner = ModelConfig(path="m", dtype="bfloat16"), LearnerConfig(ranks=2, zero_stage=1)
     parts = rank_bytes(SHAPE, config, learner, reference=True, critic=False, on_gpu=True, slots=2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.workers import LENGTH, ending, framed, pack, receive
+from asyncrl.hosting.workers import LENGTH, ending, framed, pack, receive
 
 messages = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3),

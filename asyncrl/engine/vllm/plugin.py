@@ -3,7 +3,7 @@
 import os
 
 from asyncrl.engine.base import OWNER_ENV
-from asyncrl.processes import die_with_spawner
+from asyncrl.hosting.processes import die_with_spawner
 
 
 def register() -> None:

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch.gpus import order_by_bus
-from asyncrl.processes import die_with_parent
-from asyncrl.workers import ending
+from asyncrl.hosting.gpus import order_by_bus
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.workers import ending
 
 log = logging.getLogger(__name__)
 

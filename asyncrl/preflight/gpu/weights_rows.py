@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.errors import EngineError, TransferError
-from asyncrl.launch.gpus import count_together
+from asyncrl.hosting.gpus import count_together
 from asyncrl.preflight.gpu.allowed_time import allowed_time, measured_rate, passes
 from asyncrl.preflight.gpu.engine_rows import START_S, changed_environment, running, seat_of, seen_by
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted

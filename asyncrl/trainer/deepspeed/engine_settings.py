@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.memory_use import BUCKET_NUMBERS, CONTEXT_BYTES, GATHERED_WEIGHTS
+from asyncrl.hosting.memory_use import BUCKET_NUMBERS, CONTEXT_BYTES, GATHERED_WEIGHTS
 
 # Steps between DeepSpeed's own progress lines: it prints none.
 NEVER = 1 << 62

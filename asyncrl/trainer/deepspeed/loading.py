@@ -14,11 +14,11 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
-from asyncrl.trainer.deepspeed.attention import choose_attention
-from asyncrl.trainer.deepspeed.collectives import Ranks
+from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.deepspeed.engine_settings import shard_settings
-from asyncrl.trainer.deepspeed.recompute import recompute
-from asyncrl.trainer.deepspeed.sequence_parallel import require_divisible
+from asyncrl.trainer.recompute import recompute
+from asyncrl.trainer.sequence_parallel import require_divisible
 
 # Tensors that a message lists.
 MOST_NAMED = 3

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
-from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
-from asyncrl.trainer.deepspeed.writes import Writes
+from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.writes import Writes
 
 FILE = "model.safetensors"
 

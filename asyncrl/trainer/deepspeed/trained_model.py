@@ -22,11 +22,11 @@ from asyncrl.algo.metrics import merge
 from asyncrl.algo.rates import rate_share
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
-from asyncrl.trainer.deepspeed.collectives import Ranks
+from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
-from asyncrl.trainer.deepspeed.writes import Writes
+from asyncrl.trainer.writes import Writes
 
 # Numbers of sharded parameters that are whole on every rank at the same time: about a layer of 8B parameters.
 # A gather for each parameter would spend its time on starting collectives.

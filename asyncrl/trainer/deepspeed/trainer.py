@@ -14,21 +14,21 @@ from torch import Tensor
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.progress import beat
+from asyncrl.hosting.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
+from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
-from asyncrl.trainer.deepspeed.collectives import Ranks, Rendezvous
-from asyncrl.trainer.deepspeed.critic import ValueModule
+from asyncrl.trainer.collectives import Ranks, Rendezvous
+from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
-from asyncrl.trainer.deepspeed.kept import counted
 from asyncrl.trainer.deepspeed.loading import export_model, load_model
-from asyncrl.trainer.deepspeed.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
-from asyncrl.trainer.deepspeed.meter import Meter
-from asyncrl.trainer.deepspeed.policy import PolicyModule
 from asyncrl.trainer.deepspeed.reference import Reference
-from asyncrl.trainer.deepspeed.rng import load_rng, save_rng
-from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, size_of, whole_parameters
-from asyncrl.trainer.deepspeed.writes import Writes
+from asyncrl.trainer.kept import counted
+from asyncrl.trainer.meter import Meter
+from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.rng import load_rng, save_rng
+from asyncrl.trainer.sequence_parallel import SequenceRanks
+from asyncrl.trainer.writes import Writes
 from asyncrl.weights.base import TensorSpec
 
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.

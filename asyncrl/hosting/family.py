@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from asyncrl.processes import adopt_orphans
+from asyncrl.hosting.processes import adopt_orphans
 
 log = logging.getLogger(__name__)
 

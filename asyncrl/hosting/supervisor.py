@@ -2,7 +2,7 @@
 
     starting -> running -> exited 0          its work is done
                    |  ^--- back-off --- died  restarted, at most `max_restarts` times in ten minutes
-                   v                     ^--- silent for too long (see asyncrl/progress.py): killed
+                   v                     ^--- silent for too long (see asyncrl/hosting/progress.py): killed
                 given up                     the whole run stops with a message
 
 A process that exits with `USER_ERROR` is not restarted, because it would find the same mistake again.
@@ -23,10 +23,10 @@ from typing import IO
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
-from asyncrl.processes import stop_processes
-from asyncrl.progress import UNLIMITED, Attention, Board, Limits, Watch, variable
-from asyncrl.telemetry.deaths import Deaths, last_message
-from asyncrl.workers import ending
+from asyncrl.hosting.deaths import Deaths, last_message
+from asyncrl.hosting.processes import stop_processes
+from asyncrl.hosting.progress import UNLIMITED, Attention, Board, Limits, Watch, variable
+from asyncrl.hosting.workers import ending
 
 log = logging.getLogger(__name__)
 

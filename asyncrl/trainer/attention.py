@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.sequence_parallel import across_ranks
+from asyncrl.trainer.sequence_parallel import across_ranks
 
 # Names of `segment_attention` and `varlen_attention` in transformers' registry.
 SEGMENTS, VARLEN = "asyncrl_segments", "asyncrl_varlen"

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.deepspeed.attention import attention_kwargs
-from asyncrl.trainer.deepspeed.head import LogprobHead
-from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
+from asyncrl.trainer.attention import attention_kwargs
+from asyncrl.trainer.head import LogprobHead
+from asyncrl.trainer.sequence_parallel import SequenceRanks
 
 # Config keys of architectures that transform logits after the output layer.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

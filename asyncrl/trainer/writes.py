@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from safetensors import SafetensorError
 
-from asyncrl.progress import beat
+from asyncrl.hosting.progress import beat
 
 
 @dataclass(slots=True)

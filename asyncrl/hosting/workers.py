@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from asyncrl.processes import ender_of, public_environment, stop_process
+from asyncrl.hosting.processes import ender_of, public_environment, stop_process
 
 LENGTH = struct.Struct("<I")
 # Limit for `Scratch.end`.

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import INSTANCE, count_gpus, visible_devices
-from asyncrl.launch.smi import SMI, UNKNOWN_FIELD, ask
+from asyncrl.hosting.gpus import INSTANCE, count_gpus, visible_devices
+from asyncrl.hosting.smi import SMI, UNKNOWN_FIELD, ask
 
 MIB, GIB = 1 << 20, 1 << 30
 NEEDED = ("index", "uuid", "pci.bus_id", "name", "driver_version", "memory.total", "memory.used")

@@ -16,9 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import AsyncRLError
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
-from asyncrl.trainer.deepspeed.policy import PolicyModule
-from asyncrl.trainer.deepspeed.recompute import recompute
+from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.recompute import recompute
 
 Setting = bool | Literal["selective"]
 # Name of `counted_attention` in transformers' registry.

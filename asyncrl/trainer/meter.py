@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
+from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.trainer.base import MicroBatch, Usage
-from asyncrl.trainer.deepspeed.flops import forward_flops, is_known, peak_flops_per_s, step_flops
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.trainer.flops import forward_flops, is_known, peak_flops_per_s, step_flops
 
 
 class Meter:

@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 # Instead of a preexec_fn, which is not safe in a process with threads.
 _BOUND_TO_PARENT = """
 import os, sys
-from asyncrl.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
 try:
     os.execv(sys.argv[2], sys.argv[2:])
@@ -35,7 +35,7 @@ except OSError as error:
 # Standard input ends with the process that has its other end, however that process ends.
 _END_AFTER_PARENT = """
 import shutil, sys
-from asyncrl.processes import end_marked
+from asyncrl.hosting.processes import end_marked
 sys.stdin.buffer.read()
 end_marked(sys.argv[1])
 shutil.rmtree(sys.argv[2], ignore_errors=True)

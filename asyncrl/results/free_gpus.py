@@ -3,12 +3,12 @@
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus, has_instances, resolve_device
-from asyncrl.launch.machine import read_shape, this_machine
-from asyncrl.launch.placement import GENERATORS_SHARE, MARGIN
-from asyncrl.launch.smi import is_installed
+from asyncrl.hosting.gpus import count_gpus, has_instances, resolve_device
+from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.memory_use import CONTEXT_BYTES, generator_kv_bytes, sequence_kv_bytes
+from asyncrl.hosting.placement import GENERATORS_SHARE, MARGIN
+from asyncrl.hosting.smi import is_installed
 from asyncrl.telemetry.text import data_size
-from asyncrl.trainer.deepspeed.memory_use import CONTEXT_BYTES, generator_kv_bytes, sequence_kv_bytes
 
 
 def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:

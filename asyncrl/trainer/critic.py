@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from asyncrl.trainer.deepspeed.policy import token_outputs
-from asyncrl.trainer.deepspeed.sequence_parallel import SequenceRanks
+from asyncrl.trainer.policy import token_outputs
+from asyncrl.trainer.sequence_parallel import SequenceRanks
 
 
 class ValueHead(nn.Linear):

@@ -5,11 +5,11 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
-from asyncrl.launch.gpus import count_gpus
-from asyncrl.launch.nvidia import visible_gpus
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.hosting.nvidia import visible_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,15 @@ def this_machine(device: str) -> Machine:
     )
 
 
-def read_shape(model: ModelConfig, learner: LearnerConfig | None = None) -> ModelShape:
-    """Return the shape of a model from its config.json; the meta device counts each parameter once.
+def read_shape(model: ModelConfig) -> ModelShape:
+    """Return the shape of a model. Raises DataError as `read_model` does."""
+    return read_model(model)[1]
 
-    With a `learner`, what the layers keep for its backward pass is counted, too.
 
-    Raises:
-        DataError: the config cannot be read, or transformers does not know the architecture.
-        ConfigError: the learner would refuse the model.
+def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
+    """Return Hugging Face's config of a model and its shape; the meta device counts each parameter once.
+
+    Raises DataError: the config cannot be read, or transformers does not know the architecture.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,9 +60,4 @@ def read_shape(model: ModelConfig, learner: LearnerConfig | None = None) -> Mode
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
-    shape = ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))
-    if learner is None:
-        return shape
-    from asyncrl.trainer.deepspeed.kept import counted  # slow to import, and a generator needs none of it
-
-    return counted(shape, config, model, learner.gradient_checkpointing)
+    return config, ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))

@@ -11,7 +11,6 @@ from typing import Literal
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
-from asyncrl.weights.base import choose_transport
 
 CPU_GENERATORS = 2
 # Shares of a GPU's memory that its generators divide: without and with the learner on that GPU.
@@ -68,6 +67,13 @@ class Placement:
     def beside_learner(self) -> tuple[Seat, ...]:
         """The generators that share a GPU with the learner."""
         return tuple(seat for seat in self.generators if any(map(seat.meets, self.ranks)))
+
+
+def choose_transport(wanted: str, *, one_host: bool) -> str:
+    """Return the transport of `wanted`. `auto` is slot on one host, else tcp."""
+    if wanted != "auto":
+        return wanted
+    return "slot" if one_host else "tcp"
 
 
 def place(

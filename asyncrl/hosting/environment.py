@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.gpus import BY_BUS, visible_devices
+from asyncrl.hosting.gpus import BY_BUS, visible_devices
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 # Marks every process of a run, so that `asyncrl down` can prove that none is left.

@@ -11,7 +11,7 @@ itself and those before it in its own sequence, which is about half of T, and on
 import re
 from collections.abc import Sequence
 
-from asyncrl.trainer.deepspeed.memory_use import ModelShape
+from asyncrl.hosting.memory_use import ModelShape
 
 BACKWARD = 2  # a gradient for each of the two factors of every product
 # Dense bfloat16 with float32 sums, without sparsity, by the name that CUDA gives the GPU; from NVIDIA's

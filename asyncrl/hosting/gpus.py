@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.launch.smi import count_listed
+from asyncrl.hosting.smi import count_listed
 
 VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 INSTANCE = "MIG-"  # how the UUID of an instance begins

@@ -9,7 +9,7 @@ import select
 import sys
 from pathlib import Path
 
-from asyncrl.progress import Pace, beat, begin
+from asyncrl.hosting.progress import Pace, beat, begin
 
 FLAG = "--standby"
 MEMORY_SHARE = "--memory-share"
