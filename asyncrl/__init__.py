@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.builds import hide_foreign_builds
-from asyncrl.version import __version__
+from asyncrl.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from asyncrl.algo.corrections import Correction
@@ -80,7 +80,6 @@ __all__ = [
     "TokenLoss",
     "TransferError",
     "VersionSpan",
-    "__version__",
     "open",
     "start",
     "train",

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig
 from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.machine import Machine, read_shape
+from asyncrl.hosting.machine import Machine
 from asyncrl.hosting.memory_use import (
     BUCKET_NUMBERS,
     GATHERED_WEIGHTS,
@@ -21,6 +21,7 @@ from asyncrl.hosting.memory_use import (
 )
 from asyncrl.launch import generator_process
 from asyncrl.preflight.forecast import estimates, forecast
+from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.kept import Setting, counted, kept_per_token
@@ -99,7 +100,7 @@ def forecast_of(
         logprob_chunk_tokens=1,
         gradient_checkpointing=setting,
     )
-    shape = read_shape(model, learner)
+    shape = read_trained_shape(model, learner)
     assert not shape.uncounted
     return activations_bytes(shape, model, learner)
 
