@@ -4,7 +4,7 @@ The process decodes each frame before the learner does. If a frame crashes or ha
 memory than a group of that size can need, the frame is refused and the process is replaced. Decoding depends
 on the bytes alone, so the learner survives what the process survived, and skips the checksum.
 
-The process is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`. Its messages, as in `hosting/workers.py`:
+It is `python -m asyncrl.wire.decoder <socket fd> <learner pid>`, with messages as in `hosting/workers.py`:
 
     learner -> process   the key;   then frame after frame
     process -> learner   an empty message: ready;   then for each frame why it is refused, or an empty message
