@@ -33,8 +33,8 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.duty import Duty
 from asyncrl.engine.episodes import EpisodeSampler
 from asyncrl.engine.fake import FakeEngine
+from asyncrl.engine.open import open_engine
 from asyncrl.engine.talk import Budget, SessionTalk
-from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.environments.base import Outcome
 from asyncrl.preflight.gpu.sampling_rate import Load
 from asyncrl.session.chat_template import TemplateRenderer
@@ -313,7 +313,7 @@ def measure_bytes():
 async def measured_calls(asked):
     """The first figure."""
     load = Load(model=asked.model, device="cpu", dtype="float32", running=CALLERS, tokens=96 + asked.tokens)
-    engine = await VLLMEngine.start(*load.parts(), device="cpu")
+    engine = await open_engine(*load.parts(), device="cpu")
     try:
         return await measure_calls(Model(engine, asked.model, asked.tokens), asked.calls, asked.rounds)
     finally:

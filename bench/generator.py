@@ -19,8 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrl.engine.vllm.bare import open_bare
-from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.engine.open import open_bare, open_engine
 from asyncrl.lineage import Weights
 from asyncrl.preflight.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from asyncrl.weights.base import UpdateOrder
@@ -48,7 +47,7 @@ def bare(arguments):
 async def ours(arguments):
     """VLLMEngine.sample, one call per prompt; then again with updates under way."""
     load = load_of(arguments)
-    engine = await VLLMEngine.start(*load.parts(), device=arguments.device)
+    engine = await open_engine(*load.parts(), device=arguments.device)
     try:
         rates = [await sampled_per_s(engine, load, arguments.prompts) for _ in range(arguments.repeats)]
         stalls_s = await stalls(engine, arguments)

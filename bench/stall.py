@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.engine.open import open_engine
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
@@ -114,7 +114,7 @@ async def update(engine, staging, order, tokens_s):
 
 async def measure(arguments, source):
     layout, buffer = version_of(arguments.model, arguments.dtype)
-    engine = await VLLMEngine.start(
+    engine = await open_engine(
         ModelConfig(path=arguments.model, dtype=arguments.dtype),
         GeneratorConfig(max_running=128, kv_cache_gib=1.0, threads=1),
         SamplingConfig(max_prompt_tokens=64, max_response_tokens=128),

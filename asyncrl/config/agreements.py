@@ -29,7 +29,7 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.config.store import StoreConfig
-from asyncrl.config.vllm_settings import vllm_takes_the_settings
+from asyncrl.config.vllm_settings import transformers_takes_the_settings, vllm_takes_the_settings
 
 # Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
@@ -295,5 +295,6 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _rates_fall,
     _shards_divide,
     vllm_takes_the_settings,
+    transformers_takes_the_settings,
     *ALGORITHM_RULES,
 )

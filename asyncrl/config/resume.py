@@ -83,7 +83,7 @@ FREE: dict[str, str] = {
     "gradient_checkpointing threads hooks",
     "learner.optimizer": "lr betas eps weight_decay warmup_steps schedule final_share max_grad_norm",
     "generator": "count tensor_parallel max_running gpu_memory_utilization kv_cache_gib enforce_eager "
-    "threads recompute_kv lease_s vllm",
+    "threads recompute_kv lease_s vllm engine",
     "weights": "transport slots deadline_s bucket_mib probe_tokens probe_limit",
     "store": "url bind password_env insecure fsync max_gib isolate_decoding",
     "control": "bind heartbeat_s timeout_s stall_s hang_s slow_s max_restarts",

@@ -270,6 +270,8 @@ CPU_KV_CACHE_GIB = 1.0
 class GeneratorConfig(Part):
     """The generators."""
 
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` samples with `transformers.generate`, many times slower; it needs no vLLM."""
     count: PositiveInt | None = None
     """Generators that `asyncrl up` starts; more may join at any time. By default one for each
     `tensor_parallel` GPUs without a learner rank, else one for each `tensor_parallel` GPUs; on a CPU 2."""
@@ -313,13 +315,6 @@ class WeightsConfig(Part):
     probe_limit: Positive = 0.05
     """Difference of log-probabilities between generator and learner on that sequence that is always allowed.
     bfloat16 or quantised, it may be twice the first difference on average, and four times at most."""
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _gloo_is_tcp(cls, transport: object) -> object:
-        if transport == "gloo":
-            raise ValueError("found gloo, which tcp has replaced; set tcp, or leave it auto")
-        return transport
 
 
 class ControlConfig(Part):

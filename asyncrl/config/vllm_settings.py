@@ -92,6 +92,18 @@ def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
             yield Mistake((key,), f"{key} is no argument of the installed vLLM{hint}")
 
 
+def transformers_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
+    """A rule for `agreements`: what only vLLM can do."""
+    if generator.engine != "transformers":
+        return
+    for name, default in (("tensor_parallel", 1), ("recompute_kv", False), ("vllm", {})):
+        if (found := getattr(generator, name)) != default:
+            keys = (f"generator.{name}", "generator.engine")
+            yield Mistake(
+                keys, f"{keys[0]} is {found}, which only generator.engine: vllm can do; drop one of them"
+            )
+
+
 @functools.cache
 def known_settings() -> frozenset[str] | None:
     """The arguments of vLLM's engine, None where vLLM is not installed.

@@ -10,6 +10,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
+from asyncrl.engine.open import open_parser
 from asyncrl.environments.base import Answer, Message, ToolCall
 from asyncrl.errors import ConfigError, RenderError
 from asyncrl.session.base import Parse, Parsed
@@ -94,9 +95,7 @@ def _parse_of(tokenizer: Any, tool_parser: str | None) -> Parse | None:
         return lambda text, ids, prompt_ids, tools: _by_template(tokenizer, text, prompt_ids, tools)
     if tool_parser is None:
         return None
-    from asyncrl.engine.vllm.tool_calls import parse_with  # only a run with tools needs vLLM's parsers
-
-    return parse_with(tokenizer, tool_parser)
+    return open_parser(tokenizer, tool_parser)
 
 
 def _by_template(tokenizer: Any, text: str, prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,8 @@ from asyncrl.errors import EngineError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
+
+Device = Literal["cpu", "cuda"]
 
 # Environment variable of an engine's child processes: the process id of the generator that owns them.
 OWNER_ENV = "ASYNCRL_ENGINE_OWNER"

@@ -24,6 +24,7 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.open import open_engine
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.hosting.gpus import resolve_device
@@ -92,9 +93,6 @@ async def _generate(
     directory: RunDirectory,
     context: LogContext,
 ) -> None:
-    log.info("importing vLLM")
-    from asyncrl.engine.vllm.engine import VLLMEngine
-
     log.info("reading the prompts")
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
@@ -103,10 +101,8 @@ async def _generate(
     log.info("starting the processes of rewards and environment")
     # Before the engine, which takes minutes: a function that cannot be loaded fails within a second.
     await players.start(prompts)
-    log.info("starting the engine, which loads the model and warms up")
-    engine = await VLLMEngine.start(
-        config.model, config.generator, config.sampling, config.weights, device=device
-    )
+    log.info("starting the engine (%s), which loads the model and warms up", config.generator.engine)
+    engine = await open_engine(config.model, config.generator, config.sampling, config.weights, device=device)
     begin("wait for the learner", Pace.SLOW)
     task = asyncio.current_task()
     assert task is not None

@@ -60,12 +60,14 @@ def machine_checks(config: Config | None) -> list[Check]:
         "torch": stack.torch_loads,
         "transformers": stack.transformers_loads,
         "deepspeed": stack.deepspeed_loads,
-        "vllm": stack.vllm_loads,
     }
+    needs_vllm = config is None or config.generator.engine == "vllm"
+    if needs_vllm:
+        imports["vllm"] = stack.vllm_loads
     install = "install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"
     disk = partial(host.disk, config.run.root if config else Path("runs"))
     checks = [
-        Check("packages", stack.packages, install),
+        Check("packages", partial(stack.packages, needs_vllm=needs_vllm), install),
         Check("compiler", stack.compiler, "install one: apt-get install g++", 2 * stack.COMPILE_S),
         *(Check(name, loads, stack.reinstall(name), IMPORT_S) for name, loads in imports.items()),
         Check("gpus", stack.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),

@@ -21,6 +21,7 @@ from asyncrl import errors
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource
+from asyncrl.engine.open import open_engine
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.hosting.environment import PARENT_VARIABLE, WITHOUT_CUDA
@@ -62,8 +63,6 @@ def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
 @asynccontextmanager
 async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncIterator[GroupSampler]:
     """Start rewards, environment and engine for the body."""
-    from asyncrl.engine.vllm.engine import VLLMEngine
-
     device = resolve_device(config)
     gpus, generator = room_on_gpus(config)
     if gpus:
@@ -71,9 +70,7 @@ async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncI
     players = Players.of(config, config.run.root)
     try:
         await players.start(prompts)
-        engine = await VLLMEngine.start(
-            config.model, generator, config.sampling, config.weights, device=device
-        )
+        engine = await open_engine(config.model, generator, config.sampling, config.weights, device=device)
         try:
             yield players.sampler(engine, prompts, name)
         finally:

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.integration, needs_stories]
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "test_it_is_the_model_runner_that_is_expected",
-    "test_behaviour_logprobs_are_the_models_at_the_sampling_temperature[0.6-tied]",
-    "test_score_is_at_temperature_one[tied]",
-    "test_prompts_cached_under_old_weights_are_not_used_by_new_requests[tied]",
-    "test_the_engine_scores_like_the_model_that_was_sent[tied-slot]",
-    "test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_one[tied]",
-    "test_a_wrong_tensor_is_named_and_never_sampled[tied-slot-one element]",
+    "test_behaviour_logprobs_are_the_models_at_the_sampling_temperature[0.6-vllm]",
+    "test_score_is_at_temperature_one[vllm]",
+    "test_prompts_cached_under_old_weights_are_not_used_by_new_requests[vllm]",
+    "test_the_engine_scores_like_the_model_that_was_sent[vllm-slot]",
+    "test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_one[vllm]",
+    "test_a_wrong_tensor_is_named_and_never_sampled[vllm-slot-one element]",
 )
 
 
@@ -33,7 +33,7 @@ def test_the_model_runner_of_gpus_samples_scores_and_loads_as_that_of_cpus():
     pytest.importorskip("triton")
     paths = [str(ROOT / "tests" / "support" / "interpreter"), str(ROOT)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "800"]
-    command += [f"{ROOT}/tests/integration/test_vllm_engine.py::{name}" for name in TESTS]
+    command += [f"{ROOT}/tests/integration/test_engine.py::{name}" for name in TESTS]
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.engine.open import open_engine
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
@@ -35,7 +35,7 @@ def running_engine(
     """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
     with asyncio.Runner() as runner:
         engine = runner.run(
-            VLLMEngine.start(
+            open_engine(
                 ModelConfig(path=str(model), dtype=dtype),
                 GeneratorConfig(**{"max_running": 64, "kv_cache_gib": 0.25, "threads": 1} | generator),
                 SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens),

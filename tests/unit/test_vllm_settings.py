@@ -81,6 +81,17 @@ def test_without_vllm_names_are_left_to_the_host_that_has_it_and_refusals_stay(c
         config("{dtype: float16}")
 
 
+@pytest.mark.parametrize("setting", ["tensor_parallel: 2", "recompute_kv: true", "vllm: {quantization: fp8}"])
+def test_what_only_vllm_can_do_is_refused_for_another_engine(tmp_path, setting):
+    (path := tmp_path / "run.yaml").write_text(f"{RUN}generator:\n  engine: transformers\n  {setting}\n")
+    with pytest.raises(
+        ConfigError, match=f"{setting.split(':')[0]}: is .*, which only generator.engine: vllm can do"
+    ):
+        load_config(path)
+    path.write_text(path.read_text().replace("engine: transformers", "engine: vllm"))
+    load_config(path)
+
+
 def test_the_arguments_are_read_from_the_source_of_vllm(tmp_path, monkeypatch):
     source = tmp_path / "vllm" / "engine" / "arg_utils.py"
     source.parent.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """vLLM's arguments and environment from the configuration, with the differences between CPU and GPU."""
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.builds import CPU, build_of
 from asyncrl.config.sections import (
@@ -11,9 +11,8 @@ from asyncrl.config.sections import (
     SamplingConfig,
     WeightsConfig,
 )
-from asyncrl.engine.base import OWNER_ENV
+from asyncrl.engine.base import OWNER_ENV, Device
 
-Device = Literal["cpu", "cuda"]
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2
 # Tokens of one step of the engine. vLLM's default for a library is 2,048 also on a GPU; its server on an H100

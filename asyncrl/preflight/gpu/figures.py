@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.engine.vllm.args import Device
+from asyncrl.engine.base import Device
 
 # `rehearsed` is a speed on a CPU, where no limit applies; `noted` has no limit; `absent` was not measured.
 Verdict = Literal["ok", "failed", "rehearsed", "noted", "absent"]

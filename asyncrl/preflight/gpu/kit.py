@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import psutil
 
-from asyncrl.engine.vllm.args import Device
+from asyncrl.engine.base import Device
 from asyncrl.errors import ConfigError
 from asyncrl.files import replace_text
 from asyncrl.hosting.environment import WITHOUT_CUDA

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.vllm.args import Device
+from asyncrl.engine.base import Device, Engine, SamplingSpec
 
 PROMPT_TOKENS = 32
 DISTINCT = 400  # token ids in the prompts; a model has more

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.engine.vllm.engine import VLLMEngine
+from asyncrl.engine.base import Engine
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.hosting.gpus import count_together
 from asyncrl.preflight.gpu.allowed_time import allowed_time, measured_rate, passes
@@ -118,7 +118,7 @@ def weights(place: Place) -> Iterator[Figure]:
 
 
 @contextlib.contextmanager
-def _engine(runner: asyncio.Runner, config: Config) -> Iterator[VLLMEngine]:
+def _engine(runner: asyncio.Runner, config: Config) -> Iterator[Engine]:
     opened = running(config)
     started = runner.run(opened.__aenter__())
     try:
@@ -146,7 +146,7 @@ def _by(
     place: Place,
     config: Config,
     runner: asyncio.Runner,
-    engine: VLLMEngine,
+    engine: Engine,
     learner: _Learner,
     host: HostProcess,
 ) -> Iterator[Figure]:
@@ -172,7 +172,7 @@ def _by(
         yield place.speed(name, took_s / allowed.total_s, at_most=1.0, note=allowed.note)
 
 
-async def _update(engine: VLLMEngine, host: HostProcess, order: UpdateOrder) -> None:
+async def _update(engine: Engine, host: HostProcess, order: UpdateOrder) -> None:
     """Do what a generator does with an order."""
     ready = await host.stage(order)
     await engine.begin_update()
@@ -181,7 +181,7 @@ async def _update(engine: VLLMEngine, host: HostProcess, order: UpdateOrder) -> 
 
 
 def _killed(
-    end: str, runner: asyncio.Runner, engine: VLLMEngine, learner: _Learner, host: HostProcess
+    end: str, runner: asyncio.Runner, engine: Engine, learner: _Learner, host: HostProcess
 ) -> Iterator[Figure]:
     """Kill one of NCCL's two processes during a transfer, and measure until the next version is loaded."""
     learner.publish()
@@ -237,7 +237,7 @@ def _killed_loading(
     place: Place,
     config: Config,
     runner: asyncio.Runner,
-    engine: VLLMEngine,
+    engine: Engine,
     learner: _Learner,
     host: HostProcess,
 ) -> Iterator[Figure]:

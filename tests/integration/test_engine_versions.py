@@ -1,4 +1,4 @@
-"""A real vLLM engine of a model that says one token, another one in each version."""
+"""Real engines of a model that says one token, another one in each version."""
 
 import asyncio
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.vllm.engine import VLLMEngine
 from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     LINEAGE,
@@ -18,7 +19,7 @@ from tests.support.vllm_engines import (
     saying,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
+pytestmark = [pytest.mark.integration, needs_stories]
 
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=250)
 FIRST_TOKEN = 100
@@ -27,16 +28,22 @@ FIRST_TOKEN = 100
 
 @pytest.fixture(scope="module")
 def one_token(request, tmp_path_factory):
-    """An engine of the one-token model; its parameter is `recompute_kv`."""
+    """An engine of the one-token model."""
     directory = one_token_llama(tmp_path_factory.mktemp("one_token") / "model")
-    with running_engine(directory, recompute_kv=request.param) as (runner, engine):
+    with running_engine(directory, **request.param) as (runner, engine):
         yield runner, engine, directory
 
 
-@pytest.mark.parametrize("one_token", [False, slow(True)], indirect=True)
+TRANSFORMERS, VLLM = {"engine": "transformers"}, {"engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    "one_token", [TRANSFORMERS, slow(VLLM), slow(VLLM | {"recompute_kv": True})], indirect=True
+)
 def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp_path):
     runner, engine, directory = one_token
     model, updates = load(directory), 30
+    requests = 60 if isinstance(engine, VLLMEngine) else 20  # these run one after the other
 
     async def scenario():
         async def ask(position):
@@ -45,7 +52,7 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
             prompt = [1, *([300] * (position % 7)), 301]
             return await engine.sample(prompt, 2, SPEC)
 
-        rollouts = asyncio.gather(*(ask(position) for position in range(60)))
+        rollouts = asyncio.gather(*(ask(position) for position in range(requests)))
         for version in range(1, updates + 1):
             await apply(engine, disk_order(version, saying(model, FIRST_TOKEN + version), tmp_path))
             await asyncio.sleep(0.02)
@@ -66,7 +73,7 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
     assert len({version for rollout in rollouts for version, *_ in rollout.version_spans}) >= 10
 
 
-@pytest.mark.parametrize("one_token", [False], indirect=True)
+@pytest.mark.parametrize("one_token", [TRANSFORMERS, slow(VLLM)], indirect=True)
 def test_the_token_that_ends_a_response_is_part_of_it(one_token, tmp_path):
     runner, engine, directory = one_token
     runner.run(apply(engine, disk_order(31, saying(load(directory), 2), tmp_path)))  # 2 ends a sequence

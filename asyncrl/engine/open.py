@@ -1,0 +1,60 @@
+"""Opens the engine that `generator.engine` names, and what else of an engine's library the project uses.
+
+Nothing else imports `engine.vllm`: its library takes seconds to load, and a machine may lack it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.base import Device, Engine
+from asyncrl.session.base import Parse
+
+
+async def open_engine(
+    model: ModelConfig,
+    generator: GeneratorConfig,
+    sampling: SamplingConfig,
+    weights: WeightsConfig,
+    *,
+    device: Device,
+) -> Engine:
+    """Load the model as version 0; blocks the loop until the engine is warm.
+
+    Must not run in a thread of its own: the kernel kills vLLM's processes when that thread ends.
+
+    Raises:
+        ConfigError: the engine does not know the type or value of a setting, such as one of `generator.vllm`.
+        EngineError: the engine did not start.
+    """
+    if generator.engine == "transformers":
+        from asyncrl.engine.transformers import TransformersEngine
+
+        return TransformersEngine.start(model, generator, weights, device=device)
+    from asyncrl.engine.vllm.engine import VLLMEngine
+
+    return await VLLMEngine.start(model, generator, sampling, weights, device=device)
+
+
+def open_bare(
+    model: ModelConfig,
+    generator: GeneratorConfig,
+    sampling: SamplingConfig,
+    weights: WeightsConfig,
+    *,
+    device: Device,
+) -> Callable[[Sequence[Sequence[int]], int], int]:
+    """Start vLLM without anything of ours in its processes: the baseline of our engine on it.
+
+    The result samples `count` responses to each prompt, all in one call, and returns the number of tokens.
+    """
+    from asyncrl.engine.vllm.bare import open_bare
+
+    return open_bare(model, generator, sampling, weights, device=device)
+
+
+def open_parser(tokenizer: Any, name: str) -> Parse:
+    """Return vLLM's parser `name` of tool calls, which needs no engine. Raises ConfigError."""
+    from asyncrl.engine.vllm.tool_calls import parse_with
+
+    return parse_with(tokenizer, name)
