@@ -40,7 +40,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             "batch": {"groups": 4, "group_size": 4},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "learner": {"steps": 1000, "device": "cpu", "threads": 1},
-            "generator": {"count": 1, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25},
+            "generator": {
+                "engine": "transformers",
+                "count": 1,
+                "threads": 1,
+                "max_running": 16,
+                "kv_cache_gib": 0.25,
+            },
             "eval": {"every": 500, "prompts": 8},
         }
         for process in processes_of(Path("runs/python")):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Path]:
-    with tiny_run(tmp_path) as path:
+    with tiny_run(tmp_path, "vllm") as path:
         yield path
 
 

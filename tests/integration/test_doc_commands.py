@@ -21,9 +21,7 @@ from tests.support.pages import PAGES, ROOT, commands, files, inline_commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-SMALL = (
-    "--plain learner.steps=3 generator.count=1 batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
-)
+SMALL = "--plain learner.steps=3 generator.count=1 generator.engine=transformers batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
 SMALLER = {
     "python -m bench.transfer --transport tcp": "python -m bench.transfer --transport tcp --mib 8 --rounds 2",
     "python -m bench.transfer --transport slot": "python -m bench.transfer --transport slot --mib 8 --rounds 2",

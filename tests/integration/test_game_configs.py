@@ -1,4 +1,4 @@
-"""The shipped configs of games: a few steps of each through store, vLLM engine, environment and learner."""
+"""The shipped configs of games: a few steps of each through store, engine, environment and learner."""
 
 from pathlib import Path
 
@@ -15,8 +15,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 3
 
 
-@pytest.mark.parametrize(("game", "most_turns"), [("guess", 5), ("calculator", 2)])
-def test_a_game_is_played_and_trained(tmp_path, monkeypatch, game, most_turns):
+@pytest.mark.parametrize(
+    ("game", "engine", "most_turns"), [("guess", "transformers", 5), ("calculator", "vllm", 2)]
+)
+def test_a_game_is_played_and_trained(tmp_path, monkeypatch, game, engine, most_turns):
     monkeypatch.setattr(pupils, "GAMES", 200)
     monkeypatch.setattr(pupils.Adder, "asks", 1.0)  # else so few steps would not see the calculator's answer
     made, run = tmp_path / "made", tmp_path / "runs" / game
@@ -28,7 +30,7 @@ def test_a_game_is_played_and_trained(tmp_path, monkeypatch, game, most_turns):
         "data": {"train": str(made / "train.jsonl")},
         "batch": {"groups": 4, "group_size": 4},
         "learner": {"steps": STEPS},
-        "generator": {"count": 1, "max_running": 16},
+        "generator": {"engine": engine, "count": 1, "max_running": 16},
     }
     if game == "calculator":
         values["data"]["eval"] = str(made / "test.jsonl")

@@ -1,4 +1,4 @@
-"""Every preset trains: real rollouts of one vLLM engine, the real trainer, two steps of lag; and three of
+"""Every preset trains: real rollouts of one engine, the real trainer, two steps of lag; and three of
 them as whole runs."""
 
 import asyncio
@@ -21,8 +21,8 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.open import open_engine
 from asyncrl.engine.sampler import Sampler
-from asyncrl.engine.vllm.engine import VLLMEngine
 from asyncrl.launch.learner_process import recipe_of, trainer_of
 from asyncrl.launch.wiring import group_limits
 from asyncrl.learner import Step, run_learner
@@ -114,7 +114,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 5},
         "staleness": {"max_lag": STEPS - 1},
         "learner": {"steps": STEPS, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-        "generator": {"count": 1, "threads": 1, "max_running": 64, "kv_cache_gib": 0.25, "lease_s": 10},
+        "generator": {
+            "engine": "transformers",
+            "count": 1,
+            "threads": 1,
+            "max_running": 64,
+            "kv_cache_gib": 0.25,
+            "lease_s": 10,
+        },
         "eval": {"every": 2, "prompts": 8},
         "checkpoint": {"every": 10},
     }
@@ -136,7 +143,7 @@ def record(config: Config, count: int) -> list[Group]:
     async def sample() -> list[Group]:
         pool = RewardPool(config.reward, config.run.root)
         await pool.start()
-        engine = await VLLMEngine.start(
+        engine = await open_engine(
             config.model, config.generator, config.sampling, config.weights, device="cpu"
         )
         try:

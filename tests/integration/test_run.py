@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: real store, vLLM engines, DeepSpeed learner and senders, some killed."""
+"""Whole runs as a user starts them: real store, engines and DeepSpeed learner, some killed."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     run = config.parent / "runs" / "whole"
 
     # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
-    up = start(config, "telemetry.prometheus_port=0")
+    up = start(config, "telemetry.prometheus_port=0", "generator.engine=vllm")
     try:
         wait(lambda: "asyncrl_generator_sampled_tokens" in scrape(run, "g0"), up, config)
         learner: dict[str, float] = {}
@@ -127,7 +127,7 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert "eval/reward_mean" in call("analyze", str(run))
 
     # 3. The same command goes on where it ended; the learner is killed, comes back from its checkpoint, and `down` ends it all.
-    up = start(config, "learner.steps=500")
+    up = start(config, "learner.steps=500", "generator.engine=vllm")
     try:
         wait(lambda: max(steps(run), default=0) >= 9, up, config)
         assert min(steps(run)[6:]) == 7

@@ -19,8 +19,11 @@ B = 4
 
 
 @contextmanager
-def tiny_run(tmp_path: Path) -> Iterator[Path]:
-    """A run of a tiny model with a reward from a file of the user's own."""
+def tiny_run(tmp_path: Path, engine: str = "transformers") -> Iterator[Path]:
+    """A run of a tiny model with a reward from a file of the user's own.
+
+    Its engine starts in seconds. Tests of what a run does to vLLM, or vLLM to a run, name vllm.
+    """
     tiny_qwen2(tmp_path / "model")
     code = "def odd(prompt, response, **row):\n    return sum(c in '13579' for c in response) / 4\n"
     (tmp_path / "rewards.py").write_text(code)
@@ -36,7 +39,14 @@ def tiny_run(tmp_path: Path) -> Iterator[Path]:
         "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
         "staleness": {"max_lag": 2},
         "learner": {"steps": 6, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-        "generator": {"count": 2, "threads": 1, "max_running": 16, "kv_cache_gib": 0.25, "lease_s": 10},
+        "generator": {
+            "engine": engine,
+            "count": 2,
+            "threads": 1,
+            "max_running": 16,
+            "kv_cache_gib": 0.25,
+            "lease_s": 10,
+        },
         "eval": {"every": 3, "prompts": 8},
         "checkpoint": {"every": 2},
     }
