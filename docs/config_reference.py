@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config import registry
-from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.base import Choice, Keys, Part
-from asyncrl.config.report import known_keys, schema_at
+from asyncrl.config.document import keys_of
+from asyncrl.config.outline import all_paths, kind_at, known_keys, schema_at
 from asyncrl.config.resume import on_resume
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import describe
@@ -26,6 +26,8 @@ EXTENDS: Schema = {
 }
 OWN: Schema = {"type": "string", "pattern": ":"}
 """A user's own function: `package.module:function` or `path.py:function`."""
+HIDDEN = ("title", "stand_in", "resume")
+"""What an editor has no use for."""
 
 
 def json_schema() -> Schema:
@@ -39,13 +41,16 @@ def json_schema() -> Schema:
     }
     parts["OwnClass"] = {"anyOf": [OWN, _section({"name": OWN}, required=["name"], closed=False)]}
     parts["LearnerConfig"]["properties"]["hooks"]["items"] = {"$ref": "#/$defs/OwnClass"}
-    for keys, kind in (CHOICES | CHOICE_LISTS).items():
-        in_list = keys in CHOICE_LISTS
-        name = f"{kind}_item" if in_list and kind in CHOICES.values() else kind
+    paths = [keys_of(path) for path in all_paths(Config)]
+    single = {keys: kind for keys in paths if (kind := kind_at(Config, keys))}
+    listed = {(*keys, 0): kind for keys in paths if (kind := kind_at(Config, (*keys, 0)))}
+    for keys, kind in (single | listed).items():
+        in_list = keys in listed
+        name = f"{kind}_item" if in_list and kind in single.values() else kind
         parts[name] = _choice(kind, in_list=in_list)
-        place = _place(top, parts, keys)
-        target = place["items"] if in_list else place
+        target = _place(top, parts, keys)
         target["$ref"] = f"#/$defs/{name}"
+        del target["kind"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "asyncrl run",
@@ -62,7 +67,7 @@ def _bare(name: str, schema: Schema) -> Schema:
         properties[key] = {
             word: what
             for word, what in value.items()
-            if word != "title" and not (is_section and word == "default")
+            if word not in HIDDEN and not (is_section and word == "default")
         }
     required = {"required": schema["required"]} if name == "RewardFunctionConfig" else {}
     return (
@@ -76,6 +81,8 @@ def _place(top: Schema, parts: Schema, keys: Keys) -> Schema:
     """The schema at `keys`, to be changed."""
     section, place = top, top
     for key in keys:
+        if key == 0:
+            return place["items"]
         place = section["properties"][key]
         if "$ref" in place:
             section = parts.get(place["$ref"].rsplit("/", 1)[-1], {})
@@ -124,8 +131,8 @@ def tables() -> Iterator[str]:
 
 def _tables(keys: Keys, part: Any) -> Iterator[str]:
     rows, below = [], []
-    for key in known_keys(keys):
-        path, schema = (*keys, key), schema_at((*keys, key))
+    for key in known_keys(Config, keys):
+        path, schema = (*keys, key), schema_at(Config, (*keys, key))
         value = getattr(part, key, None)
         if isinstance(value, Part) and not isinstance(value, Choice):
             below.append((path, value))
@@ -137,7 +144,7 @@ def _tables(keys: Keys, part: Any) -> Iterator[str]:
     if rows:
         name = ".".join(map(str, keys)).replace(".0", "")
         each = ", each item" if 0 in keys else ""
-        yield from ["", f"## `{name}`{each}", "", schema_at(keys)["description"], ""]
+        yield from ["", f"## `{name}`{each}", "", schema_at(Config, keys)["description"], ""]
         yield from ["| key | allowed | default | meaning | on resume |", "|---|---|---|---|---|", *rows]
     for path, value in below:
         yield from _tables(path, value)
@@ -148,19 +155,19 @@ def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
-    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(name)} |".replace(
+    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(schema)} |".replace(
         "\n", " "
     )
 
 
 def _function(path: Keys) -> str:
-    kind = CHOICES.get(path) or CHOICE_LISTS.get(path)
+    kind, item_kind = kind_at(Config, path), kind_at(Config, (*path, 0))
     if path == ("learner", "hooks"):
         return "a list of your own classes ([hooks.md](hooks.md))"
-    if kind is None:
+    if not (known := kind or item_kind):
         return ""
-    return ("a list of functions: " if path in CHOICE_LISTS else "a function: ") + ", ".join(
-        f"`{name}`" for name in registry.names(kind)
+    return ("a function: " if kind else "a list of functions: ") + ", ".join(
+        f"`{name}`" for name in registry.names(known)
     )
 
 

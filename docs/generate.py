@@ -19,10 +19,9 @@ from config_reference import json_schema, minimal, shown, tables
 
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.config import registry
-from asyncrl.config.algorithm import CHOICE_LISTS, kind_at
 from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.load import load_config
-from asyncrl.config.report import schema_at
+from asyncrl.config.outline import kind_at, schema_at
 from asyncrl.config.schema import Config
 from asyncrl.config.vllm_settings import REFUSED
 from asyncrl.config.wording import describe
@@ -96,10 +95,10 @@ def settings() -> Iterator[str]:
     below = [
         f"{section}.{key}"
         for section in SECTIONS
-        for key in schema_at(tuple(section.split(".")))["properties"]
+        for key in schema_at(Config, tuple(section.split(".")))["properties"]
     ]
     for path in (*SETTINGS, *below):
-        schema, default = schema_at(tuple(path.split("."))), value_at(minimal(), path)
+        schema, default = schema_at(Config, tuple(path.split("."))), value_at(minimal(), path)
         if isinstance(default, Choice):
             yield line([f"`{path}`", "a function, see KL below", f"`{default.name}`", ""])
         elif isinstance(default, Part):
@@ -148,12 +147,12 @@ def flat(config: Config) -> dict[str, str]:
 
     def add(keys: Keys, value: Any) -> None:
         if isinstance(value, Choice):
-            found[dotted(keys)] = choice(kind_at(keys) or "", value)
+            found[dotted(keys)] = choice(kind_at(Config, keys) or "", value)
         elif isinstance(value, Part):
             for key in type(value).model_fields:
                 add((*keys, key), getattr(value, key))
-        elif keys in CHOICE_LISTS:
-            found[dotted(keys)] = ", ".join(choice(CHOICE_LISTS[keys], item) for item in value)
+        elif kind := kind_at(Config, (*keys, 0)):
+            found[dotted(keys)] = ", ".join(choice(kind, item) for item in value)
         else:
             found[dotted(keys)] = shown(value)
 

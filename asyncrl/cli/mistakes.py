@@ -62,6 +62,7 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
 def _key(option: str) -> str:
     """Return a hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
     from asyncrl.config.report import meant_keys
+    from asyncrl.config.schema import Config
 
-    keys = meant_keys(option.lstrip("-"))
+    keys = meant_keys(Config, option.lstrip("-"))
     return f"; did you mean `{keys[0]}=VALUE`, which overrides the config?" if keys else ""

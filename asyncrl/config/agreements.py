@@ -1,23 +1,20 @@
-"""The rules between sections of a config. A rule is a function that yields a `Mistake` for each violation.
+"""The rules between sections of a run's config (see `Root.RULES`).
 
-The parameters of a rule name the sections that it compares. A setting without any effect is a mistake too,
-because its author expects one.
+A setting without any effect is a mistake too, because its author expects one.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
-from asyncrl.config.base import Mistake, Part
-from asyncrl.config.curriculum_section import CurriculumConfig
+from asyncrl.config.base import Mistake
+from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
     ControlConfig,
-    DataConfig,
     EvalConfig,
     GeneratorConfig,
     LearnerConfig,
@@ -36,23 +33,6 @@ PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768
 TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its spans of versions
 
 LAST_PORT = 65535
-LARGEST = 1 << 53
-
-
-def disagreements(sections: Mapping[str, Part]) -> Iterator[Mistake]:
-    """Yield a mistake for every broken rule. `sections` maps the name of each section to its model."""
-    yield from _inexact_numbers(sections)
-    for rule in RULES:
-        yield from rule(**{name: sections[name] for name in inspect.signature(rule).parameters})
-
-
-def _inexact_numbers(sections: Mapping[str, Part]) -> Iterator[Mistake]:
-    """Lua and most JSON readers store numbers as doubles, which are exact only up to 2**53."""
-    for section, part in sections.items():
-        for key, value in part:
-            if isinstance(value, int) and abs(value) > LARGEST:
-                allowed = f"allowed is at most {LARGEST}, the last number that the store counts exactly"
-                yield Mistake((f"{section}.{key}",), f"{section}.{key} is {value}; {allowed}")
 
 
 def _a_slot_is_on_this_host(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:

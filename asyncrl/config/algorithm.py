@@ -1,9 +1,10 @@
 """Sections of the algorithm: which functions are composed, with what numbers (see docs/algorithms.md)."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
-from asyncrl.config.base import Choice, Keys, Part
+from asyncrl.config.base import Choice, Part, marked
+from asyncrl.config.resume import REFUSED
 
 
 class KLConfig(Part):
@@ -11,7 +12,7 @@ class KLConfig(Part):
 
     coefficient: NonNegative = 0.0
     """Strength of the penalty; 0 switches the reference model off."""
-    estimator: Choice = Choice(name="k3")
+    estimator: Annotated[Choice, marked(kind="kl")] = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
     """True multiplies the KL in the loss by the current / behaviour probability ratio, so that it is the KL
@@ -43,26 +44,35 @@ class EntropyConfig(Part):
 class AlgorithmConfig(Part):
     """Four independent choices, plus KL, entropy, filters and reward shaping."""
 
-    advantage: Choice = Choice(name="grpo")
+    advantage: Annotated[
+        Choice,
+        marked(
+            kind="advantage",
+            resume=(
+                REFUSED,
+                "a critic is stored with its optimizer state; both advantages must have one, or neither",
+            ),
+        ),
+    ] = Choice(name="grpo")
     """Function from rewards to the advantage of each token."""
-    policy_loss: Choice = Choice(name="ppo_clip")
+    policy_loss: Annotated[Choice, marked(kind="policy_loss")] = Choice(name="ppo_clip")
     """Function from advantage and probabilities to the loss of a token."""
-    correction: Choice = Choice(name="truncate")
+    correction: Annotated[Choice, marked(kind="correction")] = Choice(name="truncate")
     """Importance weights of stale tokens, from the behaviour to the proximal policy."""
-    rejections: tuple[Choice, ...] = ()
+    rejections: tuple[Annotated[Choice, marked(kind="correction")], ...] = ()
     """Further corrections that only reject tokens; the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
     """Proximal policy: `recompute` by a forward pass at the start of the batch, `log_linear` by
     interpolation, or `behaviour` for the behaviour policy."""
-    aggregation: Choice = Choice(name="token-mean")
+    aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
-    filters: tuple[Choice, ...] = ()
+    filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()
     """Group filters, such as `zero_variance` (dynamic sampling); rejected groups are replaced."""
     max_refills: PositiveInt = 10
     """Limit of rejected groups per step, in batches; above it the run stops with the reason."""
-    shaping: tuple[Choice, ...] = ()
+    shaping: tuple[Annotated[Choice, marked(kind="shaping")], ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
     """True masks rollouts that the length limit cut off (overlong filtering); they count for the baseline."""
@@ -98,31 +108,3 @@ class CriticConfig(Part):
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
-
-
-# Which keys of a config choose a function, and of which kind (see `registry`).
-CHOICES: dict[Keys, str] = {
-    ("algorithm", "advantage"): "advantage",
-    ("algorithm", "policy_loss"): "policy_loss",
-    ("algorithm", "correction"): "correction",
-    ("algorithm", "aggregation"): "aggregation",
-    ("algorithm", "kl", "estimator"): "kl",
-}
-CHOICE_LISTS: dict[Keys, str] = {
-    ("algorithm", "rejections"): "correction",
-    ("algorithm", "filters"): "filter",
-    ("algorithm", "shaping"): "shaping",
-}
-
-
-def kind_at(keys: Keys) -> str | None:
-    """Return the kind of function that is chosen at `keys`, or None."""
-    return CHOICES.get(keys) or (CHOICE_LISTS.get(keys[:-1]) if keys and isinstance(keys[-1], int) else None)
-
-
-def default_name(keys: Keys) -> str | None:
-    """Return the default name of a choice; None for items of lists."""
-    part: object = AlgorithmConfig()
-    for key in keys[1:]:
-        part = getattr(part, str(key), None)
-    return part.name if isinstance(part, Choice) else None

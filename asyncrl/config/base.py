@@ -1,12 +1,28 @@
 """Base classes of the configuration's models, and the type of a mistake in a config."""
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 # The path to a value: keys of sections and indices of lists.
 Keys = tuple[str | int, ...]
+# Context of a validation that checks each section, but not whether they agree.
+SECTIONS_ONLY = "sections only"
+LARGEST = 1 << 53
+
+
+def marked(**marks: Any) -> Any:
+    """Return marks for the annotation of a field, which `outline` finds in the JSON schema.
+
+    Args:
+        kind: kind of function that a `Choice` names (see `registry`).
+        stand_in: value in place of a missing one, with which the rest of a config can be checked.
+        resume: why the key must not change when a run is resumed (see `resume`).
+    """
+    return Field(json_schema_extra=marks)
 
 
 class Part(BaseModel):
@@ -59,3 +75,37 @@ class Mistakes(ValueError):
     def __init__(self, *mistakes: Mistake) -> None:
         super().__init__("\n".join(mistake.text for mistake in mistakes))
         self.mistakes = mistakes
+
+
+class Root(Part):
+    """Base of a whole config, such as that of a run. It has what can be said of several sections only."""
+
+    RULES: ClassVar[tuple[Callable[..., Iterator[Mistake]], ...]] = ()
+    """Functions that yield a mistake for each violation. Their parameters name the sections they compare."""
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Keys of other trainers, and ours with the same meaning."""
+    ABSENT: ClassVar[Mapping[str, str]] = {}
+    """Keys of other trainers for what asyncrl does not have, and the text that says so."""
+
+    def disagreements(self) -> Iterator[Mistake]:
+        """Yield a mistake for every broken rule."""
+        yield from _inexact_numbers(self, "")
+        sections = dict(self)
+        for rule in self.RULES:
+            yield from rule(**{name: sections[name] for name in inspect.signature(rule).parameters})
+
+    @model_validator(mode="after")
+    def _sections_agree(self, info: ValidationInfo) -> Self:
+        if info.context != SECTIONS_ONLY and (mistakes := list(self.disagreements())):
+            raise Mistakes(*mistakes)
+        return self
+
+
+def _inexact_numbers(part: Part, above: str) -> Iterator[Mistake]:
+    """Lua and most JSON readers store numbers as doubles, which are exact only up to 2**53."""
+    for key, value in part:
+        if isinstance(value, Part):
+            yield from _inexact_numbers(value, f"{above}{key}.")
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            allowed = f"allowed is at most {LARGEST}, the last number that the store counts exactly"
+            yield Mistake((f"{above}{key}",), f"{above}{key} is {value}; {allowed}")

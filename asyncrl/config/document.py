@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES, default_name
-from asyncrl.config.base import Keys, Mistake
+from asyncrl.config.base import Keys, Mistake, Part
+from asyncrl.config.outline import default_name, kind_at
 from asyncrl.errors import ConfigError
 
 NULL = r"~|null|Null|NULL|"
@@ -209,38 +209,38 @@ def _advice(error: yaml.MarkedYAMLError) -> str:
     return "check indentation, quotes and brackets on this line and the one above"
 
 
-def merge(base: Node, over: Node, keys: Keys = ()) -> Node:
+def merge(model: type[Part], base: Node, over: Node, keys: Keys = ()) -> Node:
     """Merge `over` onto `base`: sections key by key, every other value as a whole.
 
     If a choice names another function, the parameters of the old function are dropped: they would not fit.
     """
-    if not isinstance(over.value, dict) or (keys in CHOICES and _renames(base, over, keys)):
+    if not isinstance(over.value, dict) or (kind_at(model, keys) and _renames(model, base, over, keys)):
         return over
     if any(isinstance(key, int) for key in over.value):
-        return _merge_item(base, over, keys)
+        return _merge_item(model, base, over, keys)
     merged = dict(base.value) if isinstance(base.value, dict) else {}
     for key, child in over.value.items():
-        merged[key] = merge(merged.get(key, Node(None, over.place)), child, (*keys, key))
+        merged[key] = merge(model, merged.get(key, Node(None, over.place)), child, (*keys, key))
     return Node(merged, over.place)
 
 
-def _renames(base: Node, over: Node, keys: Keys) -> bool:
+def _renames(model: type[Part], base: Node, over: Node, keys: Keys) -> bool:
     old, new = base.child("name"), over.child("name")
-    return new is not None and new.value != (old.value if old else default_name(keys))
+    return new is not None and new.value != (old.value if old else default_name(model, keys))
 
 
-def _merge_item(base: Node, over: Node, keys: Keys) -> Node:
+def _merge_item(model: type[Part], base: Node, over: Node, keys: Keys) -> Node:
     assert isinstance(over.value, dict)
     items = list(base.value) if isinstance(base.value, list) else []
     for key, child in over.value.items():
         if not (isinstance(key, int) and key < len(items)):
             text = f"found no such item; allowed is {f'0 to {len(items) - 1}' if items else 'the whole list'}"
             raise ConfigError(str(Problem(over.place, (*keys, key), text)))
-        items[key] = merge(items[key], child, (*keys, key))
+        items[key] = merge(model, items[key], child, (*keys, key))
     return Node(items, base.place)
 
 
-def override(text: str) -> Node:
+def override(model: type[Part], text: str) -> Node:
     """Return the document for `key.path=value`. A number in the path selects an item of a list.
 
     Raises:
@@ -255,14 +255,14 @@ def override(text: str) -> Node:
         raise ConfigError("\n".join(map(str, problems)))
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
-    return spelled_out(node)
+    return spelled_out(model, node)
 
 
-def spelled_out(root: Node) -> Node:
+def spelled_out(model: type[Part], root: Node) -> Node:
     """Return the document with choices as sections: `advantage: rloo` becomes `advantage: {name: rloo}`."""
 
     def visit(node: Node, keys: Keys) -> Node:
-        if keys in CHOICES or keys[:-1] in CHOICE_LISTS:
+        if kind_at(model, keys):
             return Node({"name": node}, node.place) if isinstance(node.value, str) else node
         if isinstance(node.value, dict):
             return Node({key: visit(child, (*keys, key)) for key, child in node.value.items()}, node.place)
@@ -273,7 +273,7 @@ def spelled_out(root: Node) -> Node:
     return visit(root, ())
 
 
-def read(path: Path) -> tuple[Node, list[Problem]]:
+def read(model: type[Part], path: Path) -> tuple[Node, list[Problem]]:
     """Read a file and merge it onto the files that its key `extends` names.
 
     `extends` is a path or a list of paths, relative to the file. If no such file exists, `configs/NAME.yaml`
@@ -284,10 +284,12 @@ def read(path: Path) -> tuple[Node, list[Problem]]:
     """
     if path.parts[:1] == ("configs",):
         path = _base(Path(), str(path))
-    return _read(path, asked_by="", above=())
+    return _read(model, path, asked_by="", above=())
 
 
-def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, list[Problem]]:
+def _read(
+    model: type[Part], path: Path, *, asked_by: str, above: tuple[Path, ...]
+) -> tuple[Node, list[Problem]]:
     where = f"{asked_by}  extends: " if asked_by else ""
     if path.resolve() in above:
         raise ConfigError(f"{where}{path} extends itself; remove one `extends`")
@@ -306,12 +308,12 @@ def _read(path: Path, *, asked_by: str, above: tuple[Path, ...]) -> tuple[Node, 
         raise ConfigError(f"{path}:1  found {found}; {allowed}")
     own = dict(node.value)
     extends = own.pop("extends", None)
-    layers = [spelled_out(Node(own, str(path)))]
+    layers = [spelled_out(model, Node(own, str(path)))]
     asked_by, above = extends.place if extends else "", (*above, path.resolve())
     for base_path in reversed(_paths(extends)):
-        base, more = _read(_base(path.parent, base_path), asked_by=asked_by, above=above)
+        base, more = _read(model, _base(path.parent, base_path), asked_by=asked_by, above=above)
         layers, problems = [base, *layers], more + problems
-    return functools.reduce(merge, layers), problems
+    return functools.reduce(functools.partial(merge, model), layers), problems
 
 
 def _base(directory: Path, given: str) -> Path:

@@ -1,4 +1,4 @@
-"""Reads files and overrides into a checked `Config`, or reports every mistake with its line.
+"""Reads files and overrides into a checked config, or reports every mistake with its line.
 
 A config with mistakes is repaired far enough to look for further ones, so that all are reported together.
 """
@@ -7,39 +7,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from asyncrl.config import registry
-from asyncrl.config.agreements import disagreements
-from asyncrl.config.algorithm import CHOICES, default_name, kind_at
-from asyncrl.config.base import Keys, Mistake
+from asyncrl.config.base import SECTIONS_ONLY, Keys, Mistake, Root
 from asyncrl.config.document import Node, Problem, keys_of, merge, override, placed, read
-from asyncrl.config.report import panel, problems_of, schema_at
-from asyncrl.config.schema import SECTIONS_ONLY, Config
+from asyncrl.config.outline import default_name, kind_at, schema_at
+from asyncrl.config.report import panel, problems_of
+from asyncrl.config.schema import Config
 from asyncrl.config.wording import describe, shown
 from asyncrl.errors import ConfigError
 
-# Stand-ins for required keys that are missing. They are hub names, so no file is looked for.
-PLACEHOLDERS: dict[Keys, Any] = {
-    ("run", "name"): "unnamed",
-    ("model", "path"): "no/model",
-    ("data", "train"): "no/data",
-    ("reward", "functions"): [{"function": "exact_match"}],
-}
+R = TypeVar("R", bound=Root)
 # How often `_repaired` removes wrong values: removing one may uncover another.
 ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(Generic[R]):
     """A config, its text and its problems so far."""
 
     path: Path
     root: Node
     problems: list[Problem]
-    config: Config | None
+    config: R | None
     """The config without its wrong values; None if too few are right."""
 
     def add(self, mistake: Mistake) -> None:
@@ -56,6 +49,11 @@ class Draft:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Load the config of a run (see `load`)."""
+    return load(Config, path, overrides)
+
+
+def load(model: type[R], path: Path, overrides: Sequence[str] = ()) -> R:
     """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
     `document.read` describes `extends`, and `document.override` the form of an override.
@@ -63,10 +61,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
     """
-    return checked(read_draft(path, overrides))
+    return checked(read_draft(model, path, overrides))
 
 
-def checked(draft: Draft) -> Config:
+def checked(draft: Draft[R]) -> R:
     """Return the config of a draft. Raises ConfigError with all problems, if it has any."""
     if draft.problems or draft.config is None:
         problems = sorted(draft.problems, key=_reading_order)
@@ -74,23 +72,23 @@ def checked(draft: Draft) -> Config:
     return draft.config
 
 
-def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+def read_draft(model: type[R], path: Path, overrides: Sequence[str] = ()) -> Draft[R]:
     """Read files and overrides, and find their problems. Raises ConfigError for a file that is not YAML."""
-    root, problems = read(path)
+    root, problems = read(model, path)
     for text in overrides:
         try:
-            root = Node(merge(root, override(text)).value, root.place)
+            root = Node(merge(model, root, override(model, text)).value, root.place)
         except ConfigError as error:
             problems.extend(Problem("", (), line) for line in str(error).splitlines())
-    root = _with_default_names(root)
-    problems += [*_misread(root), *_choice_problems(root)]
+    root = _with_default_names(model, root)
+    problems += [*_misread(model, root), *_choice_problems(model, root)]
     reported = {problem.keys for problem in problems}
     try:
-        return Draft(path, root, problems, Config.model_validate(root.plain()))
+        return Draft(path, root, problems, model.model_validate(root.plain()))
     except ValidationError as error:
-        problems += [problem for problem in problems_of(error, root) if problem.keys not in reported]
-    draft = Draft(path, root, problems, _repaired(root, [problem.keys for problem in problems]))
-    for mistake in disagreements(dict(draft.config)) if draft.config else ():
+        problems += [problem for problem in problems_of(model, error, root) if problem.keys not in reported]
+    draft = Draft(path, root, problems, _repaired(model, root, [problem.keys for problem in problems]))
+    for mistake in draft.config.disagreements() if draft.config else ():
         draft.add(mistake)
     return draft
 
@@ -101,28 +99,28 @@ def _reading_order(problem: Problem) -> tuple[bool, str, int]:
     return (not line.isdecimal(), file, int(line) if line.isdecimal() else 0)
 
 
-def _with_default_names(root: Node) -> Node:
+def _with_default_names(model: type[Root], root: Node) -> Node:
     """Add the default names of choices, so that `algorithm.advantage.scale=none` needs no name."""
-    for keys in CHOICES:
-        name, node = default_name(keys), root.nearest(keys)
-        if root.has(keys) and isinstance(node.value, dict) and "name" not in node.value:
+    for keys, node in list(root.walk()):
+        name = default_name(model, keys)
+        if name and isinstance(node.value, dict) and "name" not in node.value:
             node.value["name"] = Node(name, node.place)
     return root
 
 
-def _misread(root: Node) -> Iterator[Problem]:
+def _misread(model: type[Root], root: Node) -> Iterator[Problem]:
     """Find booleans in place of numbers, which Python would accept as 0 and 1."""
     for keys, node in root.walk():
-        schema = schema_at(keys) if isinstance(node.value, bool) else {}
+        schema = schema_at(model, keys) if isinstance(node.value, bool) else {}
         if schema.get("type") in ("integer", "number"):
             text = f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value"
             yield Problem(node.place, keys, text)
 
 
-def _choice_problems(root: Node) -> Iterator[Problem]:
+def _choice_problems(model: type[Root], root: Node) -> Iterator[Problem]:
     """Find mistakes in the chosen functions and their parameters."""
     for keys, node in root.walk():
-        kind = kind_at(keys)
+        kind = kind_at(model, keys)
         params = node.plain() if kind else None
         if kind is None or not isinstance(params, dict) or not isinstance(params.get("name"), str):
             continue
@@ -131,26 +129,26 @@ def _choice_problems(root: Node) -> Iterator[Problem]:
             yield Problem(problem.place, (*keys, *problem.keys), problem.text)
 
 
-def _repaired(root: Node, wrong: Iterable[Keys]) -> Config | None:
+def _repaired(model: type[R], root: Node, wrong: Iterable[Keys]) -> R | None:
     """Return the config with defaults in place of the values at `wrong` and of any other invalid value."""
     values = deepcopy(root.plain())
     for keys in wrong:
         _take_out(values, keys)
     for _ in range(ROUNDS):
         try:
-            return Config.model_validate(values, context=SECTIONS_ONLY)
+            return model.model_validate(values, context=SECTIONS_ONLY)
         except ValidationError as error:
             for detail in error.errors():
-                _repair(values, tuple(detail["loc"]), missing=detail["type"] == "missing")
+                _repair(model, values, tuple(detail["loc"]), missing=detail["type"] == "missing")
     return None
 
 
-def _repair(values: Any, keys: Keys, *, missing: bool) -> None:
+def _repair(model: type[Root], values: Any, keys: Keys, *, missing: bool) -> None:
     """Fill a missing key with a stand-in, and remove a wrong value or a section that lacks another key."""
     if not missing:
         _take_out(values, keys)
-    elif keys in PLACEHOLDERS:
-        _parent(values, keys)[keys[-1]] = deepcopy(PLACEHOLDERS[keys])
+    elif "stand_in" in (schema := schema_at(model, keys)):
+        _parent(values, keys)[keys[-1]] = deepcopy(schema["stand_in"])
     elif len(keys) == 1:
         values[keys[0]] = {}
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config.base import Part
 from asyncrl.config.document import SCALARS
 from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
@@ -60,13 +61,13 @@ for _tag, _pattern in SCALARS.items():
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), None)
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Part) -> str:
     """Return YAML that loads back to an equal config, with every default written out."""
     values = config.model_dump(mode="json")
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def config_json(config: Config) -> str:
+def config_json(config: Part) -> str:
     """Return the whole config as one line of JSON; equal configs give equal lines."""
     return _canonical(config.model_dump(mode="json"))
 

@@ -3,26 +3,28 @@
 A value belongs to the section of the component that reads it. The component receives only that section.
 """
 
-from typing import Self
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field
 
 from asyncrl.algo.staleness import lag_bound
-from asyncrl.config.agreements import disagreements
+from asyncrl.config.agreements import RULES
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.base import Mistakes, Part
+from asyncrl.config.base import Part, Root, marked
+from asyncrl.config.data_section import TICKET, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.registry import needs
+from asyncrl.config.resume import OTHER_RUN, kept_values
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
     ControlConfig,
-    DataConfig,
     EvalConfig,
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
     RewardConfig,
-    RunConfig,
     SamplingConfig,
     StalenessConfig,
     TelemetryConfig,
@@ -30,12 +32,81 @@ from asyncrl.config.sections import (
 )
 from asyncrl.config.store import StoreConfig
 
-# Context of a validation that checks each section, but not whether they agree.
-SECTIONS_ONLY = "sections only"
+# Keys of other trainers -> ours.
+OTHER_NAMES = {
+    "learning_rate": "learner.optimizer.lr",
+    "num_generations": "batch.group_size",
+    "max_completion_length": "sampling.max_response_tokens",
+    "max_prompt_length": "sampling.max_prompt_tokens",
+    "max_steps": "learner.steps",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "beta": "algorithm.kl.coefficient",
+    "off_policy_steps": "staleness.max_lag",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "report_to": "telemetry.wandb",
+    "actor_rollout_ref": "learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model",
+    "trainer": "learner",
+    "rollout": "generator",
+    "actor": "learner",
+    "reward_model": "reward",
+    "custom_reward_function": "reward.functions",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "prompt_key": "data.prompt_field",
+    "train_batch_size": "batch.groups",
+    "ppo_mini_batch_size": "batch.minibatches",
+    "ppo_epochs": "batch.epochs",
+    "adv_estimator": "algorithm.advantage",
+    "kl_coef": "algorithm.kl.coefficient",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "entropy_coeff": "algorithm.entropy.coefficient",
+    "total_training_steps": "learner.steps",
+    "save_freq": "checkpoint.every",
+    "test_freq": "eval.every",
+    "tensor_model_parallel_size": "generator.tensor_parallel",
+    "experiment_name": "run.name",
+    "gradient_accumulation_steps": "learner.tokens_per_microbatch",
+    "per_device_train_batch_size": "batch.groups",
+    "num_train_epochs": "learner.steps",
+    "seed": "run.seed",
+    "output_dir": "run.root",
+}
+# Keys of other trainers for LoRA, which asyncrl does not have.
+LORA = ("lora", "peft", "use_peft", "lora_r", "lora_rank", "critic_lora")
 
 
-class Config(Part):
+class RunConfig(Part):
+    """Name and place of the run."""
+
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        marked(
+            stand_in="unnamed", resume=(OTHER_RUN, "it names the run directory and the keys in the store")
+        ),
+    ]
+    """Name of the run directory and of the keys in the store."""
+    root: Path = Path("runs")
+    """Directory that holds the run directories."""
+    environment: tuple[str, ...] = ()
+    """Further environment variables that the run's processes inherit: names or patterns such as `X_*`."""
+    seed: Annotated[int, TICKET] = 0
+    """Seed of the order of prompts and of every random number of the learner."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory: config, logs, metrics, samples, checkpoints."""
+        return self.root / self.name
+
+
+class Config(Root):
     """One run."""
+
+    RULES = RULES
+    OTHER_NAMES = OTHER_NAMES
+    ABSENT = dict.fromkeys(LORA, "there is no LoRA here, all weights are trained")
 
     run: RunConfig
     model: ModelConfig
@@ -73,8 +144,11 @@ class Config(Part):
         window, groups, shards = self.window_groups, self.batch.groups, self.store.shards
         return lag_bound(self.staleness.max_lag, window=window, groups=groups, shards=shards)
 
-    @model_validator(mode="after")
-    def _sections_agree(self, info: ValidationInfo) -> Self:
-        if info.context != SECTIONS_ONLY and (mistakes := list(disagreements(dict(self)))):
-            raise Mistakes(*mistakes)
-        return self
+    def fixed_values(self, *, rows: str) -> dict[str, Any]:
+        """Return the values of the keys that must not change, for the checkpoint.
+
+        `rows` is the fingerprint of `data.train`: the file may be moved, but its rows may not change.
+        """
+        has_critic = "values_T" in needs("advantage", self.algorithm.advantage.name)
+        advantage = f"one {'with' if has_critic else 'without'} a critic"
+        return kept_values(self) | {"data.train": rows, "algorithm.advantage": advantage}

@@ -1,6 +1,5 @@
 """The sections of a config, one frozen model each; `schema` puts them together. Names carry units."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, WithJsonSchema, field_validator, model_validator
@@ -8,70 +7,38 @@ from pydantic import Field, JsonValue, WithJsonSchema, field_validator, model_va
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.config.base import Choice, Mistake, Mistakes, Part
-from asyncrl.config.curriculum_section import CurriculumConfig
+from asyncrl.config.base import Choice, Mistake, Mistakes, Part, marked
+from asyncrl.config.data_section import PROMPT
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
+from asyncrl.config.resume import OTHER_RUN, refused
 from asyncrl.config.wording import divisors
 
 ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 
-
-class RunConfig(Part):
-    """Name and place of the run."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """Name of the run directory and of the keys in the store."""
-    root: Path = Path("runs")
-    """Directory that holds the run directories."""
-    environment: tuple[str, ...] = ()
-    """Further environment variables that the run's processes inherit: names or patterns such as `X_*`."""
-    seed: int = 0
-    """Seed of the order of prompts and of every random number of the learner."""
-
-    @property
-    def directory(self) -> Path:
-        """The run directory: config, logs, metrics, samples, checkpoints."""
-        return self.root / self.name
+_TOKENS = (
+    OTHER_RUN,
+    "it decides the tokens of every prompt and the reference; a moved model can be linked to its old path",
+)
 
 
 class ModelConfig(Part):
     """The policy."""
 
-    path: str
+    # A hub name, so no file is looked for.
+    path: Annotated[str, marked(stand_in="no/model", resume=_TOKENS)]
     """A Hugging Face directory or hub name."""
-    revision: str | None = None
+    revision: Annotated[str | None, marked(resume=_TOKENS)] = None
     """Hub revision; pin it for repeatable runs."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], refused("parameters and optimizer state are stored in it")
+    ] = "bfloat16"
     """Data type of the generators' weights and of the learner's forward and backward passes."""
-    chat_template: bool = False
+    chat_template: Annotated[bool, PROMPT] = False
     """True renders prompts as chat messages with the tokenizer's template."""
     tool_parser: str | None = None
     """vLLM's parser of tool calls, such as `hermes`; a tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
-
-
-class DataConfig(Part):
-    """Source of the prompts."""
-
-    train: str
-    """JSONL or parquet file, directory, or Hugging Face dataset (`owner/name` or `owner/name:config`); or
-    `seeds:N`, rows with a column `seed` from 0 to N - 1, for an environment that makes its tasks."""
-    eval: str | None = None
-    """Held-out prompts, in the same formats."""
-    prompt_field: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    template: str | None = None
-    """Text with {column} placeholders that replaces `prompt_field`."""
-    system: str | None = None
-    """System message; needs `model.chat_template`."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
-    eval_split: str = "test"
-    """Split of `eval`, if it is a Hugging Face dataset."""
-    shuffle: bool = True
-    """True draws a new order for each epoch from `run.seed`."""
-    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 class RewardFunctionConfig(Part):
@@ -93,7 +60,9 @@ class RewardFunctionConfig(Part):
 class RewardConfig(Part):
     """Scoring of rollouts."""
 
-    functions: Annotated[tuple[RewardFunctionConfig, ...], Field(max_length=64)]
+    functions: Annotated[
+        tuple[RewardFunctionConfig, ...], Field(max_length=64), marked(stand_in=[{"function": "exact_match"}])
+    ]
     """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
     timeout_s: Positive = 10.0
     """Time limit of a call. A call that takes longer is killed, and its ticket is given back."""
@@ -226,15 +195,17 @@ class LearnerConfig(Part):
 
     steps: PositiveInt = 100
     """Batches to train on in the whole run."""
-    ranks: PositiveInt = 1
+    ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
     """Processes of the learner, one GPU each, on one host."""
     sequence_parallel: PositiveInt = 1
     """P: ranks that divide each long sequence (Ulysses); it must divide `ranks` and the attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is cuda if there is a GPU. `cpu` is for generators too, unless vLLM is built for GPUs."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Annotated[
+        Literal[0, 1, 2, 3], refused("it decides how parameters and optimizer state are stored")
+    ] = 0
     """DeepSpeed ZeRO stage: ranks divide the optimizer state (1), also gradients (2), also parameters (3)."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, refused("it decides how the optimizer state is stored")] = False
     """True keeps the optimizer state of a learner on GPUs in host memory and steps there, which is slower;
     needs `zero_stage` 3, and no compiler."""
     tokens_per_microbatch: PositiveInt = 16384

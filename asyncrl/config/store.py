@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from asyncrl.algo.ranges import Positive, PositiveInt
 from asyncrl.config.addresses import insecurities, require_one_address
 from asyncrl.config.base import Mistake, Mistakes, Part
+from asyncrl.config.resume import refused
 
 
 def holds_password(url: str) -> bool:
@@ -35,7 +36,7 @@ class StoreConfig(Part):
     """Sync policy of the run's own server. Correctness does not depend on it."""
     max_gib: Positive = 4.0
     """Limit of stored groups in GiB; above it generators wait."""
-    shards: PositiveInt = 1
+    shards: Annotated[PositiveInt, refused("each shard counts its own ids, which would be others")] = 1
     """Lanes among which ticket ids are divided, each with its own hash tag. The number must divide
     `batch.groups` and the window, and must not change on resume."""
     isolate_decoding: bool = False

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.data_section import DataConfig
 from asyncrl.errors import DataError
 from asyncrl.extras import install_command
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.config.sections import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.config.data_section import DataConfig
+from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import rows_of
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.reader import PromptReader

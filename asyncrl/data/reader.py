@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from asyncrl.config.sections import DataConfig
+from asyncrl.config.data_section import DataConfig
 from asyncrl.data.dataset import Row
 from asyncrl.errors import DataError
 

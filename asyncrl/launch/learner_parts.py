@@ -26,7 +26,6 @@ from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledge
 from asyncrl.config import registry
 from asyncrl.config.addresses import host_of
 from asyncrl.config.resolved import config_hash, config_json, host_digest
-from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.control.membership import RunIdentity
 from asyncrl.control.zmq import ControlHub
@@ -103,7 +102,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
     history = lead.state.history.resumed(
         lead.state.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
     )
-    begun = replace(lead.state, history=history, fixed=fixed_values(config, rows=lead.data.train))
+    begun = replace(lead.state, history=history, fixed=config.fixed_values(rows=lead.data.train))
     exporter = open_exporter(config, lead.directory, "learner")
     reporting = open_reporting(lead, exporter)
     stack.callback(reporting.close)

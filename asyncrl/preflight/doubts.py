@@ -17,7 +17,7 @@ LIMITS = ("max_prompt_tokens", "max_response_tokens")
 
 def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: bool = True) -> list[str]:
     """Return warnings about a valid config, one line each; without `generators`, these are on other hosts."""
-    root = read_draft(path, overrides).root
+    root = read_draft(Config, path, overrides).root
     found = (*_evaluation(config), *_limits(config, root, path), *missing_device(config))
     return [*found, *_idle(config, generators=generators)]
 

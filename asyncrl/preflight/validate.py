@@ -9,12 +9,12 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from asyncrl.config.algorithm import kind_at
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
+from asyncrl.config.outline import kind_at
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
@@ -47,7 +47,7 @@ def validated_config(
     Raises:
         ConfigError: its text lists every mistake with its line.
     """
-    draft = read_draft(path, overrides)
+    draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
         found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
@@ -87,7 +87,7 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
         (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
     ]
     for keys, node in root.walk():
-        chosen = node.child("name") if kind_at(keys) else None
+        chosen = node.child("name") if kind_at(Config, keys) else None
         if chosen and isinstance(chosen.value, str) and ":" in chosen.value:
             own_names.append((".".join(map(str, (*keys, "name"))), chosen.value))
     for key, name in own_names:

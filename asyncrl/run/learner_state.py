@@ -15,7 +15,7 @@ class LearnerState:
     ledger: Mapping[str, Any] = field(default_factory=dict)  # `settled` of the training lane's intake
     history: History = INITIAL  # lineages of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state`
-    # Config values that must not change: `config.resume.fixed_values`.
+    # Config values that must not change: `Config.fixed_values`.
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
     curriculum: dict[str, Any] = field(default_factory=dict)  # `Curriculum.state`; empty without one

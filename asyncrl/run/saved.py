@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.report import panel
-from asyncrl.config.resume import fixed_values, resume_findings
+from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mi
     except DataError as error:
         rows = fixed["data.train"]
         yield Mistake(("data.train",), str(error))
-    yield from resume_findings(fixed, fixed_values(config, rows=rows), weights=saved.path / EXPORT)
+    yield from resume_findings(Config, fixed, config.fixed_values(rows=rows), weights=saved.path / EXPORT)
 
 
 def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None, data: DataFiles) -> None:

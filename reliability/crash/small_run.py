@@ -23,7 +23,6 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.cli.foreground import run_here
 from asyncrl.commands import up
 from asyncrl.config.load import load_config
-from asyncrl.config.resume import fixed_values
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import AsyncRLError, RunError
@@ -114,7 +113,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
         values = {
             "version": version,
             "ledger": ledger.to_dict(),
-            "fixed": fixed_values(config, rows=DataFiles(config.data).train),
+            "fixed": config.fixed_values(rows=DataFiles(config.data).train),
         }
         checkpoints.save(version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)

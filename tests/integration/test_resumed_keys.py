@@ -24,8 +24,10 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import ledgers_of
+from asyncrl.config.document import keys_of
 from asyncrl.config.load import load_config
-from asyncrl.config.resume import FREE, fixed_values, resume_findings
+from asyncrl.config.outline import known_keys
+from asyncrl.config.resume import bound, resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
@@ -289,7 +291,7 @@ class Life:
             ledger=self.intake.settled.to_dict(),
             history=self.history,
             evaluation=self.evaluation.state(),
-            fixed=fixed_values(self.config, rows=DataFiles(self.config.data).train),
+            fixed=self.config.fixed_values(rows=DataFiles(self.config.data).train),
         )
         oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))
         self.intake.commit(LearnerState.from_dict(oldest).ledger, version)
@@ -319,8 +321,9 @@ def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *o
         )
         assert not list(
             resume_findings(
-                fixed_values(first.config, rows=DataFiles(first.config.data).train),
-                fixed_values(config, rows=DataFiles(config.data).train),
+                Config,
+                first.config.fixed_values(rows=DataFiles(first.config.data).train),
+                config.fixed_values(rows=DataFiles(config.data).train),
                 weights=path,
             )
         )
@@ -402,11 +405,12 @@ def test_a_run_goes_on_with_another_batch(before, after, shards, servers, tmp_pa
 
 
 def test_every_key_that_may_change_here_is_changed():
-    here = ("batch", "staleness", "sampling", "learner", "eval", "store", "reward", "reward.functions")
+    here = ("batch", "staleness", "sampling", "learner", "eval", "store", "reward", "reward.functions.0")
     changed = {
         override.split("=")[0].replace(".0.", ".")
         for change in CHANGES.split()
         for override in change.split(";")
     }
-    free = {f"{section}.{name}" for section in here for name in FREE[section].split()}
+    keys = [(section, key) for section in here for key in known_keys(Config, keys_of(section))]
+    free = {".".join(key).replace(".0.", ".") for key in keys} - bound(Config).keys() - {"learner.optimizer"}
     assert free - {"batch.missing_episodes"} <= changed, "that one is refused without an environment"

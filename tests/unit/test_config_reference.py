@@ -11,7 +11,8 @@ import pytest
 from asyncrl.config import registry
 from asyncrl.config.document import parse
 from asyncrl.config.load import load_config
-from asyncrl.config.report import all_paths, schema_at
+from asyncrl.config.outline import all_paths, schema_at
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +133,7 @@ def test_parameters_are_judged_as_the_registry_judges_them(kind):
 
 def test_every_key_has_a_meaning_and_stands_in_the_reference():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    for path in all_paths():
-        schema = schema_at(tuple(path.split(".")))
+    for path in all_paths(Config):
+        schema = schema_at(Config, tuple(path.split(".")))
         assert schema.get("description"), f"{path} has no docstring in the schema"
         assert f"`{path}`" in page, path

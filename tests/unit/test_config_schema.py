@@ -12,10 +12,11 @@ from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.commands.up import require_password
 from asyncrl.config import registry
 from asyncrl.config.addresses import is_everywhere, is_loopback
-from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES, default_name
 from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
+from asyncrl.config.document import keys_of
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.outline import all_paths, default_name, kind_at, schema_at
 from asyncrl.config.resolved import SHARED
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -439,9 +440,12 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_every_default_choice_is_registered() -> None:
-    for keys, kind in CHOICES.items():
-        assert not list(registry.mistakes(kind, default_name(keys) or "", {}))
-    assert {*CHOICES.values(), *CHOICE_LISTS.values()} == set(registry.KINDS)
+    found = set()
+    for keys in map(keys_of, all_paths(Config)):
+        if kind := kind_at(Config, keys):
+            assert not list(registry.mistakes(kind, default_name(Config, keys) or "", {}))
+        found |= {kind, kind_at(Config, (*keys, 0))} - {None}
+    assert found == set(registry.KINDS)
 
 
 def test_every_hashed_field_exists() -> None:
@@ -452,16 +456,15 @@ def test_every_hashed_field_exists() -> None:
 
 
 def test_every_choice_of_the_schema_is_checked_by_the_registry() -> None:
-    from asyncrl.config.report import schema_at
     from asyncrl.config.wording import describe
 
-    algorithm = schema_at(("algorithm",))["properties"]
-    found = {("algorithm", key) for key, schema in algorithm.items() if schema.get("title") == "Choice"}
-    lists = {("algorithm", key) for key, schema in algorithm.items() if "Choice" in str(schema.get("items"))}
-    assert found | {("algorithm", "kl", "estimator")} == set(CHOICES)
-    assert lists == set(CHOICE_LISTS)
+    for path in all_paths(Config):
+        schema = schema_at(Config, keys_of(path))
+        for one in (schema, schema.get("items", {})):
+            is_hook = path == "learner.hooks"
+            assert (one.get("title") == "Choice" and not is_hook) == ("kind" in one), path
     assert (
-        describe(schema_at(("learner", "optimizer", "betas")))
+        describe(schema_at(Config, ("learner", "optimizer", "betas")))
         == "a list of 2: a number from 0 to 1, a number from 0 to 1"
     )
 

@@ -8,9 +8,9 @@ import pytest
 import typer
 
 from asyncrl.cli.app import app
-from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
 from asyncrl.config.load import load_config
-from asyncrl.config.report import all_paths
+from asyncrl.config.outline import all_paths
+from asyncrl.config.schema import Config
 from asyncrl.rewards.functions import bind, load_function
 from tests.support.pages import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
@@ -134,7 +134,7 @@ def test_metrics_that_are_named_are_explained():
 
 
 def test_keys_that_are_named_exist():
-    known = {*all_paths(), *(".".join(map(str, keys)) for keys in (*CHOICES, *CHOICE_LISTS))}
+    known = set(all_paths(Config))
     sections = {path for path in known if "." not in path}
     for page in PAGES:
         # Half of their keys are of others; test_coming_from.py knows which.

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.config.sections import DataConfig, ModelConfig, SamplingConfig
+from asyncrl.config.data_section import DataConfig
+from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError

@@ -9,13 +9,12 @@ import yaml
 
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.cli.foreground import run_here
-from asyncrl.config.algorithm import CHOICE_LISTS, CHOICES
+from asyncrl.config.document import keys_of
 from asyncrl.config.load import load_config
-from asyncrl.config.report import all_paths
+from asyncrl.config.outline import all_paths, known_keys, schema_at
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.resume import BOUND, FREE, MAY_CHANGE, fixed_values, on_resume
+from asyncrl.config.resume import MAY_CHANGE, bound, on_resume
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import RewardFunctionConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
@@ -61,7 +60,7 @@ def trained(config: Config, step: int) -> RunDirectory:
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
     state = LearnerState(
-        version=step, ledger=Ledger().to_dict(), fixed=fixed_values(config, rows=DataFiles(config.data).train)
+        version=step, ledger=Ledger().to_dict(), fixed=config.fixed_values(rows=DataFiles(config.data).train)
     )
     CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(
         step, FakeTrainer("weights"), state.to_dict()
@@ -73,18 +72,17 @@ def everything_in(directory: RunDirectory) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
 
 
-def test_every_key_has_one_entry_and_stands_in_the_reference():
-    sections = {path for path in all_paths() if any(other.startswith(f"{path}.") for other in all_paths())}
-    keys = set(all_paths()) - sections | {".".join(map(str, choice)) for choice in CHOICES | CHOICE_LISTS}
-    keys |= {f"reward.functions.{name}" for name in RewardFunctionConfig.model_fields}
-    listed = [f"{section}.{name}" for section, names in FREE.items() for name in names.split()] + list(BOUND)
-    assert sorted(listed) == sorted(keys)
+def test_the_reference_says_of_every_key_whether_it_may_change():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    for key in listed:
-        (row,) = re.findall(rf"^\| `{re.escape(key)}` \|.*$", page, re.MULTILINE)
-        assert row.endswith(f"| {on_resume(key)} |")
-    with pytest.raises(KeyError):
-        on_resume("batch.group")
+    rows = dict(re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE))
+    items = {
+        f"reward.functions.{key}": schema_at(Config, ("reward", "functions", 0, key))
+        for key in known_keys(Config, ("reward", "functions", 0))
+    }
+    schemas = {path: schema_at(Config, keys_of(path)) for path in all_paths(Config)} | items
+    keys = {path for path in schemas if not any(other.startswith(f"{path}.") for other in all_paths(Config))}
+    assert rows.items() >= {path: on_resume(schemas[path]) for path in keys}.items()
+    assert {path for path in keys if rows[path] != MAY_CHANGE} == bound(Config).keys()
 
 
 CHANGES = {
@@ -113,7 +111,7 @@ CHANGES = {
 
 
 def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_written(path):
-    assert CHANGES.keys() | {"run.name"} == BOUND.keys()
+    assert CHANGES.keys() | {"run.name"} == bound(Config).keys()
     directory = trained(load_config(path), 5)
     before = everything_in(directory)
     Path("other.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
@@ -292,6 +290,5 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
 
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
     config = load_config(path)
-    values = fixed_values(config, rows=DataFiles(config.data).train)
-    assert json.loads(json.dumps(values)) == values and values.keys() == BOUND.keys()
-    assert on_resume("batch.groups") == MAY_CHANGE
+    values = config.fixed_values(rows=DataFiles(config.data).train)
+    assert json.loads(json.dumps(values)) == values and values.keys() == bound(Config).keys()
