@@ -87,6 +87,8 @@ class Rollout:
     # The answer that a reward function found: "" if it found none, None if no function looks for one.
     answer: str | None = None
     turns: Turns | None = None  # None: one turn
+    # Further columns of the tokens, by their names in `columns.COLUMNS`.
+    recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         spanned = sum(span.tokens for span in self.version_spans)
@@ -149,6 +151,8 @@ class Group:
     episode_metrics: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     # Number of episodes that the group goes without, by the reason why all their attempts failed.
     missing: Mapping[str, int] = field(default_factory=dict)
+    # Further columns of the prompt, by their names in `columns.COLUMNS`.
+    recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         of = self.episode_of

@@ -22,11 +22,11 @@ import msgpack
 import numpy as np
 import psutil
 
+from asyncrl.columns import COLUMNS, NONE
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire import codec
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import (
-    _COLUMNS,
     GROUP_LIMITS,
     MAX_ROLLOUTS,
     MAX_SPANS,
@@ -123,9 +123,13 @@ def cost(frame: bytes) -> dict[str, Any]:
 
 def forged(meta: dict[str, Any] | bytes, columns: dict[str, np.ndarray]) -> bytes:
     """A frame with a true checksum around anything."""
-    arrays = {name: columns.get(name, np.empty(0, dtype=kind)) for name, kind in _COLUMNS.items()}
+    arrays = {
+        name: columns.get(name, np.empty([0] * len(column.axes), column.dtype))
+        for name, column in COLUMNS.items()
+        if not column.optional and column.axes != ("turns",)
+    }
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
-    table = [[name, array.dtype.name, len(array)] for name, array in ordered]
+    table = [[name, array.dtype.name, *array.shape] for name, array in ordered]
     packed = meta if isinstance(meta, bytes) else msgpack.packb(meta | {"arrays": table})
     body = b"".join(array.tobytes() for _, array in ordered)
     fields = struct.pack(
@@ -144,19 +148,24 @@ def hostile() -> dict[str, bytes]:
         "generator_id": "g",
         "finished_version": 1,
     }
-    times = {"sampling_s": 0.0, "reward_s": 0.0, "dead_reason": None}
+    times = {"sampling_s": 0.0, "reward_s": 0.0, "lane": "train"}
     many = {
         **dict.fromkeys(("prompt_tokens", "response_tokens", "spans"), np.zeros(count, np.int32)),
+        "answer_bytes": np.full(count, NONE, np.int32),
         "finish": np.zeros(count, np.uint8),
         "rewards": np.zeros(count, np.float64),
+        "reward_parts": np.zeros((count, 0), np.float64),
     }
     spans = {
         **dict.fromkeys(("prompt_tokens", "response_tokens"), np.zeros(1, np.int32)),
         "spans": np.full(1, count, np.int32),
         "span_versions": np.zeros(count, np.int64),
+        "span_lineages": np.zeros(count, np.int64),
         "span_tokens": np.zeros(count, np.int32),
+        "answer_bytes": np.full(1, NONE, np.int32),
         "finish": np.zeros(1, np.uint8),
         "rewards": np.zeros(1, np.float64),
+        "reward_parts": np.zeros((1, 0), np.float64),
     }
     return {
         "meta of nested empty lists": forged(msgpack.packb({"arrays": [[[]] * 255] * 250}), {}),

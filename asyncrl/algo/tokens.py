@@ -4,7 +4,8 @@ Axes in names:  T action tokens, S sequences (rollouts). All tokens of sequence 
 There is no padding and no mask: prompt, tool and user tokens are not among them.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -31,14 +32,18 @@ class TokenBatch:
     # int64 [S], number of action tokens of each sequence's episode, over all ranks and micro-batches of the
     # step. None: each sequence is an episode.
     episode_tokens_S: Tensor | None = None
+    # [T, ...], what the generator recorded of each token besides: `columns.COLUMNS` has names and data types.
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = self.sequence_T.shape
-        for name in (one.name for one in fields(self) if one.name.endswith("_T")):
-            column = getattr(self, name)
-            if column is not None and column.shape != size:
+        columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name.endswith("_T")}
+        shapes = {name: column.shape for name, column in columns.items() if column is not None}
+        shapes |= {name: column.shape[:1] for name, column in self.recorded.items()}
+        for name, shape in shapes.items():
+            if shape != size:
                 raise ShapeError(
-                    f"{name} {list(column.shape)} must have the shape of sequence_T {list(size)}: one entry "
+                    f"{name} {list(shape)} must have the shape of sequence_T {list(size)}: one entry "
                     "per action token"
                 )
 

@@ -4,13 +4,15 @@ A frame that decodes can hold any numbers, from a faulty sender or from other se
 generator checks a group before it hands it over; the learner checks it again.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
+from asyncrl.columns import COLUMNS
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
@@ -39,6 +41,8 @@ class GroupLimits:
     max_tokens: int  # most tokens of a prompt and its response together
     # True: a group must have exactly `rollouts` episodes, because statistics are taken over them.
     whole: bool = False
+    # Of the axes behind the first one of recorded columns, by name: equal in all groups of the run.
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def trainable(group: Group, limits: GroupLimits) -> str | None:
@@ -65,6 +69,7 @@ def _faults(group: Group, limits: GroupLimits) -> Iterator[str]:
         yield f"greedy_reward {group.greedy_reward:g}, at most {MOST_REWARD:g} is allowed"
     for index, rollout in enumerate(group.rollouts):
         yield from (f"rollout {index}: {fault}" for fault in _rollout_faults(rollout, limits))
+    yield from _recorded_faults(group.recorded, limits)
     yield from _episode_faults(group) if group.episode_of is not None else ()
     yield from _metric_faults(group) if group.episode_metrics or group.missing else ()
 
@@ -110,8 +115,17 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
         yield f"a finish reason of {len(rollout.finish_reason)} characters, {MOST_CHARACTERS} are allowed"
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
         yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
+    yield from _recorded_faults(rollout.recorded, limits)
     yield from _reward_faults(rollout)
     yield from _turn_faults(rollout, rollout.turns) if rollout.turns else ()
+
+
+def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) -> Iterator[str]:
+    for name, column in recorded.items():
+        axes = COLUMNS[name].axes[1:]
+        # Of an axis that this run does not have, no size is right.
+        if list(column.shape[1:]) != (sizes := [limits.sizes.get(axis) for axis in axes]):
+            yield f"{name} has entries of the shape {list(column.shape[1:])}; {sizes} of {axes} are allowed"
 
 
 def _turn_faults(rollout: Rollout, turns: Turns) -> Iterator[str]:

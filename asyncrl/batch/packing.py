@@ -5,6 +5,7 @@ Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,12 @@ class TrainSample:
     episode_tokens: int | None = None
     # Further columns under the names of `TokenBatch`, the same names in all sequences of a batch.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    # What the generator recorded of each token besides, [R, ...]; the same names in all sequences of a batch.
+    recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         fields = ("keep", "behaviour_logprobs", "advantages", "lag")
-        columns = {**{name: getattr(self, name) for name in fields}, **self.columns}
+        columns = {**{name: getattr(self, name) for name in fields}, **self.columns, **self.recorded}
         size = len(self.response_ids)
         if wrong := {name: len(column) for name, column in columns.items() if len(column) != size}:
             raise ShapeError(f"sequence has {size} response tokens, but {wrong}; give each token one entry")
@@ -129,10 +132,10 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
         for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)
     ]
 
-    def joined(columns: Iterable[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+    def joined(columns: Iterable[NDArray[Any]], dtype: torch.dtype | None = None) -> torch.Tensor:
         return _joined([column[r] for column, r in zip(columns, kept, strict=True)], dtype, device)
 
-    measured = sequences[0].columns if sequences else {}
+    measured, recorded = (sequences[0].columns, sequences[0].recorded) if sequences else ({}, {})
     tokens = TokenBatch(
         sequence_T=_joined([np.full(len(r), s) for s, r in enumerate(kept)], torch.int64, device),
         num_sequences=len(sequences),
@@ -140,6 +143,7 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
         advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
         lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
         episode_tokens_S=_episode_tokens(sequences, device),
+        recorded={name: joined(sequence.recorded[name] for sequence in sequences) for name in recorded},
         **{
             name: joined((sequence.columns[name] for sequence in sequences), torch.float32)
             for name in measured
@@ -161,6 +165,7 @@ def _episode_tokens(sequences: Sequence[TrainSample], device: torch.device) -> t
     return torch.tensor(counts, device=device) if counts else None
 
 
-def _joined(parts: Sequence[NDArray[np.generic]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """Without `dtype`, the tensor has that of the parts."""
     joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     return torch.from_numpy(joined).to(device=device, dtype=dtype)

@@ -3,17 +3,22 @@
     header, 40 bytes little-endian:
             magic 8s | wire version u16 | kind u16 | meta bytes u32 | body bytes u64 | checksum 16s
     body:   the tensors, raw little-endian, one after the other, wider items first (so that all are aligned)
-    meta:   one MessagePack map, with the table of tensors under "arrays"
+    meta:   one MessagePack map, with the table of tensors under "arrays": [name, dtype, size, ...] of each
 
 The checksum is a keyed BLAKE2b over everything else. There are no pickles, and a sender cannot choose the
-type of an object. A new field has a default. Any other change of the format needs a new WIRE_VERSION.
+type of an object. A new field has a default, and a new column is optional. Any other change of the format
+needs a new WIRE_VERSION; frozen frames in the tests show when.
+
+The header has the version of the format, not the release. A learner can thus read the greeting of a generator
+of another release, and answers with both releases. After an upgrade, the groups in the store are still read.
 """
 
 import hashlib
 import hmac
+import math
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +27,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError, WireVersionError
+from asyncrl.version import __version__
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAGIC = b"ASYNCRL\0"
 # The allowed data types, by name.
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
-    for name in ("float64", "int64", "uint64", "float32", "int32", "uint8")
+    for name in ("float64", "int64", "uint64", "float32", "int32", "uint16", "uint8", "bool")
 }
+# By numpy's objects, because making their names is slow.
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Bounds of a tensor's shape.
+MOST_AXES, MOST_SIZE = 4, 1 << 31
 # A meta has at most this many times `Limits.items` entries in total, as an empty list is one byte in a frame
 # and sixty in memory.
 NESTING = 8
@@ -65,9 +75,9 @@ def encode_frame(
 ) -> bytes:
     """Return one frame. Raises WireError if it exceeds `limits`, because the receiver would refuse it."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
-    table = [[name, array.dtype.name, len(array)] for name, array in ordered]
+    table = [_entry(name, array) for name, array in ordered]
     packed: bytes = msgpack.packb({**meta, "arrays": table})
-    body = b"".join(array.astype(_dtype(array.dtype.name), copy=False).tobytes() for _, array in ordered)
+    body = b"".join(array.tobytes() for _, array in ordered)
     _check_sizes(limits, len(packed), len(body))
     _unpack(limits, packed)
     fields = _FIELDS.pack(MAGIC, WIRE_VERSION, limits.kind, len(packed), len(body))
@@ -101,8 +111,8 @@ def _check_header(limits: Limits, data: bytes | bytearray) -> int:
         raise WireError(f"the bytes begin with {magic!r}, a frame begins with {MAGIC!r}")
     if version != WIRE_VERSION:
         raise WireVersionError(
-            f"the peer speaks wire version {version}, this process speaks {WIRE_VERSION}; "
-            "run learner and generators from the same asyncrl release"
+            f"the frame has wire version {version}, and asyncrl {__version__} reads {WIRE_VERSION}; run "
+            "learner and generators from the same asyncrl release"
         )
     if kind != limits.kind:
         raise WireError(f"frame of kind {kind} where kind {limits.kind} is expected")
@@ -162,33 +172,50 @@ def _unpack(limits: Limits, packed: bytes) -> dict[str, Any]:
 
 
 def _arrays(table: Any, body: memoryview) -> dict[str, NDArray[Any]]:
-    """Return views into `body`. Every count is checked before it is used."""
+    """Return views into `body`. Every size is checked before it is used."""
     if not isinstance(table, list):
         raise WireError(f"the table of tensors is a {type(table).__name__}; a list is needed")
     arrays: dict[str, NDArray[Any]] = {}
     offset = 0
     for entry in table:
         match entry:
-            case [str(name), str(kind), int(count)] if count >= 0 and not isinstance(count, bool):
-                dtype = _dtype(kind)
+            case [str(name), str(kind), *shape] if kind in DTYPES and _is_shape(shape):
+                dtype = DTYPES[kind]
             case _:
                 raise WireError(
-                    f"entry {reprlib.repr(entry)} of the table of tensors is not [name, dtype, count]"
+                    f"entry {reprlib.repr(entry)} of the table of tensors is not [name, dtype, size, ...] "
+                    f"with one of {', '.join(DTYPES)} and 1 to {MOST_AXES} sizes"
                 )
-        end = offset + count * dtype.itemsize
+        end = offset + math.prod(shape) * dtype.itemsize
         if name in arrays or offset % dtype.itemsize or end > len(body):
             raise WireError(
-                f"tensor {name!r} ({count} x {dtype}) at byte {offset} is repeated, unaligned, or ends "
+                f"tensor {name!r} ({shape} of {dtype}) at byte {offset} is repeated, unaligned, or ends "
                 f"after the {len(body)} bytes of all tensors"
             )
-        arrays[name] = np.frombuffer(body, dtype=dtype, count=count, offset=offset)
+        if kind == "bool" and (np.frombuffer(body[offset:end], np.uint8) > 1).any():
+            raise WireError(f"tensor {name!r} has truth values other than 0 and 1")
+        try:
+            arrays[name] = np.ndarray(shape, dtype, body, offset)
+        except ValueError as error:
+            raise WireError(f"tensor {name!r} has the impossible shape {shape}: {error}") from error
         offset = end
     if offset != len(body):
         raise WireError(f"the tensors fill {offset} of {len(body)} bytes")
     return arrays
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    if name not in DTYPES:
-        raise WireError(f"tensor of dtype {name[:32]!r}; allowed are {', '.join(DTYPES)}")
-    return DTYPES[name]
+def _entry(name: str, array: NDArray[Any]) -> list[Any]:
+    """Return the entry in the table of tensors."""
+    if array.dtype not in _NAMES or not _is_shape(array.shape):
+        raise WireError(
+            f"tensor {name} of dtype {array.dtype} and shape {array.shape}; allowed are {', '.join(DTYPES)} "
+            f"and 1 to {MOST_AXES} axes"
+        )
+    return [name, _NAMES[array.dtype], *array.shape]
+
+
+def _is_shape(sizes: Sequence[Any]) -> bool:
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= MOST_SIZE:
+            return False
+    return 1 <= len(sizes) <= MOST_AXES

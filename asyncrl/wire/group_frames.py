@@ -1,21 +1,21 @@
-"""A rollout group as a frame: the columns of all its rollouts, concatenated into few tensors.
+"""A rollout group as a frame: the columns of `columns.COLUMNS`, and a head with its other fields.
 
-Rollout r of the group owns the next `prompt_tokens[r]`, `response_tokens[r]`, `spans[r]`, `answer_bytes[r]`
-entries of the columns. The columns of `_OPTIONAL` are in the frame only if the group has episodes of several
-turns: episode e owns the next entries of `episode_metrics`, rollout r the next `turns[r]` of its turns.
+The entries of all rollouts lie one after the other in a column, as the columns of counts say.
 """
 
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.columns import COLUMNS, NONE, Column, filled, of_prompt, of_token
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
-from asyncrl.wire.codec import DTYPES, Limits, decode_frame, encode_frame
+from asyncrl.wire.codec import Limits, decode_frame, encode_frame
+from asyncrl.wire.typed_messages import MessageCodec
 
 # A frame must fit into one value of Redis (512 MiB).
 GROUP_LIMITS = Limits(
@@ -24,49 +24,41 @@ GROUP_LIMITS = Limits(
 # Bounds for one group. Rollouts and spans are bounded in number, because each is many times larger in memory
 # than in the frame.
 MAX_ROLLOUTS, MAX_SPANS, MAX_ANSWER_BYTES = 4096, 1 << 16, 1024
-# The value in `answer_bytes` if no reward function has reported the answer, and in `turns` if there are none.
-NONE = -1
 # A longer `dead_reason` is cut off.
 REASON_CHARACTERS = 1000
 
-T = TypeVar("T")
+Arrays = dict[str, NDArray[Any]]
 
-_COLUMNS = {
-    "prompt_tokens": "int32",
-    "response_tokens": "int32",
-    "spans": "int32",
-    "prompt_ids": "int32",
-    "response_ids": "int32",
-    "action_mask": "uint8",
-    "behaviour_logprobs": "float32",
-    "span_versions": "int64",
-    "span_lineages": "int64",
-    "span_tokens": "int32",
-    "finish": "uint8",
-    "rewards": "float64",
-    "reward_parts": "float64",
-    "answer_bytes": "int32",
-    "answers": "uint8",
-}
-_OPTIONAL = {
-    "episode_of": "int32",
-    "episode_metrics": "float32",
-    "turns": "int32",
-    "turn_ends": "int32",
-    "turn_rewards": "float32",
-    "turn_states": "uint64",
-    "turn_order": "int32",
-}
-# Columns of `Turns` that only some groups have.
-_OF_TURNS = ("rewards", "states", "order")
-# Numpy's objects, because comparing them is faster than making their names.
-_DTYPES = {name: DTYPES[kind] for name, kind in _COLUMNS.items()}
-_OPTIONAL_DTYPES = {name: DTYPES[kind] for name, kind in _OPTIONAL.items()}
-# The lowest value of each column of counts.
-_LOWEST = {
-    **dict.fromkeys(("prompt_tokens", "response_tokens", "spans", "span_tokens"), 0),
-    **dict.fromkeys(("answer_bytes", "turns"), NONE),
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The fields of a group that are not columns, and the names that columns refer to."""
+
+    ticket_id: int
+    generator_id: str
+    finished_version: int
+    sampling_s: float
+    reward_s: float
+    lane: str
+    finish_reasons: tuple[str, ...]
+    parts: tuple[str, ...]
+    times: tuple[float, ...] | None = None
+    greedy_reward: float | None = None
+    dead_reason: str | None = None
+    episode_metrics: tuple[str, ...] = ()
+    missing: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.times is not None and len(self.times) != len(GroupTimes._fields):
+            raise ValueError(f"times has {len(self.times)} numbers; three Unix times are needed")
+
+
+_HEADS = MessageCodec((Head,))
+# Fields that are the same in `Group`.
+_SAME = (
+    *("ticket_id", "generator_id", "finished_version", "sampling_s", "reward_s"),
+    *("lane", "greedy_reward", "dead_reason", "missing"),
+)
 
 
 def encode_group(group: Group, key: bytes = b"") -> bytes:
@@ -74,6 +66,38 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
     rollouts = group.rollouts
     finish_reasons = sorted({rollout.finish_reason for rollout in rollouts})
     parts = sorted({part for rollout in rollouts for part in rollout.reward_parts})
+    head = {
+        "ticket_id": group.ticket_id,
+        "generator_id": group.generator_id,
+        "finished_version": group.finished_version,
+        "sampling_s": float(group.sampling_s),
+        "reward_s": float(group.reward_s),
+        "lane": group.lane,
+        "finish_reasons": finish_reasons,
+        "parts": parts,
+        "times": None if group.times is None else list(map(float, group.times)),
+        "greedy_reward": None if group.greedy_reward is None else float(group.greedy_reward),
+        "dead_reason": None if group.dead_reason is None else group.dead_reason[:REASON_CHARACTERS],
+        "episode_metrics": list(group.episode_metrics) or None,
+        "missing": dict(group.missing) or None,
+    }
+    head = {name: value for name, value in head.items() if value is not None}
+    # The receiver checks it in the same way.
+    _HEADS.made(Head, head)
+    # In the column, NaN marks a part that a rollout does not have.
+    if not all(math.isfinite(value) for rollout in rollouts for value in rollout.reward_parts.values()):
+        raise WireError("the group has reward_parts that are not finite; every number of a rollout must be")
+    try:
+        arrays = _columns(group, finish_reasons, parts)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"the group has a column that cannot be sent: {error}") from error
+    _check_columns(arrays)
+    return encode_frame(GROUP_LIMITS, head, arrays, key=key)
+
+
+def _columns(group: Group, finish_reasons: list[str], parts: list[str]) -> Arrays:
+    rollouts = group.rollouts
+    spans = [span for rollout in rollouts for span in rollout.version_spans]
     answers = [
         None if rollout.answer is None else rollout.answer.encode("utf-8", "replace") for rollout in rollouts
     ]
@@ -81,65 +105,55 @@ def encode_group(group: Group, key: bytes = b"") -> bytes:
         "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
         "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
         "spans": [len(rollout.version_spans) for rollout in rollouts],
-        "span_versions": [span.version for rollout in rollouts for span in rollout.version_spans],
-        "span_lineages": [span.lineage for rollout in rollouts for span in rollout.version_spans],
-        "span_tokens": [span.tokens for rollout in rollouts for span in rollout.version_spans],
+        "span_versions": [span.version for span in spans],
+        "span_lineages": [span.lineage for span in spans],
+        "span_tokens": [span.tokens for span in spans],
         "finish": [finish_reasons.index(rollout.finish_reason) for rollout in rollouts],
         "rewards": [rollout.reward for rollout in rollouts],
-        # NaN marks a part that this rollout does not have; no reward is NaN.
-        "reward_parts": [rollout.reward_parts.get(part, np.nan) for rollout in rollouts for part in parts],
+        "reward_parts": [[rollout.reward_parts.get(part, np.nan) for part in parts] for rollout in rollouts],
         "answer_bytes": [NONE if answer is None else len(answer) for answer in answers],
         "answers": np.frombuffer(b"".join(answer or b"" for answer in answers), dtype=np.uint8),
     }
-    arrays = {name: np.asarray(column, dtype=_COLUMNS[name]) for name, column in columns.items()}
-    for name in ("prompt_ids", "response_ids", "action_mask", "behaviour_logprobs"):
-        pieces = [np.empty(0, dtype=_COLUMNS[name]), *(getattr(rollout, name) for rollout in rollouts)]
-        arrays[name] = np.concatenate(pieces, dtype=_COLUMNS[name])
-    arrays |= _episode_columns(group)
-    _check_counts(arrays)
-    reward_parts = [value for rollout in rollouts for value in rollout.reward_parts.values()]
-    _check_finite(arrays, group.greedy_reward, reward_parts)
-    meta = {
-        "lane": group.lane,
-        "ticket_id": group.ticket_id,
-        "generator_id": group.generator_id,
-        "finished_version": group.finished_version,
-        "sampling_s": float(group.sampling_s),
-        "reward_s": float(group.reward_s),
-        "dead_reason": None if group.dead_reason is None else group.dead_reason[:REASON_CHARACTERS],
-        "finish_reasons": finish_reasons,
-        "parts": parts,
-    }
-    if group.greedy_reward is not None:
-        meta["greedy_reward"] = float(group.greedy_reward)
-    if group.times is not None:
-        meta["times"] = [float(at) for at in group.times]
-    if group.episode_metrics:
-        meta["episode_metrics"] = list(group.episode_metrics)
-    if group.missing:
-        meta["missing"] = dict(group.missing)
-    return encode_frame(GROUP_LIMITS, meta, arrays, key=key)
-
-
-def _episode_columns(group: Group) -> dict[str, NDArray[Any]]:
-    """Return the optional columns that the group needs. Reward, state or order of a turn without one is 0."""
-    turns = [rollout.turns for rollout in group.rollouts]
-    columns: dict[str, list[NDArray[Any]]] = {}
     if group.episode_of is not None:
-        columns["episode_of"] = [group.episode_of]
+        columns["episode_of"] = group.episode_of
     if group.episode_metrics:
-        columns["episode_metrics"] = [np.stack(list(group.episode_metrics.values()), axis=1).ravel()]
-    if played := [one for one in turns if one is not None]:
-        columns["turns"] = [np.array([NONE if one is None else len(one.ends) for one in turns])]
-        columns["turn_ends"] = [one.ends for one in played]
-        for name in _OF_TURNS:
-            given = [getattr(one, name) for one in played]
-            if any(column is not None for column in given):
-                columns[f"turn_{name}"] = [
-                    np.zeros(len(one.ends), dtype=_OPTIONAL[f"turn_{name}"]) if column is None else column
-                    for one, column in zip(played, given, strict=True)
-                ]
-    return {name: np.concatenate(parts).astype(_OPTIONAL[name]) for name, parts in columns.items()}
+        columns["episode_metrics"] = np.stack(list(group.episode_metrics.values()), axis=1)
+    arrays = {name: np.asarray(values, COLUMNS[name].dtype) for name, values in columns.items()}
+    arrays["reward_parts"] = arrays["reward_parts"].reshape(len(rollouts), len(parts))
+    unknown = [name for rollout in rollouts for name in rollout.recorded if not of_token(name)]
+    unknown += [name for name in group.recorded if not of_prompt(name)]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not declared as recorded; add it to asyncrl/columns.py")
+    return arrays | _pieced_columns(rollouts) | group.recorded
+
+
+def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
+    """Return the columns of tokens and turns that the rollouts have."""
+    played = [rollout.turns for rollout in rollouts if rollout.turns is not None]
+    lengths = {
+        "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
+        "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
+    }
+    arrays: Arrays = {}
+    if played:
+        lengths["turns"] = [len(turns.ends) for turns in played]
+        counts = [NONE if rollout.turns is None else len(rollout.turns.ends) for rollout in rollouts]
+        arrays["turns"] = np.array(counts, COLUMNS["turns"].dtype)
+    for name, column in COLUMNS.items():
+        axis = column.axes[0]
+        if axis not in lengths:
+            continue
+        if axis == "turns":
+            given = [getattr(turns, name.removeprefix("turn_")) for turns in played]
+        elif column.optional:
+            given = [rollout.recorded.get(name) for rollout in rollouts]
+        else:
+            given = [getattr(rollout, name) for rollout in rollouts]
+        pieces = filled(name, given, lengths[axis])
+        if pieces or not column.optional:
+            empty = np.empty(0, column.dtype)
+            arrays[name] = np.concatenate(pieces or [empty], dtype=column.dtype, casting="same_kind")
+    return arrays
 
 
 def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
@@ -148,53 +162,62 @@ def decode_group(data: bytes | bytearray, key: bytes | None = b"") -> Group:
     `key=None` skips the checksum, for bytes that have passed it before.
     """
     frame = decode_frame(GROUP_LIMITS, data, key=key)
-    _check_columns(frame.arrays)
-    meta = frame.meta
-    greedy_reward = _optional(meta, "greedy_reward", float)
-    _check_finite(frame.arrays, greedy_reward)
+    arrays, head = frame.arrays, _HEADS.made(Head, frame.meta)
+    _check_columns(arrays)
+    metrics = arrays.get("episode_metrics", np.empty((0, 0), np.float32))
     try:
         return Group(
-            ticket_id=_value(meta, "ticket_id", int),
-            rollouts=_rollouts(frame.arrays, _texts(meta, "finish_reasons"), _texts(meta, "parts")),
-            generator_id=_value(meta, "generator_id", str),
-            finished_version=_value(meta, "finished_version", int),
-            sampling_s=_value(meta, "sampling_s", float),
-            reward_s=_value(meta, "reward_s", float),
-            times=_times(meta),
-            lane=_value(meta, "lane", str),
-            greedy_reward=greedy_reward,
-            dead_reason=_optional(meta, "dead_reason", str),
-            episode_of=frame.arrays.get("episode_of"),
-            episode_metrics=_episode_metrics(frame.arrays, meta),
-            missing=_missing(meta),
+            rollouts=_rollouts(arrays, head),
+            times=GroupTimes(*head.times) if head.times else None,
+            episode_of=arrays.get("episode_of"),
+            episode_metrics=dict(zip(head.episode_metrics, metrics.T, strict=True)),
+            recorded={name: array for name, array in arrays.items() if of_prompt(name)},
+            **{name: getattr(head, name) for name in _SAME},
         )
     except (ValueError, IndexError) as error:
         raise WireError(f"the columns of the group contradict each other: {error}") from error
 
 
-def _check_columns(arrays: Mapping[str, NDArray[Any]]) -> None:
-    found = {name: array.dtype for name, array in arrays.items()}
-    if found != _DTYPES:
-        _check_optional(found)
+def _check_columns(arrays: Arrays) -> None:
+    """Compare the columns with the table, and with each other along their axes."""
+    if unknown := arrays.keys() - COLUMNS.keys():
+        raise WireError(f"the group has a tensor {min(unknown)!r:.80}; allowed are {', '.join(COLUMNS)}")
+    sizes: dict[str, int] = {}
+    for name, column in COLUMNS.items():
+        axis, array = column.axes[0], arrays.get(name)
+        # Without turns, for instance, there are no columns of them.
+        lacks_axis = axis in COLUMNS and axis not in arrays
+        if lacks_axis if array is not None else not (lacks_axis or column.optional):
+            raise WireError(f"the group has tensors {', '.join(arrays)}; {name} and {axis} come together")
+        if array is None:
+            continue
+        _check_values(name, column, array)
+        for axis, size in zip(column.axes, array.shape, strict=True):
+            if sizes.setdefault(axis, size) != size:
+                raise WireError(
+                    f"the columns of the group contradict each other: {name} has {size} {axis} instead of "
+                    f"{sizes[axis]}"
+                )
+        if column.least is not None:
+            sizes[name] = int(np.maximum(array, 0).sum(dtype=np.int64))
     _check_counts(arrays)
-    for name, least in _LOWEST.items():
-        if name in arrays and (arrays[name] < least).any():
-            raise WireError(f"the group has a negative count in {name}")
-    if (arrays["action_mask"] > 1).any():
-        raise WireError("the group has an action mask with values other than 0 and 1")
 
 
-def _check_optional(found: Mapping[str, np.dtype[Any]]) -> None:
-    if not _DTYPES.items() <= found.items() <= (_DTYPES | _OPTIONAL_DTYPES).items():
-        names = {name: dtype.name for name, dtype in found.items()}
-        raise WireError(f"the group has tensors {names}; needed are {_COLUMNS}, allowed too are {_OPTIONAL}")
-    if ("turns" in found) != ("turn_ends" in found) or any(
-        f"turn_{name}" in found and "turns" not in found for name in _OF_TURNS
-    ):
-        raise WireError(f"the group has tensors {list(found)}; turns and turn_ends come together")
+def _check_values(name: str, column: Column, array: NDArray[Any]) -> None:
+    if array.dtype.type is not column.dtype or array.ndim != len(column.axes):
+        raise WireError(
+            f"the group has a tensor {name} of {array.dtype} with {array.ndim} axes; {column.dtype.__name__} "
+            f"[{', '.join(column.axes)}] is needed"
+        )
+    if column.least is not None and array.min(initial=0) < column.least:
+        raise WireError(f"the group has a negative count in {name}")
+    if array.dtype.kind == "f":
+        is_wrong = np.isinf(array) if math.isnan(column.default) else ~np.isfinite(array)
+        if is_wrong.any():
+            raise WireError(f"the group has {name} that are not finite; every number of a rollout must be")
 
 
-def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_counts(arrays: Arrays) -> None:
     rollouts, spans = len(arrays["rewards"]), len(arrays["span_tokens"])
     if rollouts > MAX_ROLLOUTS or spans > MAX_SPANS:
         raise WireError(
@@ -206,124 +229,44 @@ def _check_counts(arrays: Mapping[str, NDArray[Any]]) -> None:
         raise WireError(f"the group has an answer of {most} bytes; at most {MAX_ANSWER_BYTES} are allowed")
 
 
-def _check_finite(
-    arrays: Mapping[str, NDArray[Any]], greedy_reward: float | None, reward_parts: Sequence[float] = ()
-) -> None:
-    columns = {name: arrays[name] for name in ("behaviour_logprobs", "rewards")}
-    if "turn_rewards" in arrays:
-        columns["turn_rewards"] = arrays["turn_rewards"]
-    if "episode_metrics" in arrays:  # NaN marks a metric that this episode does not have
-        columns["episode_metrics"] = arrays["episode_metrics"][~np.isnan(arrays["episode_metrics"])]
-    numbers = {"reward_parts": reward_parts, "greedy_reward": [greedy_reward or 0.0]}
-    wrong = [name for name, values in columns.items() if not np.isfinite(values).all()]
-    wrong += [name for name, values in numbers.items() if not all(map(math.isfinite, values))]
-    if wrong:
-        raise WireError(f"the group has {wrong[0]} that are not finite; every number of a rollout must be")
-
-
-def _rollouts(
-    arrays: Mapping[str, NDArray[Any]], finish_reasons: list[str], parts: list[str]
-) -> tuple[Rollout, ...]:
-    count = len(arrays["rewards"])
-    prompt_ids = _split(arrays["prompt_ids"], arrays["prompt_tokens"], count)
-    response_ids = _split(arrays["response_ids"], arrays["response_tokens"], count)
-    masks = _split(arrays["action_mask"].view(np.bool_), arrays["response_tokens"], count)
-    logprobs = _split(arrays["behaviour_logprobs"], arrays["response_tokens"], count)
-    span_columns = [
-        _split(arrays[name], arrays["spans"], count)
-        for name in ("span_versions", "span_tokens", "span_lineages")
-    ]
-    part_values = arrays["reward_parts"].reshape(count, len(parts)).tolist()
-    answers = _split(arrays["answers"], arrays["answer_bytes"].clip(min=0), count)
-    has_answer = (arrays["answer_bytes"] > NONE).tolist()
-    rewards, finish = arrays["rewards"].tolist(), arrays["finish"].tolist()
-    turns = _turns(arrays, count)
-    if len(finish) != count:
-        raise ValueError(f"{len(finish)} finish reasons for {count} rollouts")
+def _rollouts(arrays: Arrays, head: Head) -> tuple[Rollout, ...]:
+    axes = {name: COLUMNS[name].axes[0] for name in arrays}
+    slices = {axis: _slices(arrays[axis]) for axis in set(axes.values()) if axis in arrays}
+    recorded = {name: slices[axes[name]] for name in filter(of_token, arrays)}
+    of_turns = {name.removeprefix("turn_"): arrays[name] for name in arrays if axes[name] == "turns"}
+    spans = list(
+        map(VersionSpan, *(arrays[f"span_{name}"].tolist() for name in ("versions", "tokens", "lineages")))
+    )
+    answers = arrays["answers"].tobytes()
     return tuple(
         Rollout(
-            prompt_ids=prompt_ids[r],
-            response_ids=response_ids[r],
-            action_mask=masks[r],
-            behaviour_logprobs=logprobs[r],
-            version_spans=tuple(map(VersionSpan, *(column[r].tolist() for column in span_columns))),
-            finish_reason=finish_reasons[finish[r]],
-            reward=rewards[r],
-            reward_parts={part: x for part, x in zip(parts, part_values[r], strict=True) if x == x},
-            answer=answers[r].tobytes().decode() if has_answer[r] else None,
-            turns=turns[r],
+            prompt_ids=arrays["prompt_ids"][prompt],
+            response_ids=arrays["response_ids"][response],
+            action_mask=arrays["action_mask"][response],
+            behaviour_logprobs=arrays["behaviour_logprobs"][response],
+            version_spans=tuple(spans[own_spans]),
+            finish_reason=head.finish_reasons[finish],
+            reward=reward,
+            reward_parts={part: x for part, x in zip(head.parts, parts, strict=True) if x == x},
+            answer=answers[answer].decode() if answer else None,
+            turns=Turns(**{name: column[turns] for name, column in of_turns.items()}) if turns else None,
+            recorded={name: arrays[name][pieces[r]] for name, pieces in recorded.items()},
         )
-        for r in range(count)
+        for r, (prompt, response, own_spans, answer, turns, finish, reward, parts) in enumerate(
+            zip(
+                *(slices[axis] for axis in ("prompt_tokens", "response_tokens", "spans", "answer_bytes")),
+                slices.get("turns", [None] * len(arrays["rewards"])),
+                *(arrays[name].tolist() for name in ("finish", "rewards", "reward_parts")),
+                strict=True,
+            )
+        )
     )
 
 
-def _turns(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Turns | None]:
-    if "turns" not in arrays:
-        return [None] * count
-    lengths = arrays["turns"]
-    columns = {
-        name: _split(arrays[f"turn_{name}"], lengths.clip(min=0), count)
-        for name in ("ends", *_OF_TURNS)
-        if f"turn_{name}" in arrays
-    }
+def _slices(counts: NDArray[Any]) -> list[Any]:
+    """Return where the entries of each rollout are; None if it has none by the count `NONE`."""
+    ends = np.cumsum(np.maximum(counts, 0), dtype=np.int64).tolist()
     return [
-        None if length == NONE else Turns(**{name: column[r] for name, column in columns.items()})
-        for r, length in enumerate(lengths.tolist())
+        None if count == NONE else slice(end - count, end)
+        for count, end in zip(counts.tolist(), ends, strict=True)
     ]
-
-
-def _episode_metrics(
-    arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]
-) -> dict[str, NDArray[np.float32]]:
-    names = _texts(meta, "episode_metrics") if "episode_metrics" in meta else []
-    if bool(names) != ("episode_metrics" in arrays):
-        raise WireError(f"episode_metrics of the group has names {names!r:.200}, which need a column")
-    if not names:
-        return {}
-    table = arrays["episode_metrics"].reshape(-1, len(names))
-    return {name: table[:, index] for index, name in enumerate(names)}
-
-
-def _missing(meta: Mapping[str, Any]) -> dict[str, int]:
-    missing = _optional(meta, "missing", dict) or {}
-    if not all(type(reason) is str and type(episodes) is int for reason, episodes in missing.items()):
-        raise WireError(f"missing of the group is {reprlib.repr(missing)}; numbers by reason are needed")
-    return missing
-
-
-def _split(column: NDArray[Any], lengths: NDArray[Any], count: int) -> list[NDArray[Any]]:
-    ends = np.cumsum(lengths, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    if len(lengths) != count or total != len(column):
-        raise ValueError(
-            f"{len(lengths)} lengths that add up to {total} for {count} rollouts and {len(column)} entries"
-        )
-    return [column[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
-
-
-def _texts(meta: Mapping[str, Any], name: str) -> list[str]:
-    texts = _value(meta, name, list)
-    if not all(type(text) is str for text in texts):
-        raise WireError(f"{name} of the group has an entry that is not a text")
-    return texts
-
-
-def _times(meta: Mapping[str, Any]) -> GroupTimes | None:
-    match meta.get("times"):
-        case None:
-            return None
-        case [float(leased_at), float(sampling_at), float(put_at)]:
-            return GroupTimes(leased_at, sampling_at, put_at)
-        case found:
-            raise WireError(f"times of the group is {reprlib.repr(found)}; three Unix times are needed")
-
-
-def _value(meta: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = meta.get(name)
-    if type(value) is not kind:
-        raise WireError(f"{name} of the group is {reprlib.repr(value)}; a {kind.__name__} is needed")
-    return value
-
-
-def _optional(meta: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
-    return None if meta.get(name) is None else _value(meta, name, kind)

@@ -15,7 +15,7 @@ Message = TypeVar("Message")
 MESSAGE_LIMITS = Limits(
     kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16
 )
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 MAX_DEPTH = 16
 # Integers up to this one are the same in Python, MessagePack, JSON and Lua.
 LARGEST_INT = 2**53
@@ -65,12 +65,15 @@ class MessageCodec(Generic[Message]):
     def _message(self, tagged: Any) -> Any:
         match tagged:
             case {"type": str(name), "fields": dict(values)} if len(tagged) == 2 and name in self._types:
-                kind = self._types[name]
+                return self.made(self._types[name], values)
             case _:
                 raise WireError(
                     f"not a message: {reprlib.repr(tagged)}; known messages are {', '.join(self._types)}"
                 )
-        hints = self._hints[kind]
+
+    def made(self, kind: type[Message], values: Mapping[str, Any]) -> Message:
+        """Return an instance of one of the types with these fields. Raises WireError."""
+        name, hints = kind.__name__, self._hints[kind]
         unknown = values.keys() - hints.keys()
         if unknown:
             raise WireError(
@@ -82,12 +85,18 @@ class MessageCodec(Generic[Message]):
             raise WireError(f"{name} cannot be made from these fields: {error}") from error
 
     def _lift(self, value: Any, hint: Any, where: str) -> Any:
-        origin, arguments = get_origin(hint), get_args(hint)
+        if hint is float and type(value) in (int, float):
+            return self._finite(float(value), hint, where)
+        if hint in _PLAIN and type(value) is hint:
+            if hint is int and abs(value) > LARGEST_INT:
+                raise WireError(f"{where} is {value}; an integer of at most ±{LARGEST_INT} is needed")
+            return value
         if hint is Any:
             return self._plain(value, where)
         if hint in self._hints:
             lifted = self._message(value)
             return lifted if type(lifted) is hint else self._refuse(value, hint, where)
+        origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return self._first(value, arguments, hint, where)
         if origin is tuple and isinstance(value, list):
@@ -96,12 +105,6 @@ class MessageCodec(Generic[Message]):
             return [self._lift(item, arguments[0], where) for item in value]
         if origin in (dict, Mapping) and isinstance(value, dict):
             return {self._lift(k, str, where): self._lift(v, arguments[1], where) for k, v in value.items()}
-        if hint is float and type(value) in (int, float):
-            return self._finite(float(value), hint, where)
-        if hint in _PLAIN and type(value) is hint:
-            if hint is int and abs(value) > LARGEST_INT:
-                raise WireError(f"{where} is {value}; an integer of at most ±{LARGEST_INT} is needed")
-            return value
         return self._refuse(value, hint, where)
 
     def _first(self, value: Any, hints: tuple[Any, ...], hint: Any, where: str) -> Any:
