@@ -124,7 +124,7 @@ def _columns(group: Group, finish_reasons: list[str], parts: list[str]) -> Array
     unknown += [name for name in group.recorded if not of_prompt(name)]
     if unknown:
         raise ValueError(f"{unknown[0]} is not declared as recorded; add it to asyncrl/columns.py")
-    return arrays | _pieced_columns(rollouts) | group.recorded
+    return {**arrays, **_pieced_columns(rollouts), **group.recorded}
 
 
 def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
