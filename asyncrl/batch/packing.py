@@ -166,6 +166,6 @@ def _episode_tokens(sequences: Sequence[TrainSample], device: torch.device) -> t
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """Without `dtype`, the tensor has that of the parts."""
+    """Return the parts end to end, with their own data type if `dtype` is None."""
     joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     return torch.from_numpy(joined).to(device=device, dtype=dtype)

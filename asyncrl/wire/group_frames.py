@@ -51,9 +51,12 @@ class Head:
     def __post_init__(self) -> None:
         if self.times is not None and len(self.times) != len(GroupTimes._fields):
             raise ValueError(f"times has {len(self.times)} numbers; three Unix times are needed")
+        if self.greedy_reward is not None and not math.isfinite(self.greedy_reward):
+            raise ValueError(f"greedy_reward is {self.greedy_reward}; a finite number is needed")
 
 
-_HEADS = MessageCodec((Head,))
+# `algo/trainable.py` judges the numbers.
+_HEADS = MessageCodec((Head,), any_number=True)
 # Fields that are the same in `Group`.
 _SAME = (
     *("ticket_id", "generator_id", "finished_version", "sampling_s", "reward_s"),

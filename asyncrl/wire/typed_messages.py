@@ -29,7 +29,9 @@ class MessageCodec(Generic[Message]):
     version may lack fields that have a default.
     """
 
-    def __init__(self, types: tuple[type[Message], ...]) -> None:
+    def __init__(self, types: tuple[type[Message], ...], *, any_number: bool = False) -> None:
+        """Accept floats that are not finite and integers without a bound only if `any_number`."""
+        self._any_number = any_number
         self._types = {kind.__name__: kind for kind in types}
         self._hints: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in types}
 
@@ -88,7 +90,7 @@ class MessageCodec(Generic[Message]):
         if hint is float and type(value) in (int, float):
             return self._finite(float(value), hint, where)
         if hint in _PLAIN and type(value) is hint:
-            if hint is int and abs(value) > LARGEST_INT:
+            if hint is int and abs(value) > LARGEST_INT and not self._any_number:
                 raise WireError(f"{where} is {value}; an integer of at most ±{LARGEST_INT} is needed")
             return value
         if hint is Any:
@@ -127,7 +129,7 @@ class MessageCodec(Generic[Message]):
         return value if type(value) in _PLAIN else self._refuse(value, Any, where)
 
     def _finite(self, value: float, hint: Any, where: str) -> float:
-        return value if math.isfinite(value) else self._refuse(value, hint, where)
+        return value if self._any_number or math.isfinite(value) else self._refuse(value, hint, where)
 
     def _refuse(self, value: Any, hint: Any, where: str) -> Any:
         wanted = getattr(hint, "__name__", None) if not get_args(hint) else str(hint)

@@ -264,7 +264,10 @@ def test_every_single_flipped_bit_is_noticed():
 def test_another_wire_version_is_named():
     frame = bytearray(encode_group(DEAD))
     struct.pack_into("<H", frame, 8, 9)
-    with pytest.raises(WireVersionError, match=rf"version 9.*asyncrl {re.escape(__version__)} reads 2; .*same asyncrl release"):
+    with pytest.raises(
+        WireVersionError,
+        match=rf"version 9.*asyncrl {re.escape(__version__)} reads 2; .*same asyncrl release",
+    ):
         decode_group(bytes(frame))
 
 
