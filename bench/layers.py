@@ -28,9 +28,9 @@ from transformers import AttentionInterface
 
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.preflight.gpu.training_rate import open_trainer, rollouts, step_of
+from asyncrl.preflight.gpu.training_rate import lone_trainer, rollouts, step_of
+from asyncrl.trainer import loading
 from asyncrl.trainer.attention import repeated
-from asyncrl.trainer.deepspeed import loading
 from bench.environment import add_options, describe, report
 from tests.support.models import tiny_qwen2
 
@@ -104,7 +104,7 @@ def measure(
     """One trainer, whose layers are compiled in every second step."""
     torch._dynamo.reset()
     counters.clear()
-    trainer = open_trainer(model, learner, dtype=options.dtype, auto=options.device)
+    trainer = lone_trainer(model, learner, dtype=options.dtype, auto=options.device)
     layers = trainer._policy.engine.module.model.base_model.layers
     calls = {"plain": [None for _ in layers], "compiled": []}
     for layer in layers:

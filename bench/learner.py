@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.batch.packing import TrainSample, pack
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.preflight.gpu.training_rate import clipped, open_trainer, rollouts, step_of
+from asyncrl.preflight.gpu.training_rate import clipped, lone_trainer, rollouts, step_of
 from bench.environment import add_options, report
 from tests.support.dispatches import dispatches_of
 
@@ -43,7 +43,7 @@ def our_step(model: str, items: list[TrainSample], budget: int, options) -> tupl
     learner = LearnerConfig(
         device=options.device, threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
     )
-    trainer = open_trainer(model, learner, dtype=options.dtype, auto=options.device)
+    trainer = lone_trainer(model, learner, dtype=options.dtype, auto=options.device)
     return step_of(trainer, items, budget), len(pack([one.tokens for one in items], budget))
 
 

@@ -50,7 +50,7 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.types import Prompt
 from asyncrl.weights.agreement import Agreement
-from asyncrl.weights.base import UpdateOrder, UpdateReport
+from asyncrl.weights.base import TensorSpec, UpdateOrder, UpdateReport
 from asyncrl.wire.group_frames import decode_group
 
 DIGITS, RESPONSE_TOKENS = 10, 4
@@ -92,6 +92,7 @@ class TableTrainer:
     """A `Trainer` whose policy is a table: row = last token, column = next token, entry = logit."""
 
     rank, share, shares = 0, 0, 1
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._logits = torch.nn.Parameter(torch.zeros(DIGITS, DIGITS))
@@ -128,9 +129,17 @@ class TableTrainer:
         logprobs = self._logits[list(token_ids[:-1])].log_softmax(-1)
         return logprobs[range(len(token_ids) - 1), list(token_ids[1:])].tolist()
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def specs(self) -> list[TensorSpec]:
+        """Describe the table."""
+        return [TensorSpec(name="logits", dtype="float32", shape=(DIGITS, DIGITS))]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the table."""
         yield "logits", self._logits.detach()
+
+    def export(self, directory: Path) -> None:
+        """Nothing is exported here."""
+        raise NotImplementedError
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
         """The algorithm below has no critic."""
@@ -193,7 +202,7 @@ class Run:
 
     def publish(self, version: int) -> None:
         """Order the generator to adopt the weights, and give it credit for the next steps."""
-        tensors = {name: tensor.tolist() for name, tensor in self._trainer.parameters()}
+        tensors = {name: tensor.tolist() for name, tensor in self._trainer.tensors()}
         order = UpdateOrder(
             version=version,
             transport="memory",

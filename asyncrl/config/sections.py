@@ -197,6 +197,10 @@ class LearnerConfig(Part):
     """Batches to train on in the whole run."""
     ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
     """Processes of the learner, one GPU each, on one host."""
+    backend: Annotated[Literal["deepspeed"], refused("it decides how the whole checkpoint is stored")] = (
+        "deepspeed"
+    )
+    """Library that shards the model and steps the optimizer."""
     sequence_parallel: PositiveInt = 1
     """P: ranks that divide each long sequence (Ulysses); it must divide `ranks` and the attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -233,9 +237,6 @@ class LearnerConfig(Part):
             text = f"{found}; set one of {divisors(self.ranks)}, or other ranks"
             raise Mistakes(Mistake(("learner.sequence_parallel", "learner.ranks"), text))
         return self
-
-
-CPU_KV_CACHE_GIB = 1.0
 
 
 class GeneratorConfig(Part):

@@ -24,6 +24,8 @@ LOGIT_COPIES = 3
 HEAD_COPIES = 2
 # Names of two parts of `rank_bytes`.
 SLOTS, CUDA = "published versions", "CUDA"
+# KV cache of a generator on a CPU whose config names no size.
+CPU_KV_CACHE_GIB = 1.0
 # Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
 CONTEXT_BYTES = 1 << 30
 # Buffers of one communicator of NCCL: an estimate, no GPU has measured it.

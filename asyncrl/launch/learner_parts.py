@@ -86,7 +86,6 @@ class Lead:
     # Log-probabilities of the probe under the weights of model.path.
     initial_logprobs: list[float]
     layout: Layout
-    device: torch.device
     logs: LogContext
     stop: threading.Event
 
@@ -97,7 +96,7 @@ def open_lead_run(stack: ExitStack, lead: Lead) -> LeadRun:
     The store is claimed before the control plane opens, so that a generator that joins finds its run there.
     """
     config = lead.config
-    gpu = torch.cuda.get_device_name() if lead.device.type == "cuda" else None
+    gpu = torch.cuda.get_device_name() if lead.trainer.device.type == "cuda" else None
     record_start(lead.directory.starts, lead.state.version, gpu)
     history = lead.state.history.resumed(
         lead.state.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
@@ -268,7 +267,7 @@ def open_hub(
     config = lead.config
     publisher = SlotPublisher(
         lead.layout,
-        device="cpu" if config.weights.slots == "host" else lead.device.type,
+        device="cpu" if config.weights.slots == "host" else lead.trainer.device.type,
         probe_ids=lead.probe_ids,
         initial_logprobs=lead.initial_logprobs,
         directory=lead.directory.weights,

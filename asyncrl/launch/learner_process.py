@@ -38,9 +38,10 @@ from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import read_saved, refuse_changes
 from asyncrl.telemetry.logs import LogContext, setup_logging
+from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device, limit_memory
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.device import choose_device, limit_memory
+from asyncrl.trainer.open import open_trainer
 from asyncrl.weights.layout import Layout
 from asyncrl.wire.group_frames import decode_group
 
@@ -124,7 +125,6 @@ def train(
                 probe_ids=probe_ids,
                 initial_logprobs=initial_logprobs,
                 layout=layout,
-                device=device,
                 logs=logs,
                 stop=stop,
             )
@@ -195,11 +195,9 @@ def recipe_of(config: Config, rendezvous: Rendezvous, device: torch.device) -> R
     )
 
 
-def trainer_of(
-    config: Config, recipe: Recipe, rendezvous: Rendezvous, device: torch.device
-) -> DeepSpeedTrainer:
+def trainer_of(config: Config, recipe: Recipe, rendezvous: Rendezvous, device: torch.device) -> Trainer:
     """Load model.path, with the reference and the critic that the recipe needs."""
-    return DeepSpeedTrainer(
+    return open_trainer(
         config.model,
         config.learner,
         temperature=config.sampling.temperature,

@@ -74,7 +74,7 @@ class LeadRun:
         self.logs.version = version
         probe = self.trainer.score(self.probe_ids)
         self.page.enter("training")
-        published = self.publisher.publish(version, self.trainer.parameters(), probe, self.taking.skipped())
+        published = self.publisher.publish(version, self.trainer.tensors(), probe, self.taking.skipped())
         published.add_done_callback(self._announce)
         self.page.version = version
         self.taking.open(version)
@@ -142,7 +142,7 @@ class FollowerRun:
         """Take part in scoring the probe and in gathering the weights; rank 0 hands them out."""
         self.logs.version = version
         self.trainer.score(self.probe_ids)
-        for _ in self.trainer.parameters():
+        for _ in self.trainer.tensors():
             pass
 
     def report(self, step: Step) -> None:

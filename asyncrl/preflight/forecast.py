@@ -8,13 +8,13 @@ from pathlib import Path
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import CPU_KV_CACHE_GIB
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import Machine, this_machine
 from asyncrl.hosting.memory_use import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
+    CPU_KV_CACHE_GIB,
     CUDA,
     DTYPE_BYTES,
     SLOTS,

@@ -1,9 +1,9 @@
 """Atomic checkpoints: written to another name, signed, made durable, then renamed.
 
-A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, random number generators, `hf/`), the
-learner's `state.json`, and MANIFEST.json: the sha256 of every file, under an HMAC with the run's key.
-DeepSpeed's files are pickles, so a directory is loaded only if its manifest verifies. Order of a save, each
-line durable before the next:
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, random number generators), the Hugging
+Face model that it exports (`hf/`), the learner's `state.json`, and MANIFEST.json: the sha256 of every file,
+under an HMAC with the run's key. DeepSpeed's files are pickles, so a directory is loaded only if its manifest
+verifies. Order of a save, each line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
@@ -47,6 +47,7 @@ class Saveable(Protocol):
     def rank(self) -> int: ...
     def broadcast(self, value: bytes | None) -> bytes: ...
     def save(self, directory: Path) -> None: ...
+    def export(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
 
 
@@ -68,6 +69,7 @@ class CheckpointStore:
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
+                trainer.export(writing / EXPORT)
                 self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
             except CheckpointError:
                 if trainer.rank == 0 and writing.exists():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.weights.base import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class MicroBatch:
     target_T: Tensor
     # Columns of the same T action tokens.
     tokens: TokenBatch
+    # What the model's forward pass takes besides, under the names and with the axes that it expects. Its own
+    # `position_ids`, of three axes for example, take the place of `position_ids_N`.
+    model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 # Name of the only metric that is already divided by the counts of the step; all others are sums over tokens.
@@ -94,6 +98,11 @@ class Trainer(Protocol):
     @property
     def shares(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must be, and where `tensors` are."""
+        ...
+
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
     ) -> list[dict[str, Tensor]]:
@@ -128,8 +137,19 @@ class Trainer(Protocol):
         """The probe: log-probabilities in nats, temperature 1, of token_ids[1:] under the current weights."""
         ...
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under their Hugging Face names, gathered one at a time; valid on rank 0 only."""
+    def specs(self) -> list[TensorSpec]:
+        """What is published: the tensors that engines load, under the names that they know."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `specs`, each whole and valid until the next one, on rank 0 only.
+
+        Every rank must exhaust the iterator.
+        """
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write what is published as a Hugging Face model directory. Raises as `save` does."""
         ...
 
     def usage(self) -> list[Usage]:
@@ -145,7 +165,7 @@ class Trainer(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write models, optimizers, schedulers and RNG of all ranks, and a Hugging Face export in `hf/`.
+        """Write what `load` needs: models, optimizers, schedulers and RNG of all ranks.
 
         `directory` must exist. Every rank's files are written on return; the caller makes them durable.
         Raises CheckpointError on every rank if one of them could not write.

@@ -3,7 +3,6 @@
 Axes in names:  N packed tokens, T action tokens, D hidden size.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,11 +43,8 @@ class ValueModule(nn.Module):
         self.backbone, self._sequence_ranks = backbone, sequence_ranks
         self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
 
-    def forward(
-        self, input_ids_N: Tensor, position_ids_N: Tensor, sequence_starts: Sequence[int], source_T: Tensor
-    ) -> Tensor:
-        """values_T, float32, at the packed positions `source_T`, each before its action token."""
-        packed = (input_ids_N, position_ids_N, sequence_starts, source_T)
+    def forward(self, **packed: Any) -> Tensor:
+        """values_T, float32, each before its action token; `packed` as in `PolicyModule`."""
         return token_outputs(
-            self.backbone, lambda hidden_TD, _: self.head(hidden_TD), *packed, self._sequence_ranks
+            self.backbone, lambda hidden_TD, _: self.head(hidden_TD), self._sequence_ranks, **packed
         )

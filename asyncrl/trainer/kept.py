@@ -119,6 +119,14 @@ def _run(model: nn.Module, parts: list[nn.Module]) -> tuple[int, int]:
         part.register_forward_pre_hook(lambda *_: before.append(saved.size_bytes))
         part.register_forward_hook(lambda *_: sizes.append(saved.size_bytes - before.pop()))
     with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
-        positions = torch.arange(TOKENS)
-        PolicyModule(model)(positions, positions, (0, TOKENS), positions, positions, 1.0, TOKENS)
+        tokens = torch.arange(TOKENS)
+        PolicyModule(model)(
+            input_ids_N=tokens,
+            position_ids_N=tokens,
+            sequence_starts=(0, TOKENS),
+            source_T=tokens,
+            target_T=tokens,
+            temperature=1.0,
+            chunk=TOKENS,
+        )
     return saved.size_bytes, max(sizes)

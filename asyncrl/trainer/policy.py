@@ -4,12 +4,15 @@ Axes in names:  N packed tokens, T action tokens, D hidden size, R results.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import attention_kwargs
+from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.head import LogprobHead
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 
@@ -32,46 +35,75 @@ class PolicyModule(nn.Module):
 
     def forward(
         self,
-        input_ids_N: Tensor,
-        position_ids_N: Tensor,
-        sequence_starts: Sequence[int],
-        source_T: Tensor,
+        *,
         target_T: Tensor,
         temperature: float,
         chunk: int,
         with_squares: bool = False,
         entropy_gradient: bool = True,
+        **packed: Any,
     ) -> Tensor:
-        """columns_RT of `TokenLogprobs`, float32, predicted at the packed positions `source_T`."""
-        packed = (input_ids_N, position_ids_N, sequence_starts, source_T)
+        """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `token_outputs`."""
         how = (temperature, chunk, with_squares, entropy_gradient)
         return token_outputs(
             self.model.base_model,
             lambda hidden_TD, own_T: self.head(hidden_TD, target_T[own_T], *how),
-            *packed,
             self._sequence_ranks,
+            **packed,
         )
+
+
+def run(module: Any, microbatch: MicroBatch, **arguments: Any) -> Tensor:
+    """Return what a policy or critic makes of a micro-batch; `arguments` are those besides its tokens.
+
+    An empty micro-batch runs one token, because all ranks must take part in gathering sharded weights.
+    """
+    ran = microbatch
+    if microbatch.input_ids_N.numel() == 0:
+        zero = torch.zeros(1, dtype=torch.int64, device=microbatch.input_ids_N.device)
+        ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1))
+    outputs: Tensor = module(
+        input_ids_N=ran.input_ids_N,
+        position_ids_N=ran.position_ids_N,
+        sequence_starts=ran.sequence_starts,
+        source_T=ran.source_T,
+        **ran.model_inputs,
+        **arguments,
+    )
+    return outputs
 
 
 def token_outputs(
     backbone: Any,
     head: Callable[[Tensor, Tensor | slice], Tensor],
+    sequence_ranks: SequenceRanks | None,
+    *,
     input_ids_N: Tensor,
     position_ids_N: Tensor,
     sequence_starts: Sequence[int],
     source_T: Tensor,
-    sequence_ranks: SequenceRanks | None,
+    **model_inputs: Tensor,
 ) -> Tensor:
     """[..., T]: what `head` makes of the last hidden states at `source_T`, from a model without output layer.
 
-    `head` gets the hidden states of this rank's tokens, and which of all T tokens these are.
+    `head` gets the hidden states of this rank's tokens, and which of all T tokens these are. The arguments by
+    name are those of a `MicroBatch`. Raises ConfigError for `model_inputs` that ranks would have to divide.
     """
     if sequence_ranks is None:
-        hidden_ND = hidden_states(backbone, input_ids_N, position_ids_N, sequence_starts)
+        hidden_ND = hidden_states(
+            backbone, input_ids_N, position_ids_N, sequence_starts=sequence_starts, **model_inputs
+        )
         return head(hidden_ND[source_T], slice(None))
+    if model_inputs:
+        found = f"learner.sequence_parallel: ranks cannot divide {', '.join(model_inputs)} of this model"
+        raise ConfigError(f"{found}; set it to 1")
     part = sequence_ranks.part(input_ids_N, position_ids_N, sequence_starts, source_T)
     hidden_nD = hidden_states(
-        backbone, part.input_ids_n, part.position_ids_n, part.sequence_starts, sequence_ranks
+        backbone,
+        part.input_ids_n,
+        part.position_ids_n,
+        sequence_starts=part.sequence_starts,
+        sequence_ranks=sequence_ranks,
     )
     sequence_ranks.require_exchanges(backbone.config)
     return sequence_ranks.join(head(hidden_nD[part.source_t], part.own_t), part.own_t, len(source_T))
@@ -81,16 +113,13 @@ def hidden_states(
     backbone: Any,
     input_ids_N: Tensor,
     position_ids_N: Tensor,
+    *,
     sequence_starts: Sequence[int],
-    sequence_ranks: SequenceRanks | None = None,
+    **model_inputs: Any,
 ) -> Tensor:
     """hidden_ND: the last hidden state of every packed token, from a model without output layer."""
+    tokens = {"input_ids": input_ids_N[None], "position_ids": position_ids_N[None]}
     attention = attention_kwargs(backbone.config._attn_implementation, sequence_starts, input_ids_N.device)
-    outputs = backbone(
-        input_ids=input_ids_N[None],
-        position_ids=position_ids_N[None],
-        use_cache=False,
-        **attention | ({} if sequence_ranks is None else {"sequence_ranks": sequence_ranks}),
-    )
+    outputs = backbone(**tokens | attention | model_inputs, use_cache=False)
     hidden_ND: Tensor = outputs.last_hidden_state[0]
     return hidden_ND

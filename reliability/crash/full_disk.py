@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
@@ -56,10 +58,20 @@ class FullDiskTrainer(FakeTrainer):
     """Reports a failed write as the real one does."""
 
     def save(self, directory: Path) -> None:
-        try:
+        with reported(directory):
             super().save(directory)
-        except OSError as error:
-            raise CheckpointError(f"{directory} could not be written (rank 0: {error})") from error
+
+    def export(self, directory: Path) -> None:
+        with reported(directory):
+            super().export(directory)
+
+
+@contextmanager
+def reported(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{directory} could not be written (rank 0: {error})") from error
 
 
 def main() -> None:

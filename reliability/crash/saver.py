@@ -50,7 +50,7 @@ def main() -> None:
     for step in range(1, steps + 1):
         trainer.step([worker.microbatch(items, worker.CPU)], worker.loss_over(60))
         (root / f"policy-{step}").write_text(
-            digest({name: tensor.clone() for name, tensor in trainer.parameters()})
+            digest({name: tensor.clone() for name, tensor in trainer.tensors()})
         )
         store.save(step, trainer, {"version": step, "ledger": ledger_of(step)})
         (root / "returned" / f"ours-{step}").mkdir()

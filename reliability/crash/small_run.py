@@ -54,9 +54,11 @@ class Weights:
         return value or b""
 
     def save(self, directory: Path) -> None:
-        (directory / "hf").mkdir()
-        (directory / "hf" / "model.safetensors").write_text(json.dumps(self.ids))
         (directory / "trainer.json").write_text(json.dumps({"ranks": 1}))
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "model.safetensors").write_text(json.dumps(self.ids))
 
     def load(self, directory: Path) -> None:
         self.ids = json.loads((directory / "hf" / "model.safetensors").read_text())

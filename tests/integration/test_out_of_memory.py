@@ -52,7 +52,7 @@ from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.open import open_trainer
 from tests.support.fake_learner import SETTINGS
 from tests.support.learner_world import World
 
@@ -69,7 +69,7 @@ class Surroundings(World):
 
 def role():
     learner = LearnerConfig(device="cpu", steps=6, ranks=ranks, threads=1)
-    trainer = DeepSpeedTrainer(
+    trainer = open_trainer(
         ModelConfig(path=model, dtype="float32"), learner, temperature=1.0, optimizer_steps=1,
         device=SETTINGS.device, rendezvous=Rendezvous(rank=rank, ranks=ranks, local_rank=rank, port=port)
     )

@@ -29,9 +29,9 @@ from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.device import choose_device
 from asyncrl.types import Group
 from tests.support.command import ASYNCRL
 from tests.support.tiers import slow
@@ -166,7 +166,7 @@ def record(config: Config, count: int) -> list[Group]:
 class Recorded:
     """`learner.Run` on recorded batches; remembers the weights of every version."""
 
-    trainer: DeepSpeedTrainer
+    trainer: Trainer
     batches: Sequence[Sequence[Group]]
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Recorded:
         return Collected(groups=tuple(self.batches[version]), rejected=(), takes=1)
 
     def publish(self, version: int) -> None:
-        self.weights.append({name: tensor.clone() for name, tensor in self.trainer.parameters()})
+        self.weights.append({name: tensor.clone() for name, tensor in self.trainer.tensors()})
 
     def report(self, step: Step) -> None:
         self.steps.append(step)

@@ -162,6 +162,9 @@ class History:
     def save(self, directory: Path) -> None:
         (directory / "weights.json").write_text(json.dumps(self.steps))
 
+    def export(self, directory: Path) -> None:
+        pass
+
     def load(self, directory: Path) -> None:
         self.steps = json.loads((directory / "weights.json").read_text())
 

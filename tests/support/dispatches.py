@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.trainer.attention import VARLEN
-from asyncrl.trainer.deepspeed.trained_model import run
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.policy import PolicyModule, run
 
 META = torch.device("meta")
 LAYERS = 24
@@ -51,5 +50,6 @@ def dispatches_of(sequences: int) -> int:
         ).train()
     batch = microbatch(samples_of(*[2] * sequences), META)
     with Dispatches() as dispatches:
-        run(PolicyModule(model), batch, batch.target_T, 1.0, 1024, False)[0].sum().backward()
+        columns_RT = run(PolicyModule(model), batch, target_T=batch.target_T, temperature=1.0, chunk=1024)
+        columns_RT[0].sum().backward()
     return dispatches.count

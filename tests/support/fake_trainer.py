@@ -18,8 +18,10 @@ class FakeTrainer:
 
     def save(self, directory: Path) -> None:
         (directory / "weights").write_text(self.value)
-        (directory / "hf").mkdir()
-        (directory / "hf" / "model.safetensors").write_text(self.value * 100)
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "model.safetensors").write_text(self.value * 100)
 
     def load(self, directory: Path) -> None:
         self.value = (directory / "weights").read_text()

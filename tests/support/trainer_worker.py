@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from asyncrl.errors import CheckpointError, DataError
 from asyncrl.hosting.memory_use import ModelShape, rank_bytes
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
+from asyncrl.trainer.base import LossSums, MicroBatch, StepResult, Trainer
 from asyncrl.trainer.collectives import Ranks, Rendezvous
-from asyncrl.trainer.deepspeed.engine_settings import choose_device, join_deepspeed
-from asyncrl.trainer.deepspeed.loading import load_model
+from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
 from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.deepspeed.zero_init import load_in_shards
+from asyncrl.trainer.device import choose_device
+from asyncrl.trainer.loading import load_model
+from asyncrl.trainer.open import open_trainer
 from asyncrl.types import Group, Rollout, VersionSpan
 
 KEY = b"5" * 64
@@ -88,7 +91,7 @@ def critic_loss_over(total: int, target: float | None = None) -> Any:
     return loss
 
 
-def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
+def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Trainer:
     """The critic, if any, gets the policy's optimizer too."""
     learner = LearnerConfig(
         steps=RUN_STEPS,
@@ -102,7 +105,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         gradient_checkpointing=scenario.get("checkpointing", False),
         optimizer=OptimizerConfig(**optimizer),
     )
-    return DeepSpeedTrainer(
+    return open_trainer(
         ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
         learner,
         temperature=0.7,
@@ -114,11 +117,11 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
     )
 
 
-def parameters(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.parameters()}
+def parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.tensors()}
 
 
-def everything(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
+def everything(trainer: Trainer) -> dict[str, Tensor]:
     """The parameters of all models that the trainer has."""
     models = {"policy": trainer._policy.engine.module}
     if trainer._critic is not None:
@@ -330,9 +333,9 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
         "broadcast": [sent == b"bytes \x00 of rank 0" * 1000, empty == b""],
         "empty": before[1]["logprobs_T"].numel() if job["rank"] == 0 else 0,
         "none": [none.metrics["skipped_steps"], none.grad_norm],
-        "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.parameters()}),
+        "dtype": sorted({str(tensor.dtype) for _, tensor in trainer.tensors()}),
         "specs": [(spec.name, f"torch.{spec.dtype}", spec.shape) for spec in trainer.specs()]
-        == [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in trainer.parameters()],
+        == [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in trainer.tensors()],
         "logprob_dtype": str(before[0]["logprobs_T"].dtype),
         "with_gradient": any(column.requires_grad for part in before for column in part.values()),
     }
@@ -526,7 +529,7 @@ def loading(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     join_deepspeed(job["rank"])
     with Held() as held:
         config = ModelConfig(path=job["model"], dtype=scenario["dtype"])
-        model = load_model(config, CPU, sharers=ranks)
+        model = load_in_shards(config, CPU, ranks)
         kept = held.now
     tensors = {name: parameter.detach().clone() for name, parameter in whole_parameters(model)}
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -540,9 +543,10 @@ def misfit(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     ranks = Ranks(Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60), CPU)
     join_deepspeed(job["rank"])
     errors = []
-    for sharers in (ranks, None):
+    config = ModelConfig(path=job["model"], dtype="float32")
+    for load in (partial(load_in_shards, config, CPU, ranks), partial(load_model, config, CPU)):
         try:
-            load_model(ModelConfig(path=job["model"], dtype="float32"), CPU, sharers=sharers)
+            load()
         except DataError as error:
             errors.append(str(error))
     report = [json.loads(one) for one in ranks.gather(json.dumps(errors).encode())]

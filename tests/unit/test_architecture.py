@@ -40,6 +40,8 @@ OWNERS = {
     "prometheus_client": {"telemetry"},
     "typer": {"cli"},
 }
+# An adapter's package, and the module that chooses it.
+OPENS = {"trainer.deepspeed": "trainer.open"}
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
 READS_THE_ENVIRONMENT = {
     # entry points: what a process was called with, which they pass on
@@ -130,7 +132,7 @@ def test_a_cycle_would_be_found():
 
 
 def test_a_module_is_known_by_its_name_alone():
-    names = Counter(path.stem for path in MODULES if path.stem not in ("base", "__init__"))
+    names = Counter(path.stem for path in MODULES if path.stem not in ("base", "open", "__init__"))
     assert not [name for name, number in names.items() if number > 1]
 
 
@@ -142,6 +144,16 @@ def test_a_heavy_library_is_imported_in_its_package_only(library):
         if any(module.split(".")[0] == library for module in imports_of(path))
     }
     assert users <= OWNERS[library]
+
+
+@pytest.mark.parametrize("adapter", OPENS)
+def test_an_adapter_is_imported_by_its_open_only(adapter):
+    def is_inside(module: str) -> bool:
+        return f"{module}.".startswith(f"asyncrl.{adapter}.")
+
+    graph = graph_of(lambda module: module)
+    users = {module for module, imported in graph.items() if any(map(is_inside, imported))}
+    assert {module for module in users if not is_inside(module)} == {f"asyncrl.{OPENS[adapter]}"}
 
 
 def test_the_mathematics_does_no_io():

@@ -25,9 +25,8 @@ from asyncrl.trainer.attention import (
     segment_attention,
     varlen_attention,
 )
-from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.trained_model import run
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.loading import load_model
+from asyncrl.trainer.policy import PolicyModule, run
 from tests.support.dispatches import META, dispatches_of, samples_of
 from tests.support.models import tiny_qwen2
 
@@ -155,7 +154,7 @@ def test_a_whole_policy_has_the_same_values_and_gradients(tmp_path: Path) -> Non
         model.config._attn_implementation = name
         policy.zero_grad()
         with Kernels() as kernels:
-            logprobs_T = run(policy, batch, batch.target_T, 1.0, 100, False)[0]
+            logprobs_T = run(policy, batch, target_T=batch.target_T, temperature=1.0, chunk=100)[0]
             logprobs_T.sum().backward()
         assert kernels.forwards == kernels.backwards == (2 if name == VARLEN else 0)  # one per layer
         results.append([logprobs_T, *(parameter.grad for parameter in policy.parameters())])

@@ -11,7 +11,7 @@ from asyncrl.hosting.environment import child_environment
 from asyncrl.hosting.gpus import count_gpus, resolve_device
 from asyncrl.hosting.placement import place
 from asyncrl.trainer.deepspeed import engine_settings
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
+from asyncrl.trainer.device import choose_device
 from tests.support.gpu_tools import MATRIX, ROWS, tool, without_tools
 from tests.support.task_config import config_of
 
@@ -117,18 +117,28 @@ def test_gpus_without_device_files_are_counted_by_nvidia_smi(no_device_files, mo
 def test_the_learner_follows_the_rule_that_chooses_the_generators_device(monkeypatch):
     config = config_of()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for visible, device in (("", "cpu"), ("0", "cuda")):
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    for visible, device in (("", torch.device("cpu")), ("0", torch.device("cuda", 0))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert resolve_device(config) == device
-        monkeypatch.setattr(
-            engine_settings, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu")
-        )
-        if device == "cpu":
-            assert choose_device(config.learner, 0, auto=device) == torch.device("cpu")
-        else:
-            with pytest.raises(ConfigError, match="auto means cuda here, but DeepSpeed runs on cpu"):
-                choose_device(config.learner, 0, auto=device)
+        assert resolve_device(config) == device.type
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert choose_device(config.learner, 0, auto=device.type) == device
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert used == [torch.device("cuda", 0)]
+    with pytest.raises(ConfigError, match=r"auto means cuda here, but torch .* finds no usable GPU"):
+        choose_device(config.learner, 0, auto="cuda")
+
+
+def test_a_rank_whose_deepspeed_runs_on_another_device_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        engine_settings, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu")
+    )
+    engine_settings.require_device(torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"rank is on cuda, but DeepSpeed runs on cpu; .*DS_ACCELERATOR=cuda"
+    ):
+        engine_settings.require_device(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("script", ["exec /bin/sleep 60", "exit 9"])

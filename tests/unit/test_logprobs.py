@@ -1,5 +1,6 @@
 """Packed, chunked log-probabilities against a padded model with full logits: values, gradients, memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +16,9 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.trainer.attention import segment_attention
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.deepspeed.loading import load_model
-from asyncrl.trainer.deepspeed.trained_model import run
 from asyncrl.trainer.head import TokenLogprobs
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.loading import load_model
+from asyncrl.trainer.policy import PolicyModule, run
 from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -52,8 +52,8 @@ def random_sequences(
 
 
 def packed(policy: PolicyModule, batch: MicroBatch, chunk: int = 5, with_squares: bool = False) -> Tensor:
-    columns_RT: Tensor = run(policy, batch, batch.target_T, TEMPERATURE, chunk, with_squares)
-    return columns_RT
+    how = {"temperature": TEMPERATURE, "chunk": chunk, "with_squares": with_squares}
+    return run(policy, batch, target_T=batch.target_T, **how)
 
 
 def padded(
@@ -123,6 +123,16 @@ def test_packed_equals_padded_in_gradients(
         assert float((ours[name] - expected).norm()) < each * scale, name
     difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
     assert float(difference.norm() / torch.cat([g.flatten() for g in theirs.values()]).norm()) < whole
+
+
+def test_the_model_gets_its_own_inputs_by_name(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(tiny_qwen2(tmp_path / "model")), dtype="float32")
+    policy = PolicyModule(load_model(config, CPU))
+    batch = microbatch(random_sequences(np.random.default_rng(2), 40, [(3, 7), (5, 9)]), CPU)
+    positions_N = 3 * batch.position_ids_N
+    given_RT = packed(policy, replace(batch, model_inputs={"position_ids": positions_N[None]}))
+    assert torch.equal(given_RT, packed(policy, replace(batch, position_ids_N=positions_N)))
+    assert not torch.equal(given_RT, packed(policy, batch))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])

@@ -24,6 +24,7 @@ from asyncrl.preflight.forecast import estimates, forecast
 from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
+from asyncrl.trainer.device import limit_memory
 from asyncrl.trainer.kept import Setting, counted, kept_per_token
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.trainer.recompute import recompute
@@ -83,7 +84,15 @@ def kept_bytes(config: PretrainedConfig, setting: Setting, *, dtype: str = "bflo
     positions = torch.arange(TOKENS) % (TOKENS // 2)
     starts = [0, TOKENS // 2, TOKENS]
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        policy(ids, positions, starts, torch.arange(TOKENS - 1), ids[1:], 1.0, 64)
+        policy(
+            input_ids_N=ids,
+            position_ids_N=positions,
+            sequence_starts=starts,
+            source_T=torch.arange(TOKENS - 1),
+            target_T=ids[1:],
+            temperature=1.0,
+            chunk=64,
+        )
     return sum(storage.nbytes() for storage in saved.values())
 
 
@@ -250,10 +259,10 @@ def test_a_learner_beside_generators_keeps_to_its_share(monkeypatch):
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.append((share, device))
     )
     device = torch.device("cuda", 0)
-    engine_settings.limit_memory(torch.device("cpu"), 0.5)
-    engine_settings.limit_memory(device, 1.0)
+    limit_memory(torch.device("cpu"), 0.5)
+    limit_memory(device, 1.0)
     assert not limits
-    engine_settings.limit_memory(device, 0.58)
+    limit_memory(device, 0.58)
     assert limits == [(pytest.approx(0.58 - 1 / 80), device)]
 
 

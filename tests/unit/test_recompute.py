@@ -32,7 +32,7 @@ def model_of(setting: Setting, layers: int, dtype: torch.dtype) -> Qwen2ForCausa
 
 def run(model: Qwen2ForCausalLM) -> Tensor:
     ids = torch.arange(TOKENS) % 40
-    return hidden_states(model.base_model, ids, torch.arange(TOKENS), (0, TOKENS))
+    return hidden_states(model.base_model, ids, torch.arange(TOKENS), sequence_starts=(0, TOKENS))
 
 
 def kept_bytes(setting: Setting, layers: int, dtype: torch.dtype) -> int:

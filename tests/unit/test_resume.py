@@ -111,7 +111,8 @@ CHANGES = {
 
 
 def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_written(path):
-    assert CHANGES.keys() | {"run.name"} == bound(Config).keys()
+    # There is one backend.
+    assert CHANGES.keys() | {"run.name", "learner.backend"} == bound(Config).keys()
     directory = trained(load_config(path), 5)
     before = everything_in(directory)
     Path("other.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import segment_attention
-from asyncrl.trainer.deepspeed.loading import load_model
+from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.trainer.sequence_parallel import across_ranks, require_divisible
 from tests.support.models import tiny_qwen2
@@ -72,11 +72,14 @@ def test_a_layer_that_mixes_tokens_without_attention_is_refused(
 ) -> None:
     model = load_model(ModelConfig(path=str(tiny_qwen2(tmp_path)), dtype="float32"), CPU, sequence_parallel=2)
     policy, ids = PolicyModule(model, OneRank(0, 2)), torch.arange(7)
-    arguments = (ids, ids, (0, 7), ids[:-1], ids[1:], 1.0, 8)
-    policy(*arguments)
+    packed = {"input_ids_N": ids, "position_ids_N": ids, "sequence_starts": (0, 7), "source_T": ids[:-1]}
+    arguments = {**packed, "target_T": ids[1:], "temperature": 1.0, "chunk": 8}
+    policy(**arguments)
+    with pytest.raises(ConfigError, match="ranks cannot divide pixel_values of this model; set it to 1"):
+        policy(**arguments, pixel_values=ids)
     model.base_model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ConfigError, match=r"only 1 of 2 layers of this model \(qwen2\)"):
-        policy(*arguments)
+        policy(**arguments)
 
 
 def test_models_that_ranks_cannot_divide_are_refused() -> None:

@@ -15,10 +15,10 @@ from asyncrl.hosting.machine import read_shape
 from asyncrl.hosting.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.flops import forward_flops, step_flops
 from asyncrl.trainer.meter import Meter
+from asyncrl.trainer.open import open_trainer
 from tests.support.steps import rollout, step
 
 SHAPE = ModelShape(
@@ -52,7 +52,7 @@ def model(tmp_path_factory) -> Iterator[ModelConfig]:
 
 def test_a_trainer_counts_each_pass_of_each_model(model):
     learner = LearnerConfig(device="cpu", threads=1, tokens_per_microbatch=64)
-    trainer = DeepSpeedTrainer(
+    trainer = open_trainer(
         model,
         learner,
         temperature=1.0,

@@ -4,14 +4,9 @@ import os
 from typing import Any
 
 from asyncrl.builds import CPU, build_of
-from asyncrl.config.sections import (
-    CPU_KV_CACHE_GIB,
-    GeneratorConfig,
-    ModelConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV, Device
+from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2

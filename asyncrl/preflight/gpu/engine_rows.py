@@ -24,7 +24,7 @@ from asyncrl.hosting.placement import Seat, placement_of
 from asyncrl.launch.generator_process import allotted
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in, judged, noted
 from asyncrl.preflight.gpu.sampling_rate import Load, prompts, sampled_per_s
-from asyncrl.trainer.deepspeed.loading import load_model
+from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.weights.agreement import EXPLAINED, Difference
 
@@ -107,7 +107,15 @@ def _floor(sequences: Sequence[list[int]], config: Config, engines: Sequence[Sco
         tokens = torch.tensor(ids, device=device)
         positions = torch.arange(len(ids), device=device)
         with torch.no_grad():
-            columns_RT = policy(tokens, positions, (0, len(ids)), positions[:-1], tokens[1:], 1.0, 1024)
+            columns_RT = policy(
+                input_ids_N=tokens,
+                position_ids_N=positions,
+                sequence_starts=(0, len(ids)),
+                source_T=positions[:-1],
+                target_T=tokens[1:],
+                temperature=1.0,
+                chunk=1024,
+            )
         differences.append(Difference.between(scores, columns_RT[0].float().tolist()))
     allowed = EXPLAINED[config.model.dtype]
     note = f"worst of {len(sequences)} sequences; at most what rounding explains"

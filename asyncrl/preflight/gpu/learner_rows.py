@@ -10,7 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.hosting.machine import this_machine
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.gpu.figures import Figure, Place, absent, judged, noted
-from asyncrl.preflight.gpu.training_rate import open_trainer, rollouts, step_of
+from asyncrl.preflight.gpu.training_rate import lone_trainer, rollouts, step_of
 from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.trainer.flops import is_known, peak_flops_per_s, step_flops
 
@@ -28,7 +28,7 @@ def learner(place: Place) -> Iterator[Figure]:
     config = load_config(place.directory / "task.yaml")
     shape = read_trained_shape(config.model, config.learner)
     items = rollouts(SEQUENCES[place.device], shape.vocabulary, LENGTH[place.device], seed=0)
-    trainer = open_trainer(place.model, config.learner, dtype=config.model.dtype, auto=place.device)
+    trainer = lone_trainer(place.model, config.learner, dtype=config.model.dtype, auto=place.device)
     step = step_of(trainer, items, config.learner.tokens_per_microbatch)
     step()
     seconds = []

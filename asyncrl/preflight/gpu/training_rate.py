@@ -9,9 +9,9 @@ from torch import Tensor
 
 from asyncrl.batch.packing import TrainSample, microbatch, pack
 from asyncrl.config.sections import LearnerConfig, ModelConfig
-from asyncrl.trainer.base import LossSums, MicroBatch
-from asyncrl.trainer.deepspeed.engine_settings import choose_device
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
+from asyncrl.trainer.base import LossSums, MicroBatch, Trainer
+from asyncrl.trainer.device import choose_device
+from asyncrl.trainer.open import open_trainer
 
 CLIP = 0.2
 
@@ -45,11 +45,11 @@ def clipped(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
 
 
-def open_trainer(
+def lone_trainer(
     model: str, learner: LearnerConfig, *, dtype: Literal["float32", "bfloat16"], auto: str
-) -> DeepSpeedTrainer:
-    """Load a trainer as one rank of a learner has it; `auto` is what `learner.device: auto` means."""
-    return DeepSpeedTrainer(
+) -> Trainer:
+    """Open the trainer of a learner's only rank; `auto` is what `learner.device: auto` means."""
+    return open_trainer(
         ModelConfig(path=model, dtype=dtype),
         learner,
         temperature=1.0,
@@ -58,7 +58,7 @@ def open_trainer(
     )
 
 
-def step_of(trainer: DeepSpeedTrainer, items: Sequence[TrainSample], budget: int) -> Callable[[], float]:
+def step_of(trainer: Trainer, items: Sequence[TrainSample], budget: int) -> Callable[[], float]:
     """Return a function that takes one optimizer step over all items, and returns the gradient norm."""
     total = sum(len(one.response_ids) for one in items)
 

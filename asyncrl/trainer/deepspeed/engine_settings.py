@@ -1,4 +1,4 @@
-"""The device of a rank, and DeepSpeed's configuration."""
+"""DeepSpeed's configuration."""
 
 import os
 from typing import Any
@@ -8,40 +8,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.memory_use import BUCKET_NUMBERS, CONTEXT_BYTES, GATHERED_WEIGHTS
+from asyncrl.hosting.memory_use import BUCKET_NUMBERS, GATHERED_WEIGHTS
 
 # Steps between DeepSpeed's own progress lines: it prints none.
 NEVER = 1 << 62
 
 
-def choose_device(learner: LearnerConfig, local_rank: int, *, auto: str) -> torch.device:
-    """This rank's device. Raises ConfigError if DeepSpeed runs on another kind of device.
-
-    `auto` is the kind that `learner.device: auto` means: that of the generators on this machine.
-    """
-    wanted = auto if learner.device == "auto" else learner.device
-    chosen = get_accelerator().device_name()
-    if chosen != wanted:
+def require_device(device: torch.device) -> None:
+    """Raise ConfigError if DeepSpeed runs on another kind of device."""
+    if (chosen := get_accelerator().device_name()) != device.type:
         raise ConfigError(
-            f"learner.device: {learner.device} means {wanted} here, but DeepSpeed runs on {chosen}; "
-            f"set the environment variable DS_ACCELERATOR={wanted}, or learner.device={chosen}"
+            f"learner.device: this rank is on {device.type}, but DeepSpeed runs on {chosen}; set the "
+            f"environment variable DS_ACCELERATOR={device.type}, or learner.device={chosen}"
         )
-    if learner.threads is not None:
-        torch.set_num_threads(learner.threads)
-    if wanted == "cpu":
-        return torch.device("cpu")
-    device = torch.device(wanted, local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def limit_memory(device: torch.device, share: float) -> None:
-    """Keep this process to a share of its GPU's memory, of which CUDA itself takes `CONTEXT_BYTES`."""
-    if device.type == "cuda" and share < 1:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(max(0.0, share - CONTEXT_BYTES / total_bytes), device)
 
 
 def join_deepspeed(local_rank: int) -> None:

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,20 +133,6 @@ class TrainedModel:
         else:
             self.engine.zero_grad()
         return grad_norm
-
-
-def run(module: Any, microbatch: MicroBatch, *arguments: Any) -> Tensor:
-    """The module's outputs at `source_T`; `arguments` are passed after the packed tokens.
-
-    An empty micro-batch runs one token, because all ranks must take part in gathering sharded weights.
-    """
-    ran = microbatch
-    if microbatch.input_ids_N.numel() == 0:
-        zero = torch.zeros(1, dtype=torch.int64, device=microbatch.input_ids_N.device)
-        ran = replace(microbatch, input_ids_N=zero, position_ids_N=zero, sequence_starts=(0, 1))
-    packed = (ran.input_ids_N, ran.position_ids_N, ran.sequence_starts, ran.source_T)
-    outputs: Tensor = module(*packed, *arguments)
-    return outputs
 
 
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """The trainer on DeepSpeed: ZeRO stages 0 to 3, any number of ranks, micro-batches of any number and size."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.hosting.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.critic import ValueModule
-from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
-from asyncrl.trainer.deepspeed.loading import export_model, load_model
+from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
 from asyncrl.trainer.deepspeed.reference import Reference
-from asyncrl.trainer.deepspeed.trained_model import TrainedModel, run, size_of, whole_parameters
+from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
+from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
+from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
-from asyncrl.trainer.policy import PolicyModule
+from asyncrl.trainer.policy import PolicyModule, run
 from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 from asyncrl.trainer.writes import Writes
@@ -48,26 +49,22 @@ class DeepSpeedTrainer:
         temperature: float,
         optimizer_steps: int,
         device: torch.device,
-        rendezvous: Rendezvous | None = None,
-        reference: bool = False,
-        critic: CriticConfig | None = None,
-        slots: int = 0,
+        rendezvous: Rendezvous,
+        reference: bool,
+        critic: CriticConfig | None,
+        slots: int,
     ) -> None:
-        """Load the policy, and the same model again for a reference and a critic. Raises DataError, RunError.
-
-        `device` is what `choose_device` returned; `optimizer_steps` is their number per batch. Rank 0 will
-        have `slots` published versions on its GPU.
-        """
-        rendezvous = rendezvous or Rendezvous()
-        self.device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
+        """See `open_trainer`. Raises ConfigError if DeepSpeed runs on another kind of device."""
+        require_device(device)
+        self._device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
         together = learner.sequence_parallel
         self._ranks = Ranks(rendezvous, device, per_share=together)
         sequence = SequenceRanks(together) if together > 1 else None
         join_deepspeed(rendezvous.local_rank)
         stage = zero_stage(learner.zero_stage, model.dtype)
-        load = partial(
-            load_model, model, device, sequence_parallel=together, sharers=self._ranks if stage == 3 else None
-        )
+        load: Callable[..., Any] = partial(load_model, model, device, sequence_parallel=together)
+        if stage == 3:
+            load = partial(load_in_shards, model, device, self._ranks, sequence_parallel=together)
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
@@ -117,6 +114,10 @@ class DeepSpeedTrainer:
     def shares(self) -> int:
         return self._ranks.count // self._ranks.per_share
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
     ) -> list[dict[str, Tensor]]:
@@ -129,7 +130,13 @@ class DeepSpeedTrainer:
         positions = torch.arange(len(ids), device=self.device)
         with torch.no_grad():
             logprobs_T, _ = self._policy.engine(
-                ids, positions, (0, len(ids)), positions[:-1], ids[1:], 1.0, self._chunk
+                input_ids_N=ids,
+                position_ids_N=positions,
+                sequence_starts=(0, len(ids)),
+                source_T=positions[:-1],
+                target_T=ids[1:],
+                temperature=1.0,
+                chunk=self._chunk,
             )
         return [float(value) for value in logprobs_T]
 
@@ -153,17 +160,12 @@ class DeepSpeedTrainer:
     def update_reference(self, decay: float) -> None:
         _built(self._reference, "reference").update(self._policy.engine.module, decay)
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors that are valid until the next one; every rank must exhaust the iterator."""
-        for name, parameter in whole_parameters(self._policy.engine.module.model):
-            yield name, parameter.detach()
-
     def usage(self) -> list[Usage]:
         own = json.dumps(asdict(self._meter.read())).encode()
         return [Usage(**json.loads(one)) for one in self._ranks.gather(own)]
 
     def specs(self) -> list[TensorSpec]:
-        """Describe the tensors that `parameters` yields, in its order, without gathering them."""
+        """Describe all parameters of the policy, without gathering them."""
         return [
             TensorSpec(
                 name=name,
@@ -172,6 +174,17 @@ class DeepSpeedTrainer:
             )
             for name, parameter in self._policy.engine.module.model.named_parameters()
         ]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in whole_parameters(self._policy.engine.module.model):
+            yield name, parameter.detach()
+
+    def export(self, directory: Path) -> None:
+        writes = Writes()
+        state = {name: tensor.cpu().clone() for name, tensor in self.tensors() if self.rank == 0}
+        if self.rank == 0:
+            writes.attempt(lambda: self._export(state, directory))
+        writes.conclude(directory, self._ranks)
 
     def broadcast(self, value: bytes | None) -> bytes:
         return self._ranks.broadcast(value)
@@ -187,14 +200,10 @@ class DeepSpeedTrainer:
         if self._reference is not None and self._reference.moved:
             self._reference.save(directory / REFERENCE, self.rank, writes)
         writes.attempt(lambda: save_rng(directory / f"rng-{self.rank:04}.safetensors"))
-        state = {name: tensor.cpu().clone() for name, tensor in self.parameters() if self.rank == 0}
         if self.rank == 0:
-            writes.attempt(lambda: self._export(state, directory / "hf"))
             layout = self._layout | {"moved_reference": self._reference is not None and self._reference.moved}
             writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(layout)))
-        failures = enumerate(self._ranks.gather(writes.failure.encode()))
-        if found := "; ".join(f"rank {rank}: {failure.decode()}" for rank, failure in failures if failure):
-            raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")
+        writes.conclude(directory, self._ranks)
 
     def load(self, directory: Path) -> None:
         """Unpickle DeepSpeed's files. Raises ConfigError for another layout."""
@@ -242,8 +251,15 @@ class DeepSpeedTrainer:
     def _token_columns(
         self, policy: Any, microbatch: MicroBatch, with_squares: bool = False, entropy_gradient: bool = True
     ) -> Tensor:
-        how = (self._temperature, self._chunk, with_squares, entropy_gradient)
-        return run(policy, microbatch, microbatch.target_T, *how)
+        return run(
+            policy,
+            microbatch,
+            target_T=microbatch.target_T,
+            temperature=self._temperature,
+            chunk=self._chunk,
+            with_squares=with_squares,
+            entropy_gradient=entropy_gradient,
+        )
 
 
 def _built(model: M | None, name: str) -> M:

@@ -1,22 +1,16 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.collectives import Ranks
-from asyncrl.trainer.deepspeed.engine_settings import shard_settings
 from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
 
@@ -34,20 +28,19 @@ def load_model(
 ) -> Any:
     """Load a causal language model without dropout. Raises DataError and ConfigError.
 
-    With `sharers`, each rank keeps its part of every parameter, and all ranks must call this together.
+    With `sharers`, those ranks load parts of the model together, and all of them raise what one has found.
     """
     dtype, misfit = getattr(torch, config.dtype), ""
     try:
-        with built_in_shards(config.dtype) if sharers else nullcontext():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                revision=config.revision,
-                dtype=dtype,
-                attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                output_loading_info=True,
-            )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
         misfits = [
             f"{name} has shape {list(stored)}, by config.json {list(expected)}"
             for name, stored, expected in sorted(found["mismatched_keys"])
@@ -85,34 +78,6 @@ def load_model(
     recompute(model, gradient_checkpointing)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return model.to(device).train()
-
-
-class _Shards:
-    """What transformers asks of its own HfDeepSpeedConfig, which needs accelerate."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-    def is_zero3(self) -> bool:
-        return True
-
-
-@contextmanager
-def built_in_shards(dtype: str) -> Iterator[None]:
-    """Let transformers share out each module's parameters for ZeRO 3, as soon as the module is constructed.
-
-    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what
-    constructors compute to `dtype`, such as the float32 frequencies of rotary embeddings; `tensor_overrides`
-    prevents this.
-    """
-    shards, init = _Shards(shard_settings(dtype)), deepspeed.zero.Init
-    set_hf_deepspeed_config(shards)  # transformers keeps a weak reference
-    deepspeed.zero.Init = partial(init, tensor_overrides=())
-    try:
-        yield
-    finally:
-        deepspeed.zero.Init = init
-        unset_hf_deepspeed_config()
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:
