@@ -41,7 +41,11 @@ OWNERS = {
     "typer": {"cli"},
 }
 # An adapter's package, and the module that chooses it.
-OPENS = {"trainer.deepspeed": "trainer.open"}
+OPENS = {
+    "trainer.deepspeed": "trainer.open",
+    "engine.vllm": "engine.open",
+    "engine.transformers": "engine.open",
+}
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
 READS_THE_ENVIRONMENT = {
     # entry points: what a process was called with, which they pass on
