@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import os
 from collections.abc import Generator
 
 import pytest
@@ -7,8 +8,11 @@ from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
 
-settings.register_profile("asyncrl", deadline=None)  # other work on the machine is no failure
-settings.load_profile("asyncrl")
+# A run of the tests tries the same few examples every time; a night tries many, and new ones.
+# Other work on the machine is not a failure: no example has a deadline.
+settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None)
+settings.register_profile("nightly", max_examples=1_000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.sections import ControlConfig
@@ -366,7 +366,6 @@ def test_no_message_ends_the_control_thread(stage):
     }
     sent = 0
 
-    @settings(max_examples=300, deadline=None, database=None)
     @given(kinds, fields, st.booleans())
     def attack(kind, wrong, on_top):
         nonlocal sent

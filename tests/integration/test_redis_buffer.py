@@ -113,7 +113,7 @@ class TestLostReplies(BufferContract):
     test_over_the_cap_nothing_is_dropped_and_only_the_awaited_group_gets_in = None
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_memory_and_server_answer_alike_whatever_happens(connection, data):
     """Leases, groups, takes, commits, crashes, zombies, wipes and rollbacks in any order."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.corrections import log_linear
@@ -307,7 +307,6 @@ def estimate(name: str, rewards: GroupRewards, params: Mapping[str, Any] | None 
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), CASES, ids=IDS)
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), token_rewards=st.booleans())
 def test_advantage_is_the_formula_written_out(name, oracle, params, seed, token_rewards):
     rewards = make_rewards(seed, token_rewards=token_rewards and name != "gdpo")

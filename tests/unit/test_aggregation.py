@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.aggregation import Counts
@@ -47,7 +47,6 @@ def aggregate(name: str, case: Case, counts: Counts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", registry.names("aggregation"))
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_aggregation_is_the_formula_written_out(name, seed):
     case = make_case(seed)
@@ -57,7 +56,6 @@ def test_aggregation_is_the_formula_written_out(name, seed):
 
 
 @pytest.mark.parametrize("name", registry.names("aggregation"))
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_micro_batches_add_up_to_the_whole(name, seed, data):
     case = make_case(seed)

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.metrics import BANDS, finish, group_metrics, length_bands, merge, policy_metrics
@@ -43,7 +43,6 @@ def expected_pair(by_sequence: list[list[float]]) -> dict[str, float]:
     }
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), proximal=st.booleans())
 def test_published_metrics_are_the_formulas_written_out(seed, proximal):
     case = make_case(seed, proximal=proximal, lengths=[4, 0, 3, 2])
@@ -84,7 +83,6 @@ def test_published_metrics_are_the_formulas_written_out(seed, proximal):
     assert published == pytest.approx(expected, rel=1e-9, abs=1e-7)
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_micro_batches_and_ranks_add_up_to_the_whole(seed, data):
     case = make_case(seed)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffer_contract import RULES, BufferContract
@@ -13,7 +13,6 @@ class TestMemoryBuffer(BufferContract):
         return MemoryLane(RULES)
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_nothing_is_lost_or_repeated_whatever_happens(data):
     Walk([MemoryLane(WALK_RULES)], data.draw).run(60)

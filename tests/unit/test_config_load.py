@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.load import load_config
@@ -363,7 +363,6 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(config=configs)
 def test_what_is_dumped_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     path = tmp_path_factory.mktemp("dump") / "resolved.yaml"

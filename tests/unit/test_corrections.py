@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.corrections import Correction, combined
@@ -151,7 +151,6 @@ def correct(name: str, params: dict[str, Any], batch: TokenBatch) -> Correction:
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), CASES, ids=IDS)
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_weights_are_the_formula_written_out(name, oracle, params, seed):
     case = make_case(seed)
@@ -165,7 +164,6 @@ def test_weights_are_the_formula_written_out(name, oracle, params, seed):
 
 @pytest.mark.parametrize("divergence", ["tv", "binary_kl"])
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_rejection_by_probabilities_is_the_formula_written_out(divergence, level, seed):
     case = make_case(seed)
@@ -218,7 +216,6 @@ def test_a_step_without_any_weight_keeps_zeros(name, params):
 
 @pytest.mark.parametrize("name", ["truncate", "mask"])
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_normalised_weights_of_a_step_do_not_depend_on_how_it_was_cut(name, level, seed, data):
     """Not even with one sequence to a micro-batch, where a mean of its own would make every weight 1."""
@@ -260,7 +257,6 @@ def test_truncated_tokens_are_counted_on_both_sides():
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), [c for c in CASES if not c[2].get("normalise")])
-@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_cutting_and_permuting_a_batch_changes_nothing(name, oracle, params, seed, data):
     case = make_case(seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -77,7 +77,6 @@ def test_with_64_generators_those_in_trouble_are_shown_and_all_counted(tmp_path:
         assert all(row.split()[3] == "2" for row in rows[:3]), "those farthest behind first"
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     width=st.integers(40, 220),
     height=st.integers(5, 70) | st.none(),
@@ -110,7 +109,6 @@ def test_model_text_is_neither_markup_nor_control(tmp_path: Path) -> None:
     assert not set(re.sub(r"\x1b\[[0-9;]*m", "", printed)) & set("\x1b\x07\x9b\u202e\u200b")
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_visible_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
     shown = visible(text)

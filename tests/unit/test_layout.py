@@ -73,7 +73,7 @@ def test_padding_is_not_part_of_the_checksum():
     verify(buffer, layout, expected)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(specs=spec_lists(), threads=st.integers(1, 5))
 def test_threads_find_the_checksums_of_the_tensors(specs, threads, monkeypatch):
     layout = Layout.plan(specs, 256)

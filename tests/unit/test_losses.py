@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.aggregation import Counts
@@ -235,7 +235,6 @@ def evaluate(name: str, params: dict[str, Any], case: Case) -> tuple[TokenLoss, 
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), CASES, ids=IDS)
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), proximal=st.booleans())
 def test_loss_and_gradient_are_the_formula_written_out(name, oracle, params, seed, proximal):
     case = make_case(seed, proximal=proximal)
@@ -369,7 +368,6 @@ def test_a_broken_model_is_not_hidden():
 
 
 @pytest.mark.parametrize(("name", "oracle", "params"), CASES, ids=IDS)
-@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_cutting_and_permuting_a_batch_changes_nothing(name, oracle, params, seed, data):
     case = make_case(seed)
@@ -446,7 +444,6 @@ def test_other_metrics_count_what_they_say():
     }
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_dual_clip_is_the_two_sided_clip(seed):
     case = make_case(seed)
@@ -455,7 +452,6 @@ def test_dual_clip_is_the_two_sided_clip(seed):
     assert loss.losses_T.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), limit=st.sampled_from([0.05, 0.3]))
 def test_sequences_that_drifted_away_are_left_out_only_with_a_negative_advantage(seed, limit):
     case = make_case(seed)
@@ -471,7 +467,6 @@ def test_sequences_that_drifted_away_are_left_out_only_with_a_negative_advantage
     assert loss.metrics["left_out"] == left_out
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     share=st.sampled_from([0.0, 0.2, 0.5, 0.9]),
@@ -517,7 +512,6 @@ def covariances(case: Case) -> list[float]:
     return [(t.advantage - mean_advantage) * (t.logprob - mean_logprob) for t in flat]
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([2e-4, 0.1, 0.3]))
 def test_kl_cov_penalises_the_tokens_of_highest_covariance(seed, share):
     case = make_spread_case(seed)
@@ -536,7 +530,6 @@ def test_kl_cov_penalises_the_tokens_of_highest_covariance(seed, share):
     assert loss.metrics == {"penalised": len(highest)}
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([2e-4, 0.1, 1.0]))
 def test_clip_cov_leaves_out_some_tokens_between_the_bounds(seed, share):
     case = make_spread_case(seed)

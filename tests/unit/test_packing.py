@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.batch.packing import TrainSample, microbatch, pack, share_out
@@ -75,7 +75,6 @@ def test_a_sequence_over_the_budget_is_refused_with_both_numbers() -> None:
 
 
 @given(LENGTHS, st.integers(1, 5))
-@settings(max_examples=200)
 def test_ranks_get_equally_many_bins_and_every_bin_once(lengths: list[int], ranks: int) -> None:
     bins = pack(lengths, 64)
     shares = share_out(bins, ranks, lengths)

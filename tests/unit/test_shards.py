@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
@@ -56,7 +56,6 @@ class TestMemoryShards(ShardContract):
         return make_lanes
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     shards=st.sampled_from([1, 4]),

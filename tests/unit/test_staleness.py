@@ -2,7 +2,7 @@ import heapq
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.staleness import choose, credit_limit, lag_bound, minimum_version
@@ -150,7 +150,6 @@ class Simulation:
         raise AssertionError(f"only {self.version} of {steps} steps were made")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_lag=st.integers(0, 4),

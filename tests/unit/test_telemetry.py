@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.sections import TelemetryConfig
@@ -83,7 +83,6 @@ def test_a_torn_line_spoils_neither_the_one_before_nor_the_one_after(tmp_path: P
     assert [row["step"] for row in tail.read()] == [9]
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 40), max_size=30),
     rows=st.lists(st.dictionaries(st.text(max_size=4), st.integers(), max_size=3), max_size=12),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.advantages import grpo
@@ -257,7 +257,6 @@ def mended(group: Group) -> Group:
 base = Group(ticket_id=1, rollouts=(), generator_id="g", finished_version=0)
 
 
-@settings(max_examples=150, deadline=None)
 @given(drawn=any_groups())
 def test_whatever_passes_is_digested(drawn, tmp_path_factory):
     directory = tmp_path_factory.getbasetemp()

@@ -2,7 +2,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.control.updates import LONGEST_DETOUR, MOST_REFUSALS, Begin, Release, UpdateSchedule
@@ -402,7 +402,6 @@ class World:
             assert (member.target is None) == (self.reading[one] is None), "pinned without an update, or not"
 
 
-@settings(max_examples=300)
 @given(steps)
 def test_one_update_at_a_time_versions_only_grow_and_everybody_converges(events):
     world = World()

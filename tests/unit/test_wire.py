@@ -12,7 +12,7 @@ import hypothesis.extra.numpy as hnp
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.agreements import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
@@ -310,7 +310,6 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=400)
 @given(st.data())
 def test_lies_in_a_sealed_group_only_ever_give_wire_errors(data):
     """Somebody with the key, and a bug: any meta entry, table entry or tensor byte may be wrong."""
@@ -739,7 +738,6 @@ def test_deep_nesting_is_refused_in_both_directions(depth):
         MESSAGES.encode(dataclasses.replace(ORDER, details={"a": nested(depth)}))
 
 
-@settings(max_examples=300)
 @given(
     st.fixed_dictionaries(
         {
