@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -22,6 +21,7 @@ from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox.box import Box
 from tests.support.libraries import ROOT, called, last, play, played, python_with
 from tests.support.talks import ScriptedTalk
+from tests.support.waiting import HANG, has_ended, wait_until, wait_until_ended
 
 PROBLEM = Box()._view.problem()
 pytestmark = pytest.mark.integration
@@ -149,11 +149,11 @@ def end() -> str:
 def wait(note: str) -> str:
     """Write the process id into a file, and wait."""
     with open(note, "w") as file: file.write(str(os.getpid()))
-    time.sleep(60)
+    HANG
     return ""
 
 server.run()
-'''
+'''.replace("HANG", HANG)
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_no_server_and_no_program_is_left_when_the_generator_is_killed(tmp_path:
     call, wanted = ("wait", {"note": str(note)}), f"mcp:{sys.executable} {tmp_path / 'server.py'}"
     if uses == "python":
         call, wanted = (
-            ("python", {"code": "import time; print('begun', flush=True); time.sleep(60)"}),
+            ("python", {"code": f"print('begun', flush=True); {HANG}"}),
             "python",
         )
     program = f"""
@@ -257,7 +257,6 @@ from tests.support.talks import ScriptedTalk
 asyncio.run(played({wanted!r}, (ScriptedTalk([called({call[0]!r}, **{call[1]!r})]), {{"prompt": "?"}}, 0)))
 """
     generator = psutil.Popen([sys.executable, "-c", program])
-    until_s = time.monotonic() + 60
 
     def family() -> list[psutil.Process]:
         return generator.children(recursive=True)
@@ -268,14 +267,12 @@ asyncio.run(played({wanted!r}, (ScriptedTalk([called({call[0]!r}, **{call[1]!r})
         boxes = [one for one in family() if one.name() == "bwrap"]
         return any(len(box.children(recursive=True)) > 1 for box in boxes)
 
-    while not is_begun():
-        assert generator.poll() is None and time.monotonic() < until_s
-        time.sleep(0.05)
+    wait_until(lambda: has_ended(generator) or is_begun())
     found = family()
+    assert found
     generator.kill()
     generator.wait(10)
-    _, alive = psutil.wait_procs(found, timeout=15)
-    assert alive == []
+    wait_until_ended(found)
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))

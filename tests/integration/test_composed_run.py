@@ -11,7 +11,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.support.command import ASYNCRL
 from tests.support.compose import DEPLOY, compose, env_file, mounts, words
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
+from tests.support.waiting import wait_until
 
 PROBLEM = reward_sandbox((), Path("runs")).problem()
 pytestmark = [
@@ -170,14 +170,16 @@ class Box:
         return done.returncode == 0
 
     def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:
-        until_s = time.monotonic() + wait_s
-        while not condition():
-            said = "\n".join(
+        def said() -> str:
+            return "\n".join(
                 f"{name}:\n{(self.aside / f'{name}.out').read_text()[-2000:]}" for name in self.running
             )
-            assert all(process.poll() is None for process in self.running.values()), said
-            assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
-            time.sleep(0.5)
+
+        def is_so() -> bool:
+            assert all(process.poll() is None for process in self.running.values()), said()
+            return condition()
+
+        wait_until(is_so, wait_s, said)
 
     def stop(self, name: str) -> int:
         """As Docker stops a container: its command gets the signal, which bubblewrap would keep to itself."""
@@ -253,10 +255,8 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
     ended = 128 + signal.SIGTERM  # what Docker stops it does not restart, whatever the status
     assert [box.stop(name) for name in ("generators", "learner", "store")] == [ended, ended, 0]
     assert processes_of(run) == []
-    until_s = time.monotonic() + 30  # the kernel ends what bubblewrap has left behind
-    while left := [pid for pid in psutil.pids() if _session(pid) in sessions]:
-        assert time.monotonic() < until_s, left
-        time.sleep(0.1)
+    # The kernel ends what bubblewrap has left behind.
+    wait_until(lambda: not any(_session(pid) in sessions for pid in psutil.pids()))
     assert sorted((run / "checkpoints").glob("step-*"))
 
 

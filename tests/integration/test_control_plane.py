@@ -27,7 +27,7 @@ from asyncrl.weights.publisher import SlotPublisher
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
 from tests.support.forks import fork_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import elapse, let_pass, until, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -480,13 +480,11 @@ def test_only_a_learner_that_does_not_answer_is_silent(stage, caplog):
         client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0)
         await client.join(hello_of("a"))
         for _ in range(2):
-            time.sleep(1.2)  # six heartbeats
-            await asyncio.sleep(0.3)
+            let_pass(1.2)  # six heartbeats
+            await elapse(0.3)
         assert said not in caplog.text and client._is_member
         learner.hub.stop("a restart", farewell=False)
-        async with asyncio.timeout(10):
-            while said not in caplog.text:
-                await asyncio.sleep(0.05)
+        await until(lambda: said in caplog.text)
         await client.leave()
 
     asyncio.run(scenario())

@@ -16,6 +16,7 @@ from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group, encode_group
 from bench import decoder as bench
+from tests.support.waiting import HANG, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
@@ -96,15 +97,14 @@ def decode_group(frame, key):
     if action == "raise":
         raise KeyError("a bug of ours")
     if action == "hang":
-        import time
-        time.sleep(1000)
+        HANG
     if action == "eat":
         eaten = [np.ones(1 << 20) for _ in range(4000)]
     return group
 
 decoder.decode_group = decode_group
 decoder.main()
-"""
+""".replace("HANG", HANG)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,13 @@ import test_decoder as t
 decoder = t.IsolatedDecoder(t.KEY)
 decoder.decode(t.encode_group(t.group_of(), t.KEY))
 print(decoder.pid, flush=True)
-time.sleep(60)
+{HANG}
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as learner:
         pid = int(learner.stdout.readline())
         child = psutil.Process(pid)
         learner.kill()
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    wait_until_ended([child])
 
 
 def test_decoding_takes_at_most_twice_the_frame_and_eight_mebibytes_whatever_it_holds():

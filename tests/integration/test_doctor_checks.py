@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,6 +22,7 @@ from asyncrl.preflight.checks import this_run as run
 from asyncrl.preflight.checks.base import Check, Finding, execute, fine
 from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
+from tests.support.waiting import HANG, hang
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -55,7 +55,7 @@ def test_a_check_that_raises_crashes_or_hangs_is_a_failure_with_its_fix_and_leav
     def hangs() -> Finding:
         child = subprocess.Popen(["sleep", "600"])
         (tmp_path / "pid").write_text(str(child.pid))
-        time.sleep(600)
+        hang()
         return fine("never")
 
     for work, limit_s, found in (
@@ -108,7 +108,7 @@ def test_processes_that_do_not_reach_each_other(monkeypatch):
         and "GLOO_SOCKET_IFNAME" in finding.fix
     )
     monkeypatch.setattr(stack, "BROADCAST_S", 1.0)
-    finding = stack.broadcast_over("nccl", [sys.executable, "-c", "import time; time.sleep(600)"])
+    finding = stack.broadcast_over("nccl", [sys.executable, "-c", HANG])
     assert (
         finding.verdict == "failed" and "did not meet" in finding.found and "NCCL_P2P_DISABLE" in finding.fix
     )

@@ -22,6 +22,7 @@ from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
 from asyncrl.hosting.family import family
 from asyncrl.hosting.processes import _holds_lock
 from asyncrl.run.directory import RunDirectory
+from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +35,7 @@ def run_in(tmp_path: Path) -> RunDirectory:
 
 
 @contextmanager
-def held(directory: RunDirectory, busy: str = "time.sleep(600)") -> Iterator["subprocess.Popen[bytes]"]:
+def held(directory: RunDirectory, busy: str = HANG) -> Iterator["subprocess.Popen[bytes]"]:
     """A supervisor, as far as others see."""
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
     code = (
@@ -97,10 +98,7 @@ def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: 
     config = Config.model_validate(
         {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": "d"}, "reward": reward}
     )
-    code = (
-        "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); "
-        "time.sleep(600)"
-    )
+    code = "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); " + HANG
     environment = child_environment(config, tmp_path, threads=1, gpus=[])
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
         try:
@@ -132,12 +130,12 @@ from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))
 leave = f"env -i setsid sh -c 'sleep 600 & echo $! >> {left}; exec sleep 601' & sleep 0.5; exit 0"
-code = f"import subprocess, time; subprocess.run(['sh', '-c', {leave!r}]); time.sleep(600)"
+code = f"import subprocess; subprocess.run(['sh', '-c', {leave!r}]); HANG"
 spec = ProcessSpec(name="g0", argv=[sys.executable, "-c", code], env={"PATH": sys.argv[3]}, log_path=directory.logs / "g0.out")
 with RunLock(directory.supervisor_lock), family() as members, Supervisor([spec], max_restarts=0) as supervisor:
     with stop_on_signals(supervisor):
         supervisor.run(members.tend)
-""".replace("{left}", "{sys.argv[2]}")
+""".replace("{left}", "{sys.argv[2]}").replace("HANG", HANG)
 
 
 def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
@@ -149,14 +147,11 @@ def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
     argv = [sys.executable, "-c", FAMILY, str(directory.path), str(left), os.environ["PATH"]]
     with subprocess.Popen(argv) as supervisor:
         try:
-            until_s = time.monotonic() + 60
-            while not (left.exists() and left.read_text().strip()):
-                assert time.monotonic() < until_s and supervisor.poll() is None
-                time.sleep(0.05)
+            wait_until(
+                lambda: supervisor.poll() is not None or (left.exists() and left.read_text().endswith("\n"))
+            )
             escaped = psutil.Process(int(left.read_text()))
-            while escaped.parent().ppid() != supervisor.pid:  # type: ignore[union-attr]
-                assert time.monotonic() < until_s, "nobody adopted it"
-                time.sleep(0.05)
+            wait_until(lambda: escaped.parent().ppid() == supervisor.pid)  # type: ignore[union-attr]
             assert processes_of(directory.path) == [], "the mark is gone"
             running.down(directory.path)
             assert supervisor.wait(60) == 0
@@ -171,11 +166,8 @@ def test_adopted_processes_that_end_are_taken_leave_of(monkeypatch: pytest.Monke
     monkeypatch.setattr("asyncrl.hosting.family.UNCLAIMED_S", 0.2)
     with family() as members:
         done = subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], capture_output=True, text=True, check=True)
-        pid, until_s = int(done.stdout), time.monotonic() + 60
+        pid = int(done.stdout)
         ours = subprocess.Popen(["sleep", "600"])
-        while psutil.pid_exists(pid):
-            assert time.monotonic() < until_s
-            members.tend()
-            time.sleep(0.02)
+        wait_until(lambda: members.tend() or not psutil.pid_exists(pid))
         assert ours.poll() is None, "who lives is let alone"
     assert ours.wait(10) in (-9, 0)

@@ -41,6 +41,7 @@ from tests.support.vllm_engines import (
     slot_order,
     untied_qwen2,
 )
+from tests.support.waiting import turns, until
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -174,10 +175,11 @@ def test_prompts_cached_under_old_weights_are_not_used_by_new_requests(world, tm
         await engine.sample(prompt, 2, spec())  # leaves its blocks in the cache
         sent = scrambled(model, 5)
         running = asyncio.create_task(engine.sample(prompt, 2, spec(tokens=256)))  # holds them
-        await asyncio.sleep(0.1)
+        await turns(1)  # so that it runs
+        await engine.progress()
         await engine.begin_update()
         queued = asyncio.create_task(engine.sample(prompt, 2, spec()))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.stats().running_requests == 4)
         await engine.receive(disk_order(1, sent, tmp_path))
         await engine.finish_update(Weights(1))
         late = await engine.sample(prompt, 2, spec())
@@ -241,13 +243,12 @@ def test_cancelled_and_dropped_requests_leave_the_engine(world, tmp_path):
 
     async def scenario():
         cancelled = asyncio.create_task(engine.sample([1, 300], 8, spec(tokens=256)))
-        await asyncio.sleep(0.05)
-        assert engine.stats().running_requests == 8
+        await until(lambda: engine.stats().running_requests == 8)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         dropped = asyncio.create_task(engine.sample([1, 300], 8, spec(tokens=256)))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.stats().running_requests == 8)
         await engine.begin_update()
         await engine.abort_requests()
         with pytest.raises(EngineError, match="aborted"):
@@ -256,8 +257,7 @@ def test_cancelled_and_dropped_requests_leave_the_engine(world, tmp_path):
             await engine.finish_update(Weights(0))
         await apply(engine, disk_order(0, model, tmp_path))
         llm = getattr(engine, "_llm", None)
-        while llm and llm.output_processor.request_states:
-            await asyncio.sleep(0.02)
+        await until(lambda: not (llm and llm.output_processor.request_states))
         return engine.stats()
 
     assert runner.run(scenario()).running_requests == 0
@@ -346,7 +346,7 @@ def test_requests_run_on_while_a_version_arrives_and_its_tokens_are_of_the_old_o
         # Nothing is loaded yet.
         np.testing.assert_allclose(await engine.score(PROBE), logprobs_of(old, PROBE), atol=1e-4)
         across = asyncio.create_task(engine.sample([1, 300], 32, SPEC))
-        await asyncio.sleep(0)  # so that it runs
+        await turns(1)  # so that it runs
         await engine.progress()
         await engine.begin_update()
         await engine.receive(ready)
@@ -399,7 +399,8 @@ def test_after_a_failed_load_nothing_is_sampled_until_an_update_succeeds(world, 
         nowhere = disk_order(5, model, tmp_path / "none")
         shutil.rmtree(tmp_path / "none")
         running = asyncio.create_task(engine.sample([1, 300], 4, SPEC))
-        await asyncio.sleep(0.05)
+        await turns(1)  # so that it runs
+        await engine.progress()
         reasons = [
             r"1 of .* parameters were not sent|mlp.down_proj.weight has shape None in the update",
             rf"2 parts of fused parameters were not sent, first '{re.escape(fused[0])}'|has shape None in the upd",

@@ -18,6 +18,7 @@ from tests.support.vllm_engines import (
     running_engine,
     saying,
 )
+from tests.support.waiting import turns, until
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -46,16 +47,20 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
     requests = 60 if isinstance(engine, VLLMEngine) else 20  # these run one after the other
 
     async def scenario():
+        applied = 0
+
         async def ask(position):
             # So that some are being prefilled, and some new, in each update.
-            await asyncio.sleep(0.01 * position)
+            await until(lambda: applied >= position // 2)
             prompt = [1, *([300] * (position % 7)), 301]
             return await engine.sample(prompt, 2, SPEC)
 
         rollouts = asyncio.gather(*(ask(position) for position in range(requests)))
         for version in range(1, updates + 1):
             await apply(engine, disk_order(version, saying(model, FIRST_TOKEN + version), tmp_path))
-            await asyncio.sleep(0.02)
+            applied = version
+            await turns(1)
+            await engine.progress()
         return [rollout for group in await rollouts for rollout in group]
 
     rollouts = runner.run(scenario())

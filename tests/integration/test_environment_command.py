@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.sandbox.box import Box
 from tests.support.pages import ROOT, files
+from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.integration
 
@@ -57,20 +58,20 @@ def test_the_built_in_tool_is_tried_by_its_name(project):
 
 
 WRONG = """
-import os, time
+import os
 
 class Chance:
     def reset(self): return os.urandom(8).hex()
     def step(self, response): return "", 1.0, True
 
 class Late:
-    def reset(self): time.sleep(60)
+    def reset(self): HANG
     def step(self, response): return "", 1.0, True
 
 class Untyped:
     def reset(self): pass
     def put(self, name): pass
-"""
+""".replace("HANG", HANG)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from asyncrl.environments.fork_server import ForkServer
 from asyncrl.errors import EngineError, EnvironmentFault
 from tests.support.environments import calls, environment, fork_server, play
 from tests.support.talks import ScriptedTalk
+from tests.support.waiting import HANG, elapse, turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +48,8 @@ def wait(seconds: float) -> str:
     Args:
         seconds: How long.
     """
-    time.sleep(seconds)
+    open(__file__ + ".begun", "w").close()
+    threading.Event().wait(seconds)
     return f"{os.getpid()}"
 
 def fail(how: str) -> str:
@@ -88,7 +90,7 @@ class Shelf:
         Args:
             name: Its name.
         """
-        if name == "late": time.sleep(60)
+        if name == "late": HANG
         if name == "die": os._exit(3)
         if name == "wrong": raise ValueError("no such book")
         self.books.append(name)
@@ -99,7 +101,7 @@ class Shelf:
 
     def get_reward(self):
         return len(self.books) / 3
-'''
+'''.replace("HANG", HANG)
 # A class as TRL's `environment_factory` takes it: it is made without arguments, and `reset` gets the row.
 FACTORY = '''
 class Counter:
@@ -155,8 +157,8 @@ async def rollout(session, prompt, how="sum", **columns):
     session.score_turn(0.25, state=7)
     session.metrics["messages"] = "many" if how == "words" else len(messages)
     if how == "raise": raise KeyError("lost")
-    if how == "sleep": await asyncio.sleep(60)
-    if how == "hang": time.sleep(60)
+    if how == "sleep": await asyncio.Event().wait()
+    if how == "hang": HANG
     if how == "die": os._exit(3)
     if how == "nan": return float("nan")
     if how == "object": return object()
@@ -177,13 +179,13 @@ async def scoring(session):
     try:
         while True: await session.complete("on")
     except Exception:
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(os.getpid)
         return 0.5
 
 async def places(session, seed):
     await session.complete(f"{seed} {session.seed} {session.episode}")
     return 1
-'''
+'''.replace("HANG", HANG)
 
 
 def test_tools_answer_the_calls_of_the_model_in_order_and_an_answer_without_a_call_ends_it(tmp_path):
@@ -329,14 +331,20 @@ def test_calls_behind_one_that_kills_its_worker_are_made_by_another(tmp_path):
 def test_a_worker_of_tools_that_is_stopped_or_killed_is_replaced(tmp_path):
     async def scenario():
         async with environment(tmp_path, TOOLS, "add wait", step_s=3.0) as played:
-            for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.3), (signal.SIGKILL, 0.0)):
+            for number, is_called in (
+                (signal.SIGSTOP, True),
+                (signal.SIGKILL, True),
+                (signal.SIGKILL, False),
+            ):
+                begun = tmp_path / "mine.py.begun"
+                begun.unlink(missing_ok=True)
                 server = fork_server()
                 [worker] = [one for one in server.children() if one.status() != "zombie"]
                 talk = ScriptedTalk([calls(("wait", {"seconds": 60})), ""])
                 playing = asyncio.create_task(play(played, talk, prompt=ASK))
-                await asyncio.sleep(seconds)
+                await (until(begun.exists) if is_called else turns(1))
                 os.kill(worker.pid, number)
-                if number == signal.SIGKILL and seconds:
+                if number == signal.SIGKILL and is_called:
                     with pytest.raises(
                         EnvironmentFault, match=r"`wait`: the process died \(killed by SIGKILL\)"
                     ):
@@ -606,7 +614,7 @@ def test_a_rollout_may_score_when_the_time_of_its_turns_is_up(tmp_path):
     class Late(ScriptedTalk):
         async def complete(self, text):
             if self.shown:
-                await asyncio.sleep(0.5)
+                await elapse(0.5)
                 raise BudgetSpent("time")
             return await super().complete(text)
 
@@ -643,8 +651,9 @@ def test_a_spent_budget_and_an_engine_error_reach_the_rollout_and_the_caller(tmp
 
             with pytest.raises(EngineError, match="aborted"):
                 await play(played, ScriptedTalk(broken))
-            playing = asyncio.create_task(play(played, ScriptedTalk(lambda shown: "on", max_turns=10**9)))
-            await asyncio.sleep(0.2)
+            talk = ScriptedTalk(lambda shown: "on", max_turns=10**9)
+            playing = asyncio.create_task(play(played, talk))
+            await until(lambda: len(talk.shown) > 10)
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from asyncrl.types import Prompt
 from tests.support.environments import environment, fork_server, play
 from tests.support.talks import ScriptedTalk
 from tests.support.task_config import config_of
+from tests.support.waiting import HANG, has_ended, turns, until, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
@@ -58,7 +58,9 @@ class Odd:
         if how == "bool": return True
         if how == "object": return object()
         if how == "huge": return "x" * (1 << 25)
-        if how == "sleep": time.sleep(60)
+        if how == "sleep":
+            if self.note: open(self.note, "w").close()
+            HANG
         if how == "busy":
             while True: pass
         if how == "_exit": os._exit(3)
@@ -68,11 +70,11 @@ class Odd:
         if how == "memory": return len(bytearray(1 << 40))
         if how == "child":
             with open(self.note, "w") as file: file.write(str(subprocess.Popen(["sleep", "60"]).pid))
-            time.sleep(60)
+            HANG
         if how == "escape":
             escaped = subprocess.Popen(["sleep", "60"], start_new_session=True)
             with open(self.note, "w") as file: file.write(str(escaped.pid))
-            time.sleep(60)
+            HANG
         if how == "fork":
             if os.fork() == 0: return 100.0
             os.wait()
@@ -92,10 +94,10 @@ class Odd:
 
 class Later:
     async def reset(self):
-        await asyncio.sleep(0.001)
+        await asyncio.to_thread(os.getpid)
         return ":"
     async def step(self, response):
-        await asyncio.sleep(0.001)
+        await asyncio.to_thread(os.getpid)
         return "", 0.25, False
     async def get_reward(self):
         return 0.5
@@ -107,7 +109,7 @@ class Nosy:
         return question + str(sorted(columns))
     def step(self, response):
         return "", 0, True
-'''
+'''.replace("HANG", HANG)
 THREADS = """
 import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -300,27 +302,31 @@ def test_a_process_that_is_killed_or_stopped_fails_the_episode_by_name(
     tmp_path, victim, number, reason, says, when
 ):
     async def scenario():
+        note = tmp_path / "begun"
         async with environment(tmp_path, ODD, "Odd", step_s=3.0) as played:
 
             def strike():
                 server, [worker] = workers_of(played)
-                os.kill((worker if victim == "worker" else server).pid, number)
+                struck = worker if victim == "worker" else server
+                os.kill(struck.pid, number)
+                wait_until(lambda: has_ended(struck) or struck.status() == psutil.STATUS_STOPPED)
 
             async def strike_soon():
-                while not workers_of(played)[1]:
-                    await asyncio.sleep(0.02)
-                await asyncio.sleep(0.3)
+                await until(note.exists)
                 strike()
 
             def answer(shown):
                 if when == "between two steps":
                     strike()
-                    time.sleep(0.2)  # it is dead when the step is asked for
                 return "go"
 
             striking = asyncio.create_task(strike_soon()) if when == "in a step" else None
             with pytest.raises(EnvironmentFault, match=f"(?s){says}") as caught:
-                await play(played, ScriptedTalk(answer), {"how": "sleep" if striking else "nothing"})
+                await play(
+                    played,
+                    ScriptedTalk(answer),
+                    {"how": "sleep" if striking else "nothing", "note": str(note)},
+                )
             assert caught.value.reason == reason
             after = await play(played, ScriptedTalk(["go"]), {"how": "nothing"})
             assert after.reward == 1.0
@@ -347,18 +353,16 @@ def test_an_episode_that_is_cancelled_leaves_no_process(tmp_path):
     async def scenario():
         async with environment(tmp_path, ODD, "Odd", step_s=60) as played:
             note = tmp_path / "pid"
-            for delay_s in (0.0, 0.001, 0.003, 0.01, 0.5):
+            for count in (0, 1, 10, 100, 1000, None):
+                note.unlink(missing_ok=True)
                 playing = asyncio.create_task(
                     play(played, ScriptedTalk(["go"]), {"how": "child", "note": str(note)})
                 )
-                await asyncio.sleep(delay_s)
+                await (until(note.exists) if count is None else turns(count))
                 playing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await playing
-            until_s = time.monotonic() + 10
-            while workers_of(played)[1] and time.monotonic() < until_s:
-                await asyncio.sleep(0.05)
-            assert workers_of(played)[1] == []
+            await until(lambda: workers_of(played)[1] == [])
 
     asyncio.run(scenario())
 
@@ -493,10 +497,8 @@ asyncio.run(main())
 """
     scratch = tmp_path / "scratch"
     generator = psutil.Popen([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(scratch)})
-    until_s = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert generator.poll() is None and time.monotonic() < until_s
-        time.sleep(0.05)
+    note = tmp_path / "pid"
+    wait_until(lambda: has_ended(generator) or (note.exists() and note.read_text()))
     family = generator.children(recursive=True)
     assert len(family) == 4, "fork server, worker, child, and the process that ends them"
     if is_stopped:
@@ -505,8 +507,8 @@ asyncio.run(main())
                 process.suspend()
     generator.kill()
     generator.wait(10)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == [] and list(scratch.iterdir()) == []
+    wait_until_ended(family)
+    assert list(scratch.iterdir()) == []
 
 
 def test_another_python_needs_neither_asyncrl_nor_its_libraries(tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -16,18 +15,15 @@ from asyncrl.types import Group
 from asyncrl.wire import decoder as decoding
 from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import encode_group
+from tests.support.waiting import let_pass, wait_until
 
 pytestmark = pytest.mark.integration
 
 KEY = b"key of the run"
 
 
-def tend_until(kept: KeptStore, condition, wait_s: float = 120.0) -> None:
-    until_s = time.monotonic() + wait_s
-    while not condition():
-        kept.tend()
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.05)
+def tend_until(kept: KeptStore, condition) -> None:
+    wait_until(lambda: condition() or kept.tend())
 
 
 def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
@@ -37,10 +33,8 @@ def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypat
         os.kill(first, signal.SIGSTOP)
         tend_until(kept, lambda: server.is_running and server.pid != first and kept.is_up)
         assert StoreConnection(server.url).call(lambda client: client.ping())
-        second, until_s = server.pid, time.monotonic() + 4.0
-        while time.monotonic() < until_s:  # an answer is enough to live
-            kept.tend()
-            time.sleep(0.05)
+        second, heard_s = server.pid, kept._attention.now_s
+        tend_until(kept, lambda: kept._attention.now_s > heard_s + 4.0)  # an answer is enough to live
         assert server.pid == second
     assert caplog.text.count("has not answered for") == 1
 
@@ -50,7 +44,7 @@ def test_a_store_that_was_not_asked_is_not_silent(tmp_path):
     with StoreServer(StoreConfig(), tmp_path) as server:
         kept, first = KeptStore(server, silent_s=2.0), server.pid
         kept.tend()
-        time.sleep(3.0)
+        let_pass(3.0)
         os.kill(first, signal.SIGSTOP)
         kept.tend()
         os.kill(first, signal.SIGCONT)

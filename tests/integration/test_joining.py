@@ -31,6 +31,7 @@ from asyncrl.preflight import doubts
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, RunKeys
 from tests.support.command import ASYNCRL
 from tests.support.gpu_tools import LOG, ROWS, tool, without_tools
+from tests.support.waiting import let_pass, turns
 
 pytestmark = pytest.mark.integration
 
@@ -229,7 +230,7 @@ def test_the_gpus_of_this_host_are_checked_before_anything_starts(
 
 def test_the_wait_has_a_bound(record, host, join_here):
     with pytest.raises(StoreError, match="serves no run yet"):
-        join_here(lambda: time.sleep(0.2), wait_s=0.2)
+        join_here(lambda: let_pass(0.2), wait_s=0.2)
     with pytest.raises(StoreError, match="serves no run yet"):
         join_here(wait_s=0.0)
 
@@ -288,7 +289,7 @@ def test_a_message_that_is_gone_with_its_learner_holds_up_nobody():
 
     class Gone:
         async def poll(self, timeout_ms):
-            await asyncio.sleep(0.01)
+            await turns(1)
             return zmq.POLLIN
 
         async def recv(self, flags=0):

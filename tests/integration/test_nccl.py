@@ -22,7 +22,7 @@ from asyncrl.weights.layout import Layout, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -325,7 +325,7 @@ def test_a_process_ends_soon_after_the_other_end_whatever_it_waits_for():
     script += (
         "threading.Thread(target=nccl._end_with, args=[socket.socket(fileno=int(sys.argv[1]))]).start(); "
     )
-    script += "print(flush=True); time.sleep(60)"
+    script += f"print(flush=True); {HANG}"
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
@@ -350,7 +350,7 @@ publisher = SlotPublisher(LAYOUT, probe_ids=(1,), initial_logprobs=(), directory
 staging = HostStaging(Path("/"))
 update(publisher, staging, 1)
 print(*(process.pid for found in processes(publisher).values() for process in found), flush=True)
-time.sleep(60)
+{HANG}
 """
     learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:

@@ -20,6 +20,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
 from asyncrl.sandbox.programs import python_result
+from tests.support.waiting import HANG, until
 
 PROBLEM = Box()._view.problem()
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
@@ -93,7 +94,7 @@ def test_a_traceback_is_that_of_a_file(lane: Lane, tmp_path: Path) -> None:
 
 LIMITS: dict[str, tuple[str, str, str]] = {
     "processor": ("while True: pass", "time", ""),
-    "wall time": ("import time\nprint('begun')\ntime.sleep(60)", "time", ""),
+    "wall time": (f"print('begun')\n{HANG}", "time", ""),
     "wall time, deaf": ("import signal\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", "time", ""),
     "processor, threads": (
         "import hashlib, threading\nfor _ in range(4):\n"
@@ -113,7 +114,7 @@ LIMITS: dict[str, tuple[str, str, str]] = {
     ),
     "memory": ("b'x' * (3 << 30)", "error", "MemoryError"),
     "memory of many": (
-        "import os, time\nfor _ in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (128 << 20)\ntime.sleep(9)",
+        f"import os\nfor _ in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (128 << 20)\n{HANG}",
         "memory",
         "",
     ),
@@ -124,7 +125,7 @@ LIMITS: dict[str, tuple[str, str, str]] = {
         "error",
         "AssertionError: 1",
     ),
-    "many files": ("import os, time\nfor n in range(12_000): os.mknod(f'/dev/shm/{n}')\ntime.sleep(9)", "files", ""),
+    "many files": ("import os\nfor n in range(12_000): os.mknod(f'/dev/shm/{n}')\n" + HANG, "files", ""),
     "descriptors": ("kept = [open('/dev/null') for _ in range(300)]", "error", "Too many open files"),
     "recursion in C": (
         "import ctypes\nctypes.string_at(0)",
@@ -211,8 +212,8 @@ def test_what_is_hidden_is_empty_among_the_packages(tmp_path: Path) -> None:
 
 
 SURVIVORS = {
-    "double fork": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)",
-    "holds the output": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\nos._exit(0)",
+    "double fork": f"import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {HANG}",
+    "holds the output": f"import os\nif os.fork() == 0:\n    os.setsid()\n    {HANG}\nos._exit(0)",
     "a daemon of another program": "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)",
     "stopped": "import os, signal\npid = os.fork()\nos.kill(pid or os.getpid(), signal.SIGSTOP)",
     "files and modules": "import sys, builtins\nopen('/tmp/x', 'w').write('1')\nopen('/dev/shm/x', 'w').write('1')\n"
@@ -248,8 +249,8 @@ def test_no_program_reaches_process_1(code: str, lane: Lane) -> None:
 
 def test_a_box_that_is_killed_is_a_fault_and_the_next_program_has_another(lane: Lane) -> None:
     async def killed() -> None:
-        running = asyncio.create_task(lane.box.run("import time\ntime.sleep(60)", seconds=60))
-        await asyncio.sleep(0.5)
+        running = asyncio.create_task(lane.box.run(HANG, seconds=60))
+        await until(lambda: len(lane.processes) > 2)
         _, first, _ = lane.processes
         first.kill()
         with pytest.raises(EnvironmentFault, match="ended before it answered"):
@@ -262,7 +263,9 @@ def test_a_box_that_is_killed_is_a_fault_and_the_next_program_has_another(lane: 
 def test_a_call_that_is_cancelled_leaves_no_answer_behind(lane: Lane) -> None:
     async def cancelled() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(lane.box.run("import time\ntime.sleep(1)\nprint('late')", seconds=9), 0.3)
+            await asyncio.wait_for(
+                lane.box.run("import threading\nthreading.Event().wait(1)\nprint('late')", seconds=9), 0.3
+            )
 
     lane.runner.run(cancelled())
     assert lane.run("print('mine')").stdout == "mine\n"

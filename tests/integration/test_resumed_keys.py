@@ -50,6 +50,7 @@ from asyncrl.wire.group_frames import decode_group
 from reliability.chaos.helpers import order_of
 from tests.support.nowhere import Nowhere
 from tests.support.tiers import slow
+from tests.support.waiting import elapse, until
 
 pytestmark = pytest.mark.integration
 
@@ -266,17 +267,15 @@ class Life:
             assert self.lane.audit().missing == 0
         while self.evaluation.missing and version == self.config.learner.steps:
             self._evaluate()
-            await asyncio.sleep(0.01)
-        while version < self.config.learner.steps and not self.evaluation.buffer.audit().ready:
-            await asyncio.sleep(0.01)
+            await elapse(0.01)
+        await until(lambda: version >= self.config.learner.steps or self.evaluation.buffer.audit().ready)
         await self._use_up_the_credit()
 
     async def _use_up_the_credit(self) -> None:
         """(L + 1) B groups may be under way, and no more."""
         credit = self._consumed + (self.config.staleness.max_lag + 1) * self.config.batch.groups
-        while self.lane.audit().issued < credit:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await until(lambda: self.lane.audit().issued >= credit)
+        await elapse(0.1)
         assert self.lane.audit().issued == max(credit, self.issued_before)
 
     async def _publish(self, version: int) -> None:

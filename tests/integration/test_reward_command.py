@@ -14,21 +14,21 @@ from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
 from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
+from tests.support.waiting import HANG
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 CODE = """
-import time
 def right(prompt, response, answer, **row):
     return float(response.strip() == answer)
 def raises(prompt, response, answer):
     return float(int(response) == int(answer))
 def hangs(prompt, response):
     if response == "":
-        time.sleep(600)
+        HANG
     return 0.5
 def always_hangs(prompt, response):
-    time.sleep(600)
+    HANG
 def nan(prompt, response, answer):
     return float("nan") if response.startswith("no ") else 1.0
 def constant(prompt, response, **row):
@@ -42,7 +42,7 @@ def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
     return 1.0
-"""
+""".replace("HANG", HANG)
 
 
 @pytest.fixture

@@ -17,15 +17,16 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards import pool as pool_module
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
+from tests.support.waiting import HANG, LONG_S, elapse, has_ended, until, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
 FUNCTIONS = '''
-import asyncio, os, signal, subprocess, sys, time
+import asyncio, os, signal, subprocess, sys, threading
 
 def good(prompt, response): return float(len(response))
 async def later(prompt, response):
-    await asyncio.sleep(0.01)
+    await asyncio.to_thread(os.getpid)
     return 0.5
 def misbehave(prompt, response, how, note=None):
     """Does what column `how` says; then the worker must be as good as new."""
@@ -34,17 +35,19 @@ def misbehave(prompt, response, how, note=None):
     if how == "text": return "1.0"
     if how == "none": return None
     if how == "bool": return True
-    if how == "sleep": time.sleep(60)
+    if how == "sleep":
+        if note: open(note, "w").close()
+        HANG
     if how == "busy":
         while True: pass
-    if how == "async hang": return asyncio.sleep(60)
+    if how == "async hang": return asyncio.Event().wait()
     if how == "_exit": os._exit(3)
     if how == "exit": sys.exit(4)
     if how == "interrupt": raise KeyboardInterrupt
     if how == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if how == "orphan":
         with open(note, "w") as file: file.write(str(subprocess.Popen(["sleep", "60"]).pid))
-        time.sleep(60)
+        HANG
     if how == "fork":
         if os.fork() == 0: return 100.0
         return 1.0
@@ -60,7 +63,7 @@ def misbehave(prompt, response, how, note=None):
 def huge(prompt, response): return 1e308
 def huger(prompt, response): return 1e308
 def columns(prompt, response, **row): return float(len(row))
-'''
+'''.replace("HANG", HANG)
 
 
 @pytest.fixture
@@ -95,15 +98,14 @@ def run(config: RewardConfig, scenario) -> None:
     async def main() -> None:
         pool = RewardPool(config, Path("runs"))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG_S):
                 await scenario(pool)
         finally:
             await pool.close()
 
     before = set(psutil.Process().children(recursive=True))
     asyncio.run(main())
-    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_until_ended(set(psutil.Process().children(recursive=True)) - before)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +161,7 @@ def test_a_hung_call_dies_with_its_children(functions, tmp_path):
         with pytest.raises(RewardError, match="took longer"):
             await pool.score([ask(how="orphan", note=str(note))])
         child = int(note.read_text())
-        for _ in range(100):
-            if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-                return
-            await asyncio.sleep(0.05)
-        pytest.fail(f"child {child} of a killed reward worker still runs")
+        await until(lambda: has_ended(child))
 
     run(config(functions, "misbehave"), scenario)
 
@@ -250,14 +248,15 @@ def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functi
 
 def test_waiting_for_a_worker_is_nobodys_timeout_and_workers_run_side_by_side(functions):
     (functions.parent / "functions.py").write_text(
-        FUNCTIONS + "def slow(prompt, response):\n    time.sleep(0.3)\n    return float(response)\n"
+        FUNCTIONS
+        + "def slow(prompt, response):\n    threading.Event().wait(0.2)\n    return float(response)\n"
     )
 
     async def scenario(pool):
-        scores = await pool.score([ask(str(n)) for n in range(8)])  # one worker would need 2.4 s
-        assert [score.total for score in scores] == list(range(8))
+        scores = await pool.score([ask(str(n)) for n in range(24)])  # the last ones wait for 2.2 s
+        assert [score.total for score in scores] == list(range(24))
 
-    run(config(functions, "slow", timeout_s=1.0, workers=2), scenario)
+    run(config(functions, "slow", timeout_s=2.0, workers=2), scenario)
 
 
 def workers_of_this_process() -> list[psutil.Process]:
@@ -273,8 +272,8 @@ def test_a_worker_that_is_stopped_or_dies_while_it_is_idle_costs_no_attempt(func
             with monkeypatch.context() as patch:
                 patch.setattr(pool_module, "START_S", 1.0)
                 call = asyncio.create_task(pool.score([ask("abc")]))
-                while number == signal.SIGSTOP and "did not begin a call" not in caplog.text:
-                    await asyncio.sleep(0.01)
+                if number == signal.SIGSTOP:
+                    await until(lambda: "did not begin a call" in caplog.text)
             assert (await call)[0].total == 3.0
             assert worker.pid not in {other.pid for other in workers_of_this_process()}
 
@@ -338,7 +337,7 @@ def test_the_event_loop_never_stands_still(functions):
         await pool.start()
         ticks, call = 0, asyncio.create_task(pool.score([ask(how="busy")]))
         while not call.done():
-            await asyncio.sleep(0.01)
+            await elapse(0.01)
             ticks += 1
         with pytest.raises(RewardError, match="took longer"):
             await call
@@ -347,11 +346,13 @@ def test_the_event_loop_never_stands_still(functions):
     run(config(functions, "misbehave"), scenario)
 
 
-def test_a_cancelled_call_leaves_a_clean_worker(functions):
+def test_a_cancelled_call_leaves_a_clean_worker(functions, tmp_path):
+    note = tmp_path / "begun"
+
     async def scenario(pool):
         await pool.start()
-        call = asyncio.create_task(pool.score([ask(how="sleep"), ask(how="well")]))
-        await asyncio.sleep(0.3)
+        call = asyncio.create_task(pool.score([ask(how="sleep", note=str(note)), ask(how="well")]))
+        await until(note.exists)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -441,26 +442,25 @@ def test_functions_of_trl_and_verl_score_the_rows_that_they_have_there(tmp_path)
 
 
 def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions, tmp_path):
-    script = tmp_path / "parent.py"
+    script, notes = tmp_path / "parent.py", [str(tmp_path / name) for name in ("one", "two")]
     script.write_text(
         "import asyncio\nfrom pathlib import Path\n"
         "from asyncrl.config.sections import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
         "from asyncrl.rewards.pool import RewardPool\n"
         f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
-        "hung = RewardInput(prompt='', response='', row={'how': 'sleep'})\n"
+        f"notes = {notes}\n"
+        "hung = [RewardInput(prompt='', response='', row={'how': 'sleep', 'note': note}) for note in notes]\n"
         "async def main():\n    pool = RewardPool(config, Path('runs'))\n    await pool.start()\n"
-        "    calls = asyncio.create_task(pool.score([hung, hung]))\n    await asyncio.sleep(1)\n"
-        "    print('up', flush=True)\n    await calls\n"
+        "    await pool.score(hung)\n"
         "asyncio.run(main())\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=os.environ)
+    parent = subprocess.Popen([sys.executable, str(script)], env=os.environ)
     try:
-        assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+        wait_until(lambda: parent.poll() is not None or all(map(os.path.exists, notes)))
         workers = psutil.Process(parent.pid).children(recursive=True)
         assert len(workers) == 2
         os.kill(parent.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(workers, timeout=10)
-        assert not alive
+        wait_until_ended(workers)
     finally:
         parent.kill()
         parent.wait(timeout=10)

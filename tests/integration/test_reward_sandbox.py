@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
@@ -26,6 +25,7 @@ import psutil
 import pytest
 
 from asyncrl.rewards.sandbox import reward_sandbox
+from tests.support.waiting import LONG_S, comes_true, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
@@ -257,11 +257,13 @@ def sandboxed(world: World) -> Iterator[Host]:
     host.close()
 
 
+def happens(host: Host, condition: Callable[[], bool]) -> bool:
+    """Without a sandbox it does, sooner or later; within one, nothing may show for a while."""
+    return comes_true(condition, LONG_S if host.sandbox == "none" else 0.3)
+
+
 def heard(host: Host, answer: dict) -> bool:
-    try:
-        return bool(host.world.heard.get(timeout=0.3))
-    except queue.Empty:
-        return False
+    return happens(host, lambda: not host.world.heard.empty())
 
 
 def told(host: Host, answer: dict) -> bool:
@@ -274,7 +276,10 @@ def changed(host: Host, answer: dict) -> bool:
 
 def hurt(host: Host, answer: dict) -> bool:
     """The bystander or the host is dead, stopped or traced."""
-    time.sleep(0.2)  # for a signal to arrive
+    return happens(host, lambda: _is_hurt(host))
+
+
+def _is_hurt(host: Host) -> bool:
     states = []
     for process in (host.world.bystander, host.process):
         text = (
@@ -288,12 +293,9 @@ def hurt(host: Host, answer: dict) -> bool:
 
 def left(host: Host, answer: dict) -> bool:
     """More processes than the host, its worker and bubblewrap between them; killed ones may take a while."""
-    allowed, until_s = (3, time.monotonic() + 20.0) if host.sandbox != "none" else (2, 0.0)
-    while len(host.family()) > allowed:
-        if time.monotonic() > until_s:
-            return True
-        time.sleep(0.05)
-    return False
+    if host.sandbox == "none":
+        return len(host.family()) > 2
+    return not comes_true(lambda: len(host.family()) <= 3, LONG_S)
 
 
 def nothing(host: Host, answer: dict) -> bool:
@@ -409,10 +411,10 @@ def test_nothing_outlives_a_killed_host_in_the_middle_of_an_attack(world: World)
     row = {"how": "busy_and_deaf", "world": world.columns(host.process, sandbox="bubblewrap")}
     host.process.stdin.write(json.dumps(row) + "\n")
     host.process.stdin.flush()
-    time.sleep(0.3)
     mine = host.process.children(recursive=True)
     assert len(mine) == 2
+    began_s = sum(one.cpu_times().user for one in mine)
+    wait_until(lambda: sum(one.cpu_times().user for one in mine) > began_s + 0.2)
     host.process.kill()
     host.process.wait(10)
-    _, alive = psutil.wait_procs(mine, timeout=20)
-    assert not alive
+    wait_until_ended(mine)

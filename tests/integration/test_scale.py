@@ -12,7 +12,7 @@ import pytest
 from asyncrl.commands.down import processes_of
 from asyncrl.run.directory import RunDirectory
 from tests.support.command import ASYNCRL
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -25,8 +25,8 @@ def leave(*_):
     sys.exit(143)
 signal.signal(signal.SIGTERM, leave)
 (here / f"{sys.argv[2]}.up").touch()
-time.sleep(600)
-"""
+HANG
+""".replace("HANG", HANG)
 SUPERVISOR = """
 import os
 import sys
@@ -49,12 +49,12 @@ def make(index, count, running):
         raise RunError(f"g{index} would need room that {', '.join(sorted(running))} have")
     return spec(f"g{index}", sys.argv[3])
 lock = RunLock(directory.supervisor_lock)
-learner = spec("learner", "import time; time.sleep(600)", ends_run=True)
+learner = spec("learner", "HANG", ends_run=True)
 with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):
     with Scaled(supervisor, make, directory.scale) as scaled:
         scaled.begin(int(sys.argv[2]))
         supervisor.run(scaled.tend)
-"""
+""".replace("HANG", HANG)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import yaml
 from asyncrl.cli.app import app
 from asyncrl.run.lock import RunLock
 from tests.support.synthetic_run import SyntheticRun
+from tests.support.waiting import HANG, LONG_S, comes_true, let_pass, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -62,7 +62,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (root / "runs" / name / "config.yaml").write_text(f"run: {{name: {name}, root: {root / 'runs'}}}\n")
     (root / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     (root / "score.py").write_text(
-        "import time\ndef slow(prompt, response, **row):\n    time.sleep(5)\n    return 0.0\n"
+        "import threading\ndef slow(prompt, response, **row):\n    threading.Event().wait(5)\n    return 0.0\n"
     )
     (root / "model").mkdir()
     for name, content in (
@@ -92,10 +92,8 @@ class Command:
 
     def left(self) -> list[str]:
         """What it started and left behind; given a moment to go."""
-        until_s = time.monotonic() + 30
-        while (found := [each.cmdline() for each in _marked(self.mark)]) and time.monotonic() < until_s:
-            time.sleep(0.1)
-        return [" ".join(words) for words in found]
+        comes_true(lambda: not _marked(self.mark), LONG_S)
+        return [" ".join(each.cmdline()) for each in _marked(self.mark)]
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
@@ -150,7 +148,7 @@ def test_the_list_has_every_command():
 @pytest.mark.parametrize("line", COMMANDS)
 def test_ctrl_c_at_any_moment(line, project):
     command = started(project, line)
-    time.sleep(random.Random(line).uniform(0.0, LATEST_S))
+    let_pass(random.Random(line).uniform(0.0, LATEST_S))
     status, said = ended(command, signal.SIGINT)
     assert status == 130 or (status in (0, 2) and line not in ENDLESS), said
     assert "Traceback" not in said and "Exception ignored" not in said and command.left() == []
@@ -169,7 +167,7 @@ def test_ctrl_c_at_any_moment(line, project):
 )
 def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, project):
     command = started(project, line)
-    time.sleep(2 * LATEST_S)
+    let_pass(2 * LATEST_S)
     status, said = ended(command, number)
     assert status in (-number, 128 + number) or (status == 2 and line not in ENDLESS), said
     assert "Traceback" not in said and command.left() == []
@@ -194,23 +192,26 @@ def test_a_follower_whose_reader_leaves_ends_when_it_has_more_to_say(project):
     with command.process as process:
         assert process.stdout is not None and process.stdout.readline()
         process.stdout.close()
-        while process.poll() is None:
+
+        def has_ended_or_more_to_say() -> bool:
             with (run / "samples.jsonl").open("a") as file:
                 file.write((run / "samples.jsonl").read_text().splitlines()[0] + "\n")
-            time.sleep(0.2)
+            return process.poll() is not None
+
+        wait_until(has_ended_or_more_to_say)
         assert process.stderr is not None
         assert (process.returncode, process.stderr.read()) == (0, "")
 
 
 WITHIN = {
-    "an import that swallows it": "try: time.sleep(60)\nexcept BaseException: pass\ntime.sleep(60)",
-    "an import that makes something else of it": "try: time.sleep(60)\nexcept BaseException: raise ImportError from None",
+    "an import that swallows it": f"try: {HANG}\nexcept BaseException: pass\n{HANG}",
+    "an import that makes something else of it": f"try: {HANG}\nexcept BaseException: raise ImportError from None",
 }
 
 
 @pytest.mark.parametrize("where", WITHIN)
 def test_ctrl_c_within_an_import_is_not_left_to_the_library(where, tmp_path):
-    (tmp_path / "library.py").write_text(f"import time\nprint('begun', flush=True)\n{WITHIN[where]}\n")
+    (tmp_path / "library.py").write_text(f"import threading\nprint('begun', flush=True)\n{WITHIN[where]}\n")
     code = (
         "import asyncrl.cli.main as ours\ndef use(arguments): import library\nours._status = use\nours.main()"
     )
@@ -224,7 +225,7 @@ def test_ctrl_c_within_an_import_is_not_left_to_the_library(where, tmp_path):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
-    time.sleep(0.3)  # until the library waits
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (130, "")

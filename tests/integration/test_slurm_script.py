@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import typer
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_until
+from tests.support.waiting import still, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -48,19 +47,19 @@ if role == "learner":
     key = pathlib.Path(sys.argv[sys.argv.index("--join-key") + 1])
     key.write_text("join.key")
     def save(*_):
-        time.sleep(1)  # a checkpoint takes its time
+        threading.Event().wait(1)  # a checkpoint takes its time
         (logs / "saved").touch()
         sys.exit(0)
     signal.signal(signal.SIGTERM, save)
     while not over():
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
     sys.exit(int((logs / "over").read_text()))
 if (logs / "fail").exists():
     (logs / "fail").unlink()
     sys.exit(2)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 while not over():
-    time.sleep(0.05)
+    threading.Event().wait(0.05)
 """
 OPTIONS = ["configs/gsm8k-qwen2.5-0.5b-8gpu.yaml", "learner.steps=7"]
 
@@ -241,7 +240,7 @@ def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_
         check=True,
     ).stdout.strip()
     wait_until(lambda: len(started(tmp_path, "generator")) >= 2)
-    time.sleep(1)  # for one too many
+    still(lambda: len(started(tmp_path, "generator")) == 2, 1.0)  # not one too many
     first = [seen["SLURMD_NODENAME"] for _, _, seen in started(tmp_path, "generator")]
     assert sorted(first) == ["n2", "n3"], "one command on each of the other nodes"
     wait_until(lambda: (tmp_path / "saved").exists(), 2 * JOB_S)

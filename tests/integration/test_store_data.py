@@ -222,8 +222,7 @@ def test_a_store_that_loads_is_waited_for_by_everybody(
         monkeypatch.setattr(connection_module, "beat", lambda: beats.append(1))
         asking = threading.Thread(target=lambda: answered.append(_ask(server.url)))
         asking.start()
-        while not server.comes_up():
-            time.sleep(0.02)
+        wait_until(server.comes_up)
         asking.join(60)
         assert answered == [KEYS], "a client whose patience was half a second"
         assert time.monotonic() - began_s > 2.0, "longer than one that says nothing is waited for"
@@ -252,7 +251,6 @@ def test_one_that_says_nothing_is_stopped_with_a_message(
     server.begin()
     pid = server.pid
     with pytest.raises(StoreError, match="has been silent for 0 s; it is stopped"):
-        while not server.comes_up():
-            time.sleep(0.02)
+        wait_until(server.comes_up)
     assert not Path(f"/proc/{pid}").exists()
     assert not list(store.glob("damaged-*")), "hanging is not its data's fault"

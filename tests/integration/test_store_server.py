@@ -25,7 +25,7 @@ from asyncrl.errors import BufferGap, StoreError, StoreRefused
 from tests.support.buffer_contract import ids
 from tests.support.ports import free_ports
 from tests.support.store_servers import SERVERS
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, LONG_S, let_pass, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
@@ -140,8 +140,7 @@ def test_it_ends_with_its_parent_however_that_dies(choice, tmp_path):
         "from asyncrl.config.store import StoreConfig\n"
         "server = StoreServer(StoreConfig(), pathlib.Path(sys.argv[1]), server=sys.argv[2])\n"
         "server.start()\n"
-        "print(server.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        f"print(server.pid, flush=True)\n{HANG}\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), choice], stdout=subprocess.PIPE, text=True
@@ -152,7 +151,7 @@ def test_it_ends_with_its_parent_however_that_dies(choice, tmp_path):
     finally:
         parent.kill()
         parent.wait(10)
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until_ended([pid])
 
 
 def test_a_server_that_cannot_start_says_why(choice, tmp_path):
@@ -211,8 +210,8 @@ class Producer(threading.Thread):
                         self.buffer.put(self.name, ticket_id, b"%d" % ticket_id + bytes(2000))
                         is PutOutcome.FULL
                     ):
-                        time.sleep(0.01)
-                time.sleep(0.001)
+                        self.stopping.wait(0.01)
+                self.stopping.wait(0.001)
         except StoreError as error:
             self.error = error
 
@@ -244,7 +243,7 @@ class Learner:
             self.buffer.set_version(0, limit=self.limit)
             taken = self.buffer.take(self.ledger, 4, window=12)
             if taken is None:
-                time.sleep(0.002)
+                let_pass(0.002)
                 return
             frames = self.buffer.frames(taken.ids)
             assert [int(frame.rstrip(b"\0")) for frame in frames] == list(taken.ids)
@@ -322,7 +321,7 @@ def test_nothing_is_lost_or_repeated_when_the_store_is_killed_rolled_back_or_wip
         try:
             for producer in producers:
                 producer.start()
-            deadline, next_fault = time.monotonic() + 90, 60
+            deadline, next_fault = time.monotonic() + 2 * LONG_S, 60
             while learner.ledger.consumed < TARGET:
                 assert time.monotonic() < deadline, (learner.ledger.consumed, learner.buffer.audit())
                 learner.step()

@@ -1,9 +1,9 @@
 """Rows of a check of the GPUs: one that is fine, and the ways to fail. A row's process imports little else."""
 
 import os
-import time
 
 from asyncrl.preflight.gpu.figures import absent, judged, noted
+from tests.support.waiting import hang
 
 
 def fine(place):
@@ -17,7 +17,7 @@ def hangs(place):
     yield judged("before", 1.0)
     child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
     (place.directory / "child").write_text(str(child))
-    time.sleep(600)
+    hang()
     yield judged("after", 1.0)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from redis.exceptions import RedisError
 
 from asyncrl.buffer.server import find_server
 from tests.support.ports import free_ports
+from tests.support.waiting import wait_until
 
 PRIMARIES, SLOTS = 3, 16384
 READY_S = 120.0
@@ -88,10 +88,9 @@ def _knows_all(node: Node, count: int) -> bool:
 
 
 def _wait_until(condition: Callable[[], Any]) -> None:
-    until_s = time.monotonic() + READY_S
-    while True:
+    def is_so() -> bool:
         with contextlib.suppress(RedisError):
-            if condition():
-                return
-        assert time.monotonic() < until_s, f"no cluster within {READY_S:.0f} s"
-        time.sleep(0.1)
+            return bool(condition())
+        return False
+
+    wait_until(is_so, READY_S, lambda: "no cluster")

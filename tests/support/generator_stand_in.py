@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 import uuid
 
 from asyncrl.control.base import Heartbeat, Hello, Stop
@@ -22,6 +21,7 @@ from asyncrl.hosting.processes import die_with_parent
 from asyncrl.run.keys import RunKeys
 from asyncrl.weights.base import TRANSPORTS, UpdateReport
 from tests.support import receiver_stand_in as receiving
+from tests.support.waiting import hang
 
 
 def say(**what):
@@ -77,7 +77,7 @@ def receive(order, options):
     def on_tensor():
         if order.version == options.get("hang_on"):
             say(hanging=order.version)
-            time.sleep(1000)
+            hang()
 
     if options.get("fail_times", 0) > 0:
         options["fail_times"] -= 1

@@ -14,6 +14,7 @@ from asyncrl.weights.base import TensorSpec
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot, open_slot
 from asyncrl.weights.stream import SlotServer
+from tests.support.waiting import let_pass
 
 LAYOUT = Layout.plan(
     [TensorSpec(name=f"w{i}", dtype="bfloat16", shape=(97, 1 + 53 * i)) for i in range(40)], 100_000
@@ -75,7 +76,7 @@ def work(directory, channel):
                 verify(*arguments)
                 if stall_s:
                     channel.send("fetching")
-                    time.sleep(stall_s)
+                    let_pass(stall_s)
 
             stream.verify, relay.SILENT_S = slowly, order["silent_s"]
             layout, until_s = Layout.from_plain(order["layout"]), time.monotonic() + order["wait_s"]

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
@@ -15,6 +14,7 @@ from torch import Tensor
 from tests.support import trainer_worker
 from tests.support.forks import fork_server
 from tests.support.ports import free_ports
+from tests.support.waiting import wait_until
 
 Results = dict[str, tuple[dict[str, Tensor], Any]]
 """What rank 0 saw, by scenario name."""
@@ -62,16 +62,14 @@ class Ranks:
 
 
 def _wait(processes: list[Any], logs: list[Path], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
+    def have_ended() -> bool:
         codes = [process.exitcode for process in processes]
         for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
             # A rank that fails leaves the others within a collective.
             assert not code, f"rank {rank} exited with {code}:\n{log.read_text()[-6000:]}"
-        if None not in codes:
-            return
-        assert time.monotonic() < deadline, f"the ranks did not finish in {timeout_s:g} s"
-        time.sleep(0.02)
+        return None not in codes
+
+    wait_until(have_ended, timeout_s, lambda: "the ranks did not finish")
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -47,19 +46,19 @@ def tell(text):
 def fork_bomb(world):
     for _ in range(300):
         if os.fork() == 0:
-            time.sleep(60)
+            threading.Event().wait(60)
             os._exit(0)
 
 
 def orphan(world):
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         os.setsid()
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         if os.fork() == 0:
-            time.sleep(60)
+            threading.Event().wait(60)
         os._exit(0)
-    time.sleep(0.1)
+    os.waitpid(child, 0)  # its own child runs on
 
 
 def allocate(world):
@@ -190,7 +189,6 @@ def write_sysctl(world):
 def trace(world):
     for pid in _targets(world):
         libc.ptrace(PTRACE_SEIZE, pid, None, None)
-    time.sleep(0.2)
 
 
 CALLS = {
@@ -305,7 +303,7 @@ def system_exit(world):
 
 
 def sleep_forever(world):
-    time.sleep(3600)
+    threading.Event().wait(3600)
 
 
 def busy_and_deaf(world):
@@ -316,7 +314,7 @@ def busy_and_deaf(world):
 
 def interrupt_the_group(world):
     os.killpg(0, signal.SIGSTOP)
-    time.sleep(3600)
+    threading.Event().wait(3600)
 
 
 ATTACKS = {

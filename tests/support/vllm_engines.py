@@ -19,6 +19,7 @@ from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
 from asyncrl.weights.stream import SlotServer
 from tests.support.models import SIZES
+from tests.support.waiting import until
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-hd32"
 needs_stories = pytest.mark.skipif(
@@ -174,8 +175,7 @@ class Held(SlotServer):
         super().__init__(*args, **kwargs)
 
     async def _serve(self, channel):
-        while not self._gate.is_set():
-            await asyncio.sleep(0.01)
+        await until(self._gate.is_set)
         await super()._serve(channel)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from asyncrl.commands.down import processes_of
 from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
+from tests.support.waiting import wait_until
 
 B = 4
 
@@ -84,12 +84,14 @@ def steps(run: Path) -> list[int]:
 def wait(
     condition: Callable[[], bool], process: "subprocess.Popen[bytes]", config: Path, wait_s: float = 400.0
 ) -> None:
-    until_s = time.monotonic() + wait_s
-    while not condition():
-        said = (config.parent / "up.out").read_text()[-3000:]
-        assert process.poll() is None, f"ended with status {process.returncode}:\n{said}"
-        assert time.monotonic() < until_s, f"nothing within {wait_s} s:\n{said}"
-        time.sleep(0.2)
+    def said() -> str:
+        return (config.parent / "up.out").read_text()[-3000:]
+
+    def is_so() -> bool:
+        assert process.poll() is None, f"ended with status {process.returncode}:\n{said()}"
+        return condition()
+
+    wait_until(is_so, wait_s, said)
 
 
 def member_versions(run: Path) -> list[int]:

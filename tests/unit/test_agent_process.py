@@ -6,7 +6,6 @@ import socket
 import sys
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ from asyncrl.errors import EngineError, EnvironmentFault
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
 from tests.support.agent_talks import ScriptedTalk, character_tokenizer
+from tests.support.waiting import HANG, has_ended, turns, until, wait_until, wait_until_ended
 
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
 ASK = """
@@ -50,9 +50,7 @@ def play(tmp_path, talk, program: str, *, prompt="1+2?", cancel_when=lambda: Fal
         try:
             row = {"question": "1+2?", "answer": "3"}
             playing = asyncio.ensure_future(environment.play(talk, row, prompt=prompt, seed=7, episode=2))
-            async with asyncio.timeout(100):
-                while not playing.done() and not cancel_when():
-                    await asyncio.wait({playing}, timeout=0.05)
+            await until(lambda: playing.done() or cancel_when())
             playing.cancel()
             return await playing
         finally:
@@ -148,8 +146,7 @@ def test_an_episode_that_is_cancelled_at_its_start_leaves_nothing(tmp_path, monk
         await environment.start()
         files = psutil.Process().num_fds()
         playing = asyncio.ensure_future(environment.play(ScriptedTalk(), {}, prompt="", seed=0, episode=0))
-        for _ in range(step):
-            await asyncio.sleep(0)
+        await turns(step)
         playing.cancel()
         await asyncio.wait({playing})
         keys = dict(environment.endpoint.episodes._open)
@@ -256,7 +253,7 @@ def test_an_address_of_another_machine_or_of_every_interface_is_refused(tmp_path
         EnvironmentConfig(command=("agent",), address="0.0.0.0")
 
 
-@pytest.mark.parametrize("ends", ["", "time.sleep(60)"], ids=["exits", "is cancelled"])
+@pytest.mark.parametrize("ends", ["", HANG], ids=["exits", "is cancelled"])
 def test_no_process_of_an_agent_is_left(tmp_path, ends):
     """A child in its group, and one that has moved to another session and lost its parent."""
     pids = tmp_path / "pids"
@@ -271,11 +268,11 @@ def test_no_process_of_an_agent_is_left(tmp_path, ends):
                         os._exit(0)
                 with open({str(pids)!r}, "a") as file:
                     file.write(f"{{os.getpid()}}\\n")
-                time.sleep(60)
+                {HANG}
                 os._exit(0)
         ask('x')
         while len(open({str(pids)!r}).readlines()) < 2:
-            time.sleep(0.01)
+            pass
         {ends}
     """
     if ends:
@@ -285,10 +282,7 @@ def test_no_process_of_an_agent_is_left(tmp_path, ends):
         play(tmp_path, ScriptedTalk(TEXT), program)
     left = [int(line) for line in pids.read_text().split()]
     assert len(left) == 2
-    until_s = time.monotonic() + 10
-    while any(is_running(pid) for pid in left) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert not [pid for pid in left if is_running(pid)]
+    wait_until_ended(left)
 
 
 def test_nothing_of_an_agent_is_left_when_its_generator_is_killed(tmp_path, monkeypatch):
@@ -302,36 +296,24 @@ def test_nothing_of_an_agent_is_left_when_its_generator_is_killed(tmp_path, monk
             os.setsid()
         with open({str(pids)!r}, "a") as file:
             file.write(f"{{os.getpid()}}\\n")
-        time.sleep(120)
+        {HANG}
     """
     generator = multiprocessing.get_context("spawn").Process(
         target=play, args=(tmp_path, None, program), daemon=True
     )
     generator.start()
-    until_s = time.monotonic() + 100
-    while pids.read_text().count("\n") < 2 and time.monotonic() < until_s:
-        time.sleep(0.02)
+    wait_until(lambda: pids.read_text().count("\n") == 2)
     left = [int(line) for line in pids.read_text().split()]
-    assert len(left) == 2 and all(map(is_running, left))
+    assert not any(map(has_ended, left))
     assert list(scratch.iterdir())
     generator.kill()
-    until_s = time.monotonic() + 30
-    while (any(map(is_running, left)) or list(scratch.iterdir())) and time.monotonic() < until_s:
-        time.sleep(0.02)
-    assert not [pid for pid in left if is_running(pid)] and not list(scratch.iterdir())
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until_ended(left)
+    wait_until(lambda: not list(scratch.iterdir()))
 
 
 def test_memory_is_bounded(tmp_path):
     with pytest.raises(EnvironmentFault, match="MemoryError"):
-        play(tmp_path, ScriptedTalk(TEXT), "ask('x'); time.sleep(0.5); bytes(2**30)", memory_gib=0.5)
+        play(tmp_path, ScriptedTalk(TEXT), "ask('x'); bytes(2**30)", memory_gib=0.5)
 
 
 def test_a_row_that_the_environment_of_a_process_cannot_hold_is_a_fault(tmp_path):

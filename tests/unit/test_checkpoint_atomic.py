@@ -15,6 +15,7 @@ from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.lock import RunLock
 from tests.support.fake_trainer import KEY, FakeTrainer
+from tests.support.waiting import HANG
 
 
 class Crash(Exception):
@@ -280,7 +281,7 @@ def test_a_second_learner_is_told_who_holds_the_run(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_learner_is_free(tmp_path: Path) -> None:
     program = (
         "import sys, time, pathlib; from asyncrl.run.lock import RunLock; lock = "
-        "RunLock(pathlib.Path(sys.argv[1]));print('held', flush=True); time.sleep(60)"
+        "RunLock(pathlib.Path(sys.argv[1]));print('held', flush=True); " + HANG
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True

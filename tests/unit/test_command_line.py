@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.cli.main import main
 from tests.support.command import ASYNCRL
+from tests.support.waiting import let_pass
 
 GOOD = """\
 run: {name: mine}
@@ -300,7 +300,7 @@ def test_ctrl_c_at_any_moment_is_quiet(project):
             [sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
-        time.sleep(wait_s)
+        let_pass(wait_s)
         process.send_signal(signal.SIGINT)
         out, said = process.communicate(timeout=60)
         # On a slow machine the last comes early, on a fast one late: when the answer is out already.

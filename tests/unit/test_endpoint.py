@@ -20,6 +20,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
 from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
+from tests.support.waiting import LONG_S, until
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -36,7 +37,7 @@ def serve(talk, play: Callable[[Endpoint, OpenEpisode], Awaitable[None]]) -> End
         endpoint = Endpoint()
         await endpoint.start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LONG_S):
                 await play(endpoint, endpoint.open(talk))
         finally:
             await endpoint.close()
@@ -55,7 +56,7 @@ def post(endpoint: Endpoint, key: str, body, path: str = "/v1/chat/completions",
         "authorization": f"Bearer {key}",
         **{name.replace("_", "-"): one for name, one in headers.items()},
     }
-    return httpx.AsyncClient(timeout=10).post(f"{endpoint.url}{path}", content=content, headers=headers)
+    return httpx.AsyncClient(timeout=LONG_S).post(f"{endpoint.url}{path}", content=content, headers=headers)
 
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
@@ -468,8 +469,7 @@ def test_closing_an_episode_ends_its_calls():
 
     async def play(endpoint, episode):
         asking = asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION}))
-        while not talk.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: talk.asked)
         endpoint.shut(episode)
         assert (await asking).status_code == 403
 
@@ -488,11 +488,10 @@ def test_a_retry_joins_the_call_or_gets_its_answer_and_a_repetition_is_a_new_sam
             return answer.json()["choices"][0]["message"]["content"]
 
         lost = asyncio.create_task(text())
-        while not talk.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: talk.asked)
         lost.cancel()  # the connection of the first attempt is gone
         joined = asyncio.create_task(text(x_stainless_retry_count="1"))
-        await asyncio.sleep(0.05)
+        await until(lambda: episode.retries == 1)
         talk.release.set()
         assert await joined == "two words"
         assert await text(x_stainless_retry_count="2") == "two words"
@@ -595,8 +594,9 @@ def test_a_flood_of_one_episode_waits_and_others_are_served(monkeypatch):
 
     async def play(endpoint, episode):
         flood = [asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION})) for _ in range(8)]
-        done, waiting = await asyncio.wait(flood, timeout=1)
-        assert sorted(one.result().status_code for one in done) == [429] * 5
+        await until(lambda: sum(one.done() for one in flood) == 5)
+        waiting = [one for one in flood if not one.done()]
+        assert [one.result().status_code for one in flood if one.done()] == [429] * 5
         other = endpoint.open(ScriptedTalk(TEXT))
         assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 200
         talk.release.set()

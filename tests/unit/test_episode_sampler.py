@@ -25,6 +25,7 @@ from asyncrl.rewards.base import Score
 from asyncrl.types import Prompt
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.letters import Letters, read, text_of
+from tests.support.waiting import elapse, in_virtual_time, until
 
 LIMITS = GroupLimits(vocabulary=16, rollouts=3, max_tokens=200)
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=150)
@@ -83,7 +84,7 @@ async def three_turns(talk, episode):
 
 
 def group_of(made, **more):
-    return asyncio.run(made.group(PROMPT, 5, LIMITS, SPEC, **more))
+    return in_virtual_time(made.group(PROMPT, 5, LIMITS, SPEC, **more))
 
 
 def test_episodes_count_until_the_last_of_their_group_has_ended():
@@ -92,7 +93,7 @@ def test_episodes_count_until_the_last_of_their_group_has_ended():
 
     async def play(talk, episode):
         if episode == 1:  # as a slow environment
-            await asyncio.sleep(0.05)
+            await elapse(0.05)
         await talk.complete("ab")
         seen.append(made.clock.episodes)
         return Outcome(finish_reason="stop", reward=1.0)
@@ -138,13 +139,13 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
 
 def test_the_time_of_an_episode_is_the_models_or_the_environments():
     async def play(talk, episode):
-        await asyncio.sleep(0.1)
+        await elapse(0.1)
         await talk.complete("ab")
         return Outcome(finish_reason="stop", reward=1.0)
 
     token_s = 0.01
     made, _ = sampler(play, FakeEngine(token_s=token_s))
-    group = asyncio.run(made.group(PROMPT, 5, LIMITS, replace(SPEC, max_response_tokens=8)))
+    group = in_virtual_time(made.group(PROMPT, 5, LIMITS, replace(SPEC, max_response_tokens=8)))
     model_s, environment_s = (group.episode_metrics[name] for name in ("model_s", "environment_s"))
     sampled = np.array([one.actions for one in group.rollouts])
     assert (model_s > token_s * sampled * 0.99).all() and (environment_s > 0.099).all()
@@ -298,7 +299,7 @@ def test_an_environment_that_does_not_end_is_killed_and_its_episode_is_cut_off_w
     async def play(talk, episode):
         await talk.complete("ab")
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append(episode)
 
@@ -344,7 +345,7 @@ def test_an_episode_whose_replays_all_fail_fails_the_ticket_with_the_reasons():
     async def play(talk, episode):
         if episode == 1:
             raise EnvironmentFault("broken pipe")
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     made, _ = sampler(play, replays=1)
     with pytest.raises(RewardError, match="in all 2 attempts at an episode: 2 x broken pipe"):
@@ -562,8 +563,7 @@ def test_a_cancelled_group_ends_its_turns_before_its_environments():
     async def scenario():
         made, _ = sampler(play, engine)
         group = asyncio.create_task(made.group(PROMPT, 1, LIMITS, SPEC))
-        while engine.stats().running_requests < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.stats().running_requests == 3)
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group

@@ -11,6 +11,7 @@ from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder
+from tests.support.waiting import LONG_S, elapse, in_virtual_time, turns
 
 
 def order(version, **details):
@@ -36,7 +37,7 @@ def spec(tokens=50, temperature=1.0):
 
 
 def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 10.0))
+    return in_virtual_time(asyncio.wait_for(scenario, LONG_S))
 
 
 def certain(token, vocabulary=16):
@@ -49,7 +50,7 @@ def test_every_token_has_the_version_and_logprob_that_sampled_it():
         await apply(engine, order(1, tensors={"logits": certain(1)}))
         sampling = asyncio.gather(*(engine.sample([3], 4, spec(60)) for _ in range(3)))
         for version in range(2, 10):
-            await asyncio.sleep(0.003)
+            await elapse(0.003)
             await apply(engine, order(version, tensors={"logits": certain(version)}))
         return [rollout for group in await sampling for rollout in group]
 
@@ -108,7 +109,7 @@ def test_dirty_weights_do_not_sample():
 
     rollouts, stats = run(scenario())
     assert {span.version for rollout in rollouts for span in rollout.version_spans} == {2}
-    assert stats.paused_s >= 0.02 and stats.running_requests == 0
+    assert stats.paused_s == pytest.approx(0.02) and stats.running_requests == 0
     assert stats.sampled_tokens == sum(len(rollout.response_ids) for rollout in rollouts)
 
 
@@ -117,7 +118,7 @@ def test_dropped_requests_raise(how):
     async def scenario():
         engine = FakeEngine(token_s=1.0)
         task = asyncio.create_task(engine.sample([3], 2, spec()))
-        await asyncio.sleep(0.01)
+        await elapse(0.01)
         assert engine.stats().running_requests == 2
         if how == "kill":
             engine.kill()
@@ -137,11 +138,11 @@ def test_cancelling_the_caller_cancels_the_request():
     async def scenario():
         engine = FakeEngine(token_s=1.0)
         task = asyncio.create_task(engine.sample([3], 2, spec()))
-        await asyncio.sleep(0.01)
+        await elapse(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.01)
+        await turns(3)
         return engine.stats()
 
     assert run(scenario()).running_requests == 0

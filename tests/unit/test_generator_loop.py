@@ -34,6 +34,7 @@ from asyncrl.weights.staging import HostStaging
 from asyncrl.wire.group_frames import decode_group
 from tests.support.nowhere import Nowhere
 from tests.support.publications import Learner
+from tests.support.waiting import LONG_S, elapse, in_virtual_time, until
 
 B, G = 2, 3
 PER_SLOT = 4
@@ -162,10 +163,8 @@ class World:
             size_bytes=5_000_000,
         )
 
-    async def until(self, condition: Callable[[], bool], wait_s: float = 5.0) -> None:
-        async with asyncio.timeout(wait_s):
-            while not condition():
-                await asyncio.sleep(0.005)
+    async def reported(self) -> UpdateReport:
+        return await asyncio.wait_for(self.control.reports.get(), LONG_S)
 
     def run(self, script: Callable[["World"], Any]) -> None:
         async def play() -> None:
@@ -177,19 +176,19 @@ class World:
             finally:
                 if not task.done() and self.control.orders.empty():
                     task.cancel()
-                await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5.0)
+                await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), LONG_S)
             if not task.cancelled() and (error := task.exception()):
                 raise error
 
-        asyncio.run(play())
+        in_virtual_time(play())
 
 
 def test_it_samples_what_it_holds_credit_for_and_no_more():
     world = World()
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
-        await asyncio.sleep(0.1)
+        await until(lambda: world.learner.audit().ready == 4)
+        await elapse(0.1)
 
     world.run(script)
     audit = world.learner.audit()
@@ -213,7 +212,7 @@ def test_a_group_that_is_larger_than_the_engine_is_sampled_alone():
     world = World(max_running=1, greedy=True)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
 
@@ -227,7 +226,7 @@ def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkey
     async def play(*arguments: Any, **options: Any) -> Group:
         with sampler.clock.group(G):
             while not may_sample.is_set():
-                await asyncio.sleep(0.01)
+                await elapse(0.01)
         return await respond(*arguments, **options)
 
     monkeypatch.setattr(sampler, "group", play)
@@ -235,12 +234,12 @@ def test_it_leases_more_tickets_while_episodes_wait_for_their_environment(monkey
     held = world.generator._held["train"]
 
     async def script(world: World) -> None:
-        await world.until(lambda: len(held) == 2 * PER_SLOT)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(held) == 2 * PER_SLOT)
+        await elapse(0.1)
         assert len(held) == 2 * PER_SLOT
         assert world.generator._duty.metrics() == {"engine/occupancy": 0.0, "episodes/duty": 0.0}
         may_sample.set()
-        await world.until(lambda: world.learner.audit().ready == 10 * B)
+        await until(lambda: world.learner.audit().ready == 10 * B)
 
     world.run(script)
 
@@ -249,10 +248,10 @@ def test_a_ticket_that_comes_again_while_it_is_sampled_is_sampled_once():
     world = World(token_s=0.05, max_running=24)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().leased == 4)
+        await until(lambda: world.learner.audit().leased == 4)
         world.learner.revoke("g0:i")  # as a store that was rolled back: it knows of no lease
-        await world.until(lambda: world.learner.audit().leased == 4)
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().leased == 4)
+        await until(lambda: world.learner.audit().ready == 4)
         assert world.engine.stats().sampled_tokens <= 4 * G * 6
 
     world.run(script)
@@ -264,7 +263,7 @@ def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
     world = World(rewards=Rewards(fails=lambda one: one.prompt == "prompt 2"))
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     assert world.learner.audit().counters["failed"] == 2
@@ -310,7 +309,7 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
     world.generator.sampler._decode = read_strictly
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     counters = world.learner.audit().counters
@@ -332,7 +331,7 @@ def test_an_encoder_that_refuses_a_group_fails_its_ticket(monkeypatch):
     world = World()
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     (frame,) = world.learner.frames((2,))
@@ -343,16 +342,16 @@ def test_synchronous_tickets_wait_for_their_version():
     world = World(max_lag=0)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 2)
+        await until(lambda: world.learner.audit().ready == 2)
         world.learner.set_version(1, limit=credit_limit(B, max_lag=0, groups=B, rejected=0))
-        await world.until(lambda: world.learner.audit().leased == 2)
-        await world.until(lambda: world.control.beats[-1].metrics["stalled_s"] > 0.04)
+        await until(lambda: world.learner.audit().leased == 2)
+        await until(lambda: world.control.beats[-1].metrics["stalled_s"] > 0.04)
         assert world.learner.audit().ready == 2  # leased, but not started with weights of version 0
         stalled_s = world.control.beats[-1].metrics["stalled_s"]
         await world.control.orders.put(world.order(1))
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
         beats = len(world.control.beats)
-        await world.until(lambda: len(world.control.beats) > beats + 2)
+        await until(lambda: len(world.control.beats) > beats + 2)
         first, last = (world.control.beats[at].metrics for at in (beats + 1, -1))
         assert 0.04 < stalled_s <= last["stalled_s"] <= last["idle_s"] + last["paused_s"]
         assert last["stalled_s"] == first["stalled_s"], "now there are no tickets, which is another cause"
@@ -368,17 +367,24 @@ def test_synchronous_tickets_wait_for_their_version():
 
 def test_an_update_under_running_requests_is_reported_with_its_probe():
     world = World(token_s=0.02)
+    receive = world.engine.receive
+
+    async def receive_slowly(order: UpdateOrder) -> None:
+        await elapse(0.25)
+        await receive(order)
+
+    world.engine.receive = receive_slowly
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await until(lambda: world.engine.stats().running_requests > 0)
         await world.control.orders.put(world.order(1))
-        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        report = await world.reported()
         assert report.applied, report
         assert report.version == 1 and report.probe_max < 1e-5
-        assert 0 < report.paused_s <= report.update_s
+        assert report.paused_s == pytest.approx(0.25) and report.update_s >= 0.2499
         # At most all of the update was spent on moving the version's 5 MB.
-        assert report.transfer_gb_per_s >= 5e-3 / report.update_s
-        await world.until(lambda: world.learner.audit().ready == 4)
+        assert 5e-3 / report.update_s <= report.transfer_gb_per_s <= 5e-3 / 0.2499
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     take = world.learner.take(Ledger(), 4, window=4)
@@ -396,9 +402,9 @@ def test_a_stop_does_not_wait_for_an_update_whose_sender_is_gone():
     async def script(world: World) -> None:
         world.staging.arrived.clear()
         await world.control.orders.put(world.order(1))
-        await world.until(lambda: world.control.orders.empty())
+        await until(lambda: world.control.orders.empty())
         await world.control.orders.put(Stop(reason="test"))
-        await world.until(lambda: "leave" in world.control.events)
+        await until(lambda: "leave" in world.control.events)
         world.staging.arrived.set()
 
     world.run(script)
@@ -409,7 +415,7 @@ def test_a_store_that_is_gone_before_the_tickets_are_given_back_is_no_failure(mo
     world = World(token_s=0.05)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().leased > 0)
+        await until(lambda: world.learner.audit().leased > 0)
 
         def refuse(*_: object) -> None:
             raise StoreError("gone")
@@ -426,21 +432,21 @@ def test_sampling_goes_on_while_weights_arrive_and_after_they_did_not():
         world.staging.arrived.clear()
         world.staging.error = "the peer is gone"
         await world.control.orders.put(world.order(1))
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
         assert (
             world.engine.weights.version,
             world.engine.stats().paused_s,
             world.control.reports.qsize(),
         ) == (0, 0.0, 0)
         world.staging.arrived.set()
-        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        report = await world.reported()
         assert (report.applied, report.reason) == (False, "the peer is gone")
         assert (world.engine.weights.version, world.engine.stats().paused_s) == (0, 0.0)
         (rollout,) = await world.engine.sample((1,), 1, world.generator.lanes[0].spec)
         assert {span.version for span in rollout.version_spans} == {0}
         world.staging.error = ""
         await world.control.orders.put(world.order(1))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        assert (await world.reported()).applied
         assert world.engine.weights.version == 1
 
     world.run(script)
@@ -454,20 +460,20 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
     monkeypatch.setattr(world.engine, "distrust", distrust := Mock())
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await until(lambda: world.engine.stats().running_requests > 0)
         await world.control.orders.put(world.order(1, probe_error=0.1))
-        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        report = await world.reported()
         assert not report.applied
         assert "probe differs" in report.reason and report.probe_max == pytest.approx(0.1, rel=1e-3)
         distrust.assert_called_once_with()
-        await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
+        await until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
         assert world.engine.weights.version == -1
-        await world.until(lambda: world.control.beats[-1].state == "dirty")
+        await until(lambda: world.control.beats[-1].state == "dirty")
         assert world.learner.audit().ready == 0
         world.learner.set_version(2, limit=0)
         await world.control.orders.put(world.order(2))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        await world.until(lambda: world.learner.audit().ready == 4)
+        assert (await world.reported()).applied
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     take = world.learner.take(Ledger(), 4, window=4)
@@ -482,7 +488,7 @@ def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_a
     async def script(world: World) -> None:
         for version in (1, 2):
             await world.control.orders.put(world.order(version))
-            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            report = await world.reported()
             assert not report.applied and "before the first update" in report.reason
             assert (report.floor_max, report.probe_max) == (
                 pytest.approx(0.1, rel=1e-3),
@@ -512,7 +518,7 @@ def test_a_quantised_engine_adopts_its_versions_but_no_wrong_tensor_and_no_nan(t
             (5, 0.3, sums, ""),
         ):
             await world.control.orders.put(order(version, error, sent))
-            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            report = await world.reported()
             assert report.applied is (not said) and said in report.reason, version
 
     world.run(script)
@@ -526,12 +532,12 @@ def test_the_floor_is_taken_before_the_first_update_and_from_then_on_holds():
     async def script(world: World) -> None:
         world.staging.error = "nobody sent"
         await world.control.orders.put(world.order(1))
-        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        report = await world.reported()
         assert not report.applied and report.probe_limit == 0
         world.staging.error = ""
         for version in (2, 3):  # the engine no longer has the first weights
             await world.control.orders.put(world.order(version))
-            report = await asyncio.wait_for(world.control.reports.get(), 5)
+            report = await world.reported()
             assert report.applied and report.floor_mean == pytest.approx(5e-4, rel=1e-2)
 
     world.run(script)
@@ -555,7 +561,7 @@ def test_a_greedy_response_gives_each_group_its_reward_and_is_not_kept():
     world.engine.sample = recorded  # type: ignore[method-assign]
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     assert sorted(asked) == [(1, 0.0)] * 4 + [(G, 1.0)] * 4
@@ -571,10 +577,9 @@ def test_the_greedy_response_takes_a_place_among_the_running():
 
     async def script(world: World) -> None:
         nonlocal most
-        async with asyncio.timeout(10):
-            while world.learner.audit().ready < 4:
-                most = max(most, world.engine.stats().running_requests)
-                await asyncio.sleep(0.005)
+        while world.learner.audit().ready < 4:
+            most = max(most, world.engine.stats().running_requests)
+            await elapse(0.005)
 
     world.run(script)
     assert most == G + 1
@@ -586,7 +591,7 @@ def test_a_greedy_response_that_cannot_be_scored_fails_the_ticket():
     )
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
@@ -598,14 +603,14 @@ def test_a_failed_probe_drops_the_greedy_response_too():
     world = World(greedy=True, token_s=0.02)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await until(lambda: world.engine.stats().running_requests > 0)
         await world.control.orders.put(world.order(1, probe_error=0.1))
-        assert not (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        await world.until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
+        assert not (await world.reported()).applied
+        await until(lambda: world.learner.audit().reissue == world.learner.audit().issued)
         assert world.engine.stats().running_requests == 0
         world.learner.set_version(2, limit=0)
         await world.control.orders.put(world.order(2))
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     for group in map(decode_group, world.learner.frames((1, 2, 3, 4))):
@@ -628,13 +633,13 @@ def test_weights_of_a_discarded_lineage_start_no_ticket(version):
     async def script(world: World) -> None:
         world.learner.set_version(5, limit=0)
         await world.control.orders.put(world.order(5))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        await world.until(lambda: world.learner.audit().ready == 4)
+        assert (await world.reported()).applied
+        await until(lambda: world.learner.audit().ready == 4)
         world.generator.lanes[0].buffer._store = back._store  # type: ignore[attr-defined]
-        await world.until(lambda: back.audit().counters.get("returned", 0) >= 8)
+        await until(lambda: back.audit().counters.get("returned", 0) >= 8)
         assert back.audit().ready == 0
         await world.control.orders.put(world.order(version, history=BACK_AT_2))
-        await world.until(lambda: back.audit().ready == 2 * version + 4)
+        await until(lambda: back.audit().ready == 2 * version + 4)
 
     world.run(script)
     assert sampled_by(back, 2 * version + 4) == {BACK_AT_2.weights(version)}
@@ -646,13 +651,13 @@ def test_a_ticket_waits_for_weights_of_its_history_though_others_are_new_enough(
     world.learner.recover(Ledger(), version=3, limit=4, history=BACK_AT_2)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().leased == 4)
+        await until(lambda: world.learner.audit().leased == 4)
         await world.control.orders.put(world.order(5))  # of the learner that has died
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        await asyncio.sleep(0.1)
+        assert (await world.reported()).applied
+        await elapse(0.1)
         assert (world.learner.audit().leased, world.engine.stats().sampled_tokens) == (4, 0)
         await world.control.orders.put(world.order(3, history=BACK_AT_2))
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     assert sampled_by(world.learner, 4) == {Weights(3, 9)}
@@ -669,18 +674,18 @@ def test_an_order_of_another_history_gives_back_what_runs_even_after_a_failed_up
     world = World(token_s=0.05)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.engine.stats().sampled_tokens >= 4 * G)  # of version 0
+        await until(lambda: world.engine.stats().sampled_tokens >= 4 * G)  # of version 0
         await world.control.orders.put(world.order(5))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        assert (await world.reported()).applied
         broken = world.order(6)  # its requests are kept, with tokens of version 5
         broken.details["tensors"] = {"logits": [0.0]}  # type: ignore[index]
         await world.control.orders.put(broken)
-        assert not (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        assert not (await world.reported()).applied
         world.learner.recover(Ledger(), version=version, limit=4, history=BACK_AT_2)
         await world.control.orders.put(world.order(version, history=BACK_AT_2))
-        report = await asyncio.wait_for(world.control.reports.get(), 5)
+        report = await world.reported()
         assert (report.applied, report.version, report.lineage) == (True, version, 9)
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     assert sampled_by(world.learner, 4) == {Weights(version, 9)}
@@ -692,12 +697,12 @@ def test_what_runs_goes_on_under_a_learner_that_continues_its_history():
 
     async def script(world: World) -> None:
         await world.control.orders.put(world.order(2))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
+        assert (await world.reported()).applied
         sampled = world.engine.stats().sampled_tokens
-        await world.until(lambda: world.engine.stats().sampled_tokens >= sampled + 4 * G)
+        await until(lambda: world.engine.stats().sampled_tokens >= sampled + 4 * G)
         await world.control.orders.put(world.order(3, history=BACK_AT_2))
-        assert (await asyncio.wait_for(world.control.reports.get(), 5)).applied
-        await world.until(lambda: world.learner.audit().ready == 4)
+        assert (await world.reported()).applied
+        await until(lambda: world.learner.audit().ready == 4)
 
     world.run(script)
     assert sampled_by(world.learner, 4) >= {Weights(2), Weights(3, 9)}
@@ -709,10 +714,10 @@ def test_log_lines_carry_the_version_that_samples(tmp_path):
     world = World(on_version=context.follow)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
+        await until(lambda: world.learner.audit().ready == 4)
         logging.getLogger("test").info("before")
         await world.control.orders.put(world.order(1))
-        await asyncio.wait_for(world.control.reports.get(), 5)
+        await world.reported()
         logging.getLogger("test").info("after")
 
     try:
@@ -740,7 +745,7 @@ def test_a_full_store_keeps_the_group_with_the_generator():
     world.generator.lanes[0].buffer.put = full_twice  # type: ignore[method-assign]
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready >= 1)
+        await until(lambda: world.learner.audit().ready >= 1)
         assert world.learner.audit().issued <= 2  # it leased nothing while it sat on a group
 
     world.run(script)
@@ -751,7 +756,7 @@ def test_leaving_gives_every_ticket_back_at_once():
     world = World(token_s=0.5)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().leased == 4)
+        await until(lambda: world.learner.audit().leased == 4)
 
     world.run(script)
     audit = world.learner.audit()
@@ -763,7 +768,7 @@ def test_a_closed_run_ends_the_generator():
 
     async def script(world: World) -> None:
         world.learner.close()
-        await world.until(lambda: "leave" in world.control.events)
+        await until(lambda: "leave" in world.control.events)
 
     world.run(script)
 
@@ -773,13 +778,13 @@ def test_an_engine_that_dies_ends_the_generator_with_its_own_error(during):
     world = World(token_s=0.02)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.engine.stats().running_requests > 0)
+        await until(lambda: world.engine.stats().running_requests > 0)
         if during == "an update":
             world.staging.arrived.clear()
             await world.control.orders.put(world.order(1))
         world.engine.kill()
         world.staging.arrived.set()
-        await world.until(lambda: "leave" in world.control.events)
+        await until(lambda: "leave" in world.control.events)
 
     with pytest.raises(EngineError, match=r"the engine has died|the request was aborted"):
         world.run(script)
@@ -797,11 +802,11 @@ def test_it_gets_on_only_while_its_engine_does(monkeypatch):
     monkeypatch.setattr(world.engine, "progress", goes_on.wait)
 
     async def script(world: World) -> None:
-        await world.until(lambda: world.learner.audit().ready == 4)
-        await asyncio.sleep(0.1)
+        await until(lambda: world.learner.audit().ready == 4)
+        await elapse(0.1)
         assert beats == ["generate"]
         goes_on.set()
-        await world.until(lambda: beats.count("beat") >= 3)
+        await until(lambda: beats.count("beat") >= 3)
 
     world.run(script)
     assert beats[-1] == "leave"

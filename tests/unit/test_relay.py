@@ -15,7 +15,7 @@ from asyncrl.weights.layout import checksums
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import Slot
 from tests.support.publications import LAYOUT, Learner
-from tests.support.waiting import wait_until
+from tests.support.waiting import let_pass, wait_until
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_transfer_that_is_slow_but_moves_is_waited_for(learners, relays, monke
 
     def slowly(*arguments, on_progress, **options):
         for _ in range(15):
-            time.sleep(0.1)
+            let_pass(0.1)
             on_progress()
         fetch(*arguments, on_progress=on_progress, **options)
 

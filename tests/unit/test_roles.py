@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl import errors
 from asyncrl.launch import roles
+from tests.support.waiting import turns
 
 
 async def in_tasks(*failures: Exception) -> None:
@@ -94,4 +95,4 @@ def test_a_fault_among_the_errors_is_not_hidden():
         asyncio.run(in_tasks(ZeroDivisionError(), errors.StoreError("second")))
     assert raised.value.subgroup(ZeroDivisionError) is not None
     with errors.ungrouped():
-        asyncio.run(asyncio.sleep(0))
+        asyncio.run(turns(1))

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.buffer import connection as module
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.errors import StoreError, StoreRefused
+from tests.support.waiting import let_pass
 
 RETRY_S = 1.5
 WEB_PROXY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
@@ -54,7 +55,7 @@ def drip(connection: socket.socket, _: int) -> None:
     connection.sendall(b"$1000\r\n")
     for _ in range(1000):
         connection.sendall(b"x")
-        time.sleep(0.05)
+        let_pass(0.05)
 
 
 def test_a_peer_that_drips_bytes_does_not_hold_a_call(monkeypatch):

@@ -18,7 +18,7 @@ from asyncrl.weights.layout import checksums
 from asyncrl.weights.slots import Slots
 from asyncrl.weights.stream import SlotServer, fetch
 from tests.support.publications import LARGE, LAYOUT, filled
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, let_pass, wait_until
 
 STAMP = 7
 
@@ -173,7 +173,7 @@ def test_a_learner_that_is_stuck_costs_one_deadline(says):
                 channel.sendall(LAYOUT.total_bytes.to_bytes(8, "little"))
                 while says == "one byte at a time":
                     channel.sendall(b"x")
-                    time.sleep(0.05)
+                    let_pass(0.05)
                 channel.recv(1000)
                 channel.recv(1000)
 
@@ -203,8 +203,8 @@ from asyncrl.weights.stream import SlotServer
 slot = filled(LARGE, 7)
 server = SlotServer("127.0.0.1", lambda stamp: slot.file, LARGE.total_bytes, deadline_s=30.0)
 print(server._port, server._key.hex(), flush=True)
-time.sleep(60)
-"""
+HANG
+""".replace("HANG", HANG)
     learner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         port, key = learner.stdout.readline().split()

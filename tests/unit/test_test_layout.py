@@ -1,6 +1,7 @@
-"""Where tests find what they share: in tests/support, by one way to import it."""
+"""Where tests find what they share, in tests/support by one way to import it, and how they wait."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,3 +25,15 @@ def test_what_tests_share_is_imported_from_tests_support() -> None:
             )
             assert not name.startswith("tests.") or name.startswith("tests.support"), f"{path}: {name}"
             assert name not in SUPPORT, f"{path}: import it as tests.support.{name}"
+
+
+def test_no_test_sleeps() -> None:
+    """It waits for its condition, passes virtual time, or hangs by name: `tests/support/waiting.py`."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path == ROOT / "tests" / "support" / "waiting.py":
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            # Also in the text of programs; a clock that a test makes may have this method.
+            assert not re.search(r"(?<!def )\bsleep\(", line), (
+                f"{path}:{number}: take what waits from waiting.py"
+            )

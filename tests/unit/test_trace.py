@@ -21,6 +21,7 @@ from asyncrl.stopwatch import Span, Stopwatch
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport
 from tests.support.steps import group, rollout, step
+from tests.support.waiting import let_pass
 
 T0 = 1_700_000_000.0
 
@@ -133,7 +134,7 @@ def test_a_stopwatch_tells_when_and_how_long_and_both_agree() -> None:
     clock, before_at = Stopwatch(), time.time()
     for name in ("hooks", "train", "hooks"):
         with clock.time(name):
-            time.sleep(0.002)
+            let_pass(0.002)
     assert [span.name for span in clock.spans] == ["hooks", "train", "hooks"]
     for name, seconds in clock.seconds.items():
         assert seconds == pytest.approx(sum(span.duration_s for span in clock.spans if span.name == name))

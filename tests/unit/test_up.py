@@ -17,6 +17,7 @@ from asyncrl.launch import own_store
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from tests.support.task_config import config_of
+from tests.support.waiting import HANG
 
 
 class Server:
@@ -73,7 +74,7 @@ def test_a_store_that_cannot_start_is_tried_again(monkeypatch, tmp_path, caplog)
 def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monkeypatch):
     # Also where the tests run under nohup.
     monkeypatch.setattr(foreground.signal, "getsignal", lambda number: signal.SIG_DFL)
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleeper = [sys.executable, "-c", HANG]
     spec = ProcessSpec(
         name="learner",
         argv=sleeper,
