@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 ASK = [{"role": "user", "content": "2+3?"}]
 
 TOOLS = '''
-import errno, os, time
+import errno, os, threading
 from asyncrl.errors import EnvironmentFault
 
 class Broken(Exception):
