@@ -271,7 +271,7 @@ asyncio.run(played({wanted!r}, (ScriptedTalk([called({call[0]!r}, **{call[1]!r})
     found = family()
     assert found
     generator.kill()
-    generator.wait(10)
+    generator.wait(120)
     wait_until_ended(found)
 
 

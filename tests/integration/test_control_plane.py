@@ -27,7 +27,7 @@ from asyncrl.weights.publisher import SlotPublisher
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
 from tests.support.forks import fork_server
-from tests.support.waiting import elapse, let_pass, until, wait_until
+from tests.support.waiting import LONG_S, elapse, let_pass, until, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -95,7 +95,7 @@ class Learner:
         """Seconds that the training loop spends in it."""
         tensors = weights(self.layout, version)
         started_s = time.perf_counter()
-        self.publisher.publish(version, tensors, (probe,), SKIPPED).result(30)
+        self.publisher.publish(version, tensors, (probe,), SKIPPED).result(LONG_S)
         if announces:
             self.hub.announce(version)
         return time.perf_counter() - started_s
@@ -133,7 +133,7 @@ class Generator:
             for line in lines:
                 self.lines.put(json.loads(line))
 
-    def expect(self, key, value=None, timeout_s=120.0):
+    def expect(self, key, value=None, timeout_s=LONG_S):
         """The next line with `key` (and value); transfers on the way must have been whole."""
         until_s = time.monotonic() + timeout_s
         while True:
@@ -149,7 +149,7 @@ class Generator:
     def close(self):
         self.process.kill()
         self.process.join()
-        self.reader.join(10)
+        self.reader.join(LONG_S)
         self.output.close()
 
 
@@ -201,7 +201,7 @@ def test_generators_follow_the_newest_version_until_they_are_told_to_stop(stage,
     learner.hub.stop("enough")
     for generator in (first, late):
         generator.expect("stopped", "enough")
-        generator.process.join(60)
+        generator.process.join(LONG_S)
         assert generator.process.exitcode == 0
     assert learner.dead == []
 
@@ -321,11 +321,11 @@ def test_what_an_earlier_learner_ordered_is_replaced_though_the_generator_has_ap
         client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0)
         await client.join(hello_of("a"))
         client.beat(Heartbeat(generator_id="a", incarnation="i", version=0, state="sampling"))
-        assert (await asyncio.wait_for(client.next_order(), 60.0)).version == 1
+        assert (await asyncio.wait_for(client.next_order(), LONG_S)).version == 1
         await asyncio.to_thread(_kill_without_a_word, learner)
         restarted = await asyncio.to_thread(make_learner)
         await asyncio.to_thread(restarted.publish, 0)
-        assert (await asyncio.wait_for(client.next_order(), 60.0)).version == 0
+        assert (await asyncio.wait_for(client.next_order(), LONG_S)).version == 0
         await client.leave()
 
     asyncio.run(scenario())
@@ -342,7 +342,7 @@ def test_a_dead_control_thread_is_found_by_those_who_ask(stage):
     learner = stage[0]()
     learner.hub.check()
     learner.hub._round = lambda: 1 / 0
-    learner.hub._thread.join(10.0)
+    learner.hub._thread.join(LONG_S)
     for ask in (learner.hub.check, lambda: learner.hub.announce(1)):
         with pytest.raises(ControlError, match="ZeroDivisionError"):
             ask()
@@ -420,7 +420,7 @@ def test_a_generator_that_leaves_while_it_reads_reads_nothing_more(stage):
     async def scenario():
         client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0, keys=KEYS.join.control)
         await client.join(hello_of("a"))
-        await asyncio.wait_for(client.next_order(), 60.0)
+        await asyncio.wait_for(client.next_order(), LONG_S)
         assert learner.publisher.pinned == 1
         await client.leave()
 
@@ -456,7 +456,7 @@ async def pass_by(endpoint, name, *, says_goodbye):
     arrived = []
     client = ControlClient(endpoint, heartbeat_s=0.2, timeout_s=5.0, on_order=arrived.append)
     await client.join(hello_of(name))
-    order = await asyncio.wait_for(client.next_order(), 60.0)
+    order = await asyncio.wait_for(client.next_order(), LONG_S)
     assert order in arrived and order.skipped == SKIPPED
     assert await asyncio.to_thread(receiving.receive, order) == byte_sum(SMALL, order.version)
     await client.report(UpdateReport(version=order.version, applied=True))

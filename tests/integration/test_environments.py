@@ -342,6 +342,7 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypa
             workers_of(played)[0].suspend()
             with pytest.raises(EnvironmentFault, match="does not fork") as caught:
                 await play(played, bisect(0))
+            monkeypatch.undo()
             assert caught.value.reason == "hung"
             monkeypatch.undo()
             assert (await play(played, bisect(0))).reward == 1.0
@@ -506,7 +507,7 @@ asyncio.run(main())
             if "asyncrl.environments" in str(process.cmdline()):
                 process.suspend()
     generator.kill()
-    generator.wait(10)
+    generator.wait(120)
     wait_until_ended(family)
     assert list(scratch.iterdir()) == []
 

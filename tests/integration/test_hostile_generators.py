@@ -430,7 +430,7 @@ def test_idle_connections_of_strangers_take_nothing_that_the_learner_needs():
                     pass
             process.stdin.write("\n")
             process.stdin.flush()
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 

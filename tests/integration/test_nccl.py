@@ -22,7 +22,7 @@ from asyncrl.weights.layout import Layout, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
-from tests.support.waiting import HANG, wait_until
+from tests.support.waiting import HANG, LONG_S, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -80,7 +80,7 @@ def publisher(tmp_path):
 
 
 def publish(publisher, version):
-    publisher.publish(version, weights(version), ()).result(30)
+    publisher.publish(version, weights(version), ()).result(LONG_S)
 
 
 def has(order, version):
@@ -337,7 +337,7 @@ def test_a_process_ends_soon_after_the_other_end_whatever_it_waits_for():
             process.stdout.readline()
             theirs.close()
             ours.close()
-            assert process.wait(30) == 1
+            assert process.wait(120) == 1
 
 
 def test_a_learner_that_is_killed_leaves_no_process(tmp_path):
@@ -358,7 +358,7 @@ print(*(process.pid for found in processes(publisher).values() for process in fo
         assert len(pair) == 2
     finally:
         learner.kill()
-        learner.wait(10)
+        learner.wait(120)
         learner.stdout.close()
     wait_until(lambda: not any(process.is_running() for process in pair))
 

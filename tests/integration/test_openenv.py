@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(120)
 
 
 def test_an_action_with_one_text_is_the_answer(server: str) -> None:

@@ -35,6 +35,7 @@ from tests.support.memory_lane import MemoryLane
 from tests.support.redis_lane import RUN, RedisLane, Weighed, run_numbers
 from tests.support.shard_contract import SHARDS, Run, ShardContract
 from tests.support.store_servers import SERVERS
+from tests.support.waiting import LONG_S
 
 pytestmark = pytest.mark.integration
 
@@ -294,10 +295,10 @@ def test_processes_share_the_ids_without_overlap(server, lane):
     try:
         for worker in workers:
             worker.start()
-        shares = [queue.get(timeout=60) for _ in workers]
+        shares = [queue.get(timeout=LONG_S) for _ in workers]
     finally:
         for worker in workers:
-            worker.join(timeout=10)
+            worker.join(LONG_S)
             worker.kill()
     assert sorted(itertools.chain(*shares)) == list(range(1, 401))
     assert take(buffer, Ledger(), 400).ids == tuple(range(1, 401))

@@ -463,7 +463,7 @@ def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions
         wait_until_ended(workers)
     finally:
         parent.kill()
-        parent.wait(timeout=10)
+        parent.wait(timeout=120)
 
 
 def test_the_worker_is_light():

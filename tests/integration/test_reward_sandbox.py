@@ -100,7 +100,7 @@ class World:
     def close(self) -> None:
         self.renew()
         self.bystander.kill()
-        self.bystander.wait(10)
+        self.bystander.wait(120)
         for one in self.sockets:
             one.close()
         self.shared.close()
@@ -197,7 +197,7 @@ class Host:
 
     def answer(self) -> dict:
         line = self._lines.get(timeout=ANSWER_S)
-        assert line, f"the host is dead: {self.process.wait(10)}"
+        assert line, f"the host is dead: {self.process.wait(120)}"
         return json.loads(line)
 
     def score(self, how: str) -> dict:
@@ -236,7 +236,7 @@ class Host:
     def close(self) -> None:
         self.process.stdin.close()
         try:
-            self.process.wait(20)
+            self.process.wait(120)
         finally:
             for process in self.family():  # of the attacks that succeed without a sandbox
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -416,5 +416,5 @@ def test_nothing_outlives_a_killed_host_in_the_middle_of_an_attack(world: World)
     began_s = sum(one.cpu_times().user for one in mine)
     wait_until(lambda: sum(one.cpu_times().user for one in mine) > began_s + 0.2)
     host.process.kill()
-    host.process.wait(10)
+    host.process.wait(120)
     wait_until_ended(mine)

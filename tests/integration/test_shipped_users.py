@@ -96,7 +96,7 @@ def server(request, binary, tmp_path) -> Iterator[Shipped]:
         yield server
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def test_shipped_users_do_their_part_and_nothing_else(server):

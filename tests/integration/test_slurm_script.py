@@ -202,7 +202,7 @@ def slurm(tmp_path_factory):
                 daemon.send_signal(signal.SIGTERM)
             for daemon in daemons:
                 try:
-                    daemon.wait(15)
+                    daemon.wait(120)
                 except subprocess.TimeoutExpired:
                     daemon.kill()
 

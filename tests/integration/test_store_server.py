@@ -119,7 +119,7 @@ def test_a_configured_store_may_speak_tls_and_its_certificate_is_checked(certifi
             StoreConnection(f"{url}?ssl_ca_certs={certificate[0]}", password="wrong", retry_s=20).check()
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(120)
         process.stdout.close()
 
 
@@ -150,7 +150,7 @@ def test_it_ends_with_its_parent_however_that_dies(choice, tmp_path):
         assert psutil.pid_exists(pid)
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(120)
     wait_until_ended([pid])
 
 

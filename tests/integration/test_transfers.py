@@ -13,6 +13,7 @@ from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
 from tests.support import receiver_stand_in
 from tests.support.forks import fork_server
+from tests.support.waiting import LONG_S
 
 pytestmark = pytest.mark.integration
 
@@ -101,7 +102,7 @@ def stage(tmp_path, forks):
 def test_versions_arrive_one_after_the_other(stage):
     publisher, receiver = stage[0](), stage[1]()
     for version in (3, 4, 9):
-        publisher.publish(version, weights(version), (0.5, 0.25)).result(30)
+        publisher.publish(version, weights(version), (0.5, 0.25)).result(LONG_S)
         order, answer = update(publisher, "a", receiver)
         assert (order.version, order.probe_ids, order.probe_logprobs) == (version, PROBE, (0.5, 0.25))
         assert order.initial_logprobs == (0.125, 0.0)
@@ -111,11 +112,11 @@ def test_versions_arrive_one_after_the_other(stage):
 def test_a_version_that_is_written_over_while_it_is_fetched_is_refused(stage):
     """As after a deadline: the learner has given the transfer up, and the generator has not noticed."""
     publisher, slow = stage[0](), stage[1]()
-    publisher.publish(1, weights(1), ()).result(30)
+    publisher.publish(1, weights(1), ()).result(LONG_S)
     late = publisher.order("a", "tcp")
     publisher.release("a")
     for version in (2, 3):
-        publisher.publish(version, weights(version), ()).result(30)
+        publisher.publish(version, weights(version), ()).result(LONG_S)
     slow.obey(late)
     assert "no longer has this version" in slow.answer()["error"]
     assert update(publisher, "a", slow)[1] == {"sum": expected_sum(3)}
@@ -123,13 +124,13 @@ def test_a_version_that_is_written_over_while_it_is_fetched_is_refused(stage):
 
 def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stage):
     publisher, stopped, well = stage[0](deadline_s=20.0), stage[1](), stage[1]()
-    publisher.publish(1, weights(1), ()).result(30)
+    publisher.publish(1, weights(1), ()).result(LONG_S)
     update(publisher, "slow", stopped)
     order = publisher.order("slow", "tcp")
     stopped.signal(signal.SIGSTOP)
     stopped.obey(order)
     for version in range(2, 8):
-        publisher.publish(version, weights(version), ()).result(5)
+        publisher.publish(version, weights(version), ()).result(LONG_S)
         assert update(publisher, "fast", well)[1] == {"sum": expected_sum(version)}
     stopped.signal(signal.SIGCONT)
     assert stopped.answer() == {"sum": expected_sum(1)}  # its slot was left alone all the time

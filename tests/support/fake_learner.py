@@ -100,7 +100,7 @@ class Meeting:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=120)
         self._parts = [b""] * ranks
 
     def gather(self, rank: int, value: bytes) -> list[bytes]:

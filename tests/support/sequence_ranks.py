@@ -14,7 +14,7 @@ class Threads:
     def __init__(self, count: int) -> None:
         self.count = count
         self.parts: dict[int, Tensor] = {}
-        self.barrier = threading.Barrier(count, timeout=20)
+        self.barrier = threading.Barrier(count, timeout=120)
 
 
 class OneRank(SequenceRanks):

@@ -90,7 +90,7 @@ class Staging:
         self.error = ""
 
     def stage(self, order: UpdateOrder) -> UpdateOrder:
-        assert self.arrived.wait(10.0)
+        assert self.arrived.wait(LONG_S)
         if self.error:
             raise TransferError(self.error)
         return order

@@ -14,8 +14,8 @@ from asyncrl.weights import relay
 from asyncrl.weights.layout import checksums
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.slots import Slot
-from tests.support.publications import LAYOUT, Learner
-from tests.support.waiting import let_pass, wait_until
+from tests.support.publications import LAYOUT, WAIT_S, Learner
+from tests.support.waiting import LONG_S, let_pass, wait_until
 
 
 @pytest.fixture
@@ -149,21 +149,34 @@ def test_its_files_are_private_small_and_do_not_hold_the_key(learners, relays, t
     assert not list((tmp_path / "shared").iterdir())
 
 
+class Clock:
+    """Time passes only in waits."""
+
+    def __init__(self):
+        self.now_s = time.monotonic()
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
 def test_a_lock_that_is_never_released_costs_one_wait_and_not_one_for_each_version(
     learners, relays, monkeypatch
 ):
-    monkeypatch.setattr(relay, "SILENT_S", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(relay, "time", clock)
     learner, (first, second) = learners(), relays(2)
     learner.bring(first, 1)
     holder = os.open(first._path, os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    waited_s = []
+    waited_s, silent_s = [], min(relay.SILENT_S, WAIT_S / 4)
     for stamp in (2, 3, 2):
-        started_s = time.monotonic()
+        before_s = clock.now_s
         assert learner.holds(learner.bring(second, stamp), stamp)
-        waited_s.append(time.monotonic() - started_s)
-    assert waited_s[0] >= 0.5
-    assert min(waited_s[1:]) < 0.5
+        waited_s.append(clock.now_s - before_s)
+    assert waited_s[0] >= silent_s > 10 * max(waited_s[1:])
     os.close(holder)
     assert learner.holds(learner.bring(first, 3), 3)
     assert learner.holds(learner.bring(second, 3), 3)
@@ -184,7 +197,7 @@ def test_a_transfer_that_is_slow_but_moves_is_waited_for(learners, relays, monke
     learner, both = learners(), relays(2)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(learner.bring, each, 1) for each in both]
-        assert all(learner.holds(call.result(20), 1) for call in calls)
+        assert all(learner.holds(call.result(LONG_S), 1) for call in calls)
     assert learner.asked == [1]
 
 
@@ -196,6 +209,6 @@ def test_the_deadline_bounds_waiting_and_fetching_together(learners, relays):
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(learner.bring, second, 2, 0.0)
         with pytest.raises(TransferError, match="the deadline has passed"):
-            call.result(10)
+            call.result(LONG_S)
     os.close(holder)
     wait_until(lambda: not learner.server._readers)

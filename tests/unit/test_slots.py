@@ -20,7 +20,7 @@ from asyncrl.weights.layout import Layout, checksum, checksums, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import Slot, Slots, open_slot
 from asyncrl.weights.staging import HostStaging
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_S, wait_until
 
 LAYOUT = Layout.plan([TensorSpec(name=f"w{i}", dtype="float32", shape=(3, 5 + i)) for i in range(4)], 1 << 20)
 # As long as the CPU path, with the buffer in another place than the stamp, as on a GPU.
@@ -80,7 +80,7 @@ SKIPPED = {"3": b"\x80"}
 
 
 def publish(publisher, version):
-    assert publisher.publish(version, tensors(version), (0.5,), SKIPPED).result(10) == version
+    assert publisher.publish(version, tensors(version), (0.5,), SKIPPED).result(LONG_S) == version
 
 
 def order_of(publisher, reader="a"):

@@ -18,7 +18,7 @@ from asyncrl.weights.layout import checksums
 from asyncrl.weights.slots import Slots
 from asyncrl.weights.stream import SlotServer, fetch
 from tests.support.publications import LARGE, LAYOUT, filled
-from tests.support.waiting import HANG, let_pass, wait_until
+from tests.support.waiting import HANG, LONG_S, let_pass, wait_until
 
 STAMP = 7
 
@@ -183,7 +183,7 @@ def test_a_learner_that_is_stuck_costs_one_deadline(says):
         with pytest.raises(TransferError, match=rf"of {LAYOUT.total_bytes:,} bytes arrived"):
             fetched(source, LAYOUT, (), wait_s=0.6)
         assert time.monotonic() - started_s < 10.0
-        thread.join(10.0)
+        thread.join(LONG_S)
         assert not thread.is_alive()
 
 
@@ -215,7 +215,7 @@ HANG
             progress.append(1)
             if len(progress) == 3:
                 learner.kill()
-                learner.wait(10)
+                learner.wait(120)
 
         with pytest.raises(TransferError, match=f"of {LARGE.total_bytes:,} bytes arrived"):
             until_s = time.monotonic() + 30.0
@@ -223,7 +223,7 @@ HANG
             fetch(source, buffer, LARGE, sums, until_s=until_s, on_progress=kill)
     finally:
         learner.kill()
-        learner.wait(10)
+        learner.wait(120)
         learner.stdout.close()
 
 
