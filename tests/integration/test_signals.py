@@ -193,12 +193,12 @@ def test_a_follower_whose_reader_leaves_ends_when_it_has_more_to_say(project):
         assert process.stdout is not None and process.stdout.readline()
         process.stdout.close()
 
-        def has_ended_or_more_to_say() -> bool:
+        def has_ended_or_has_more_to_say() -> bool:
             with (run / "samples.jsonl").open("a") as file:
                 file.write((run / "samples.jsonl").read_text().splitlines()[0] + "\n")
             return process.poll() is not None
 
-        wait_until(has_ended_or_more_to_say)
+        wait_until(has_ended_or_has_more_to_say)
         assert process.stderr is not None
         assert (process.returncode, process.stderr.read()) == (0, "")
 
