@@ -92,7 +92,7 @@ class Command:
 
     def left(self) -> list[str]:
         """What it started and left behind; given a moment to go."""
-        comes_true(lambda: not _marked(self.mark), LONG_S)
+        comes_true(lambda: not list(_marked(self.mark)), LONG_S)
         return [" ".join(each.cmdline()) for each in _marked(self.mark)]
 
 
