@@ -189,8 +189,9 @@ class StoreConnection:
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:
         """Call `do` with this connection or, in a cluster, with one to each node that serves keys."""
-        server: dict[str, Any] = self.call(lambda client: client.info("server"))
-        if server.get("redis_mode") != "cluster":
+        # `redis_mode` of the section `server` has another name in Valkey.
+        found: dict[str, Any] = self.call(lambda client: client.info("cluster"))
+        if not found.get("cluster_enabled"):
             do(self)
             return
         slots: Any = self.call(lambda client: client.cluster("SLOTS"))

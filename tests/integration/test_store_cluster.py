@@ -19,14 +19,15 @@ from tests.support.buffer_contract import fill, take
 from tests.support.cluster import PRIMARIES, SLOTS, Node, cluster
 from tests.support.redis_lane import RedisLane
 from tests.support.shard_contract import Run, ShardContract
+from tests.support.store_servers import SERVERS
 
 pytestmark = pytest.mark.integration
 run_numbers = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+@pytest.fixture(scope="module", params=SERVERS)
+def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    with cluster(tmp_path_factory.mktemp("cluster"), request.param) as nodes:
         yield nodes
 
 

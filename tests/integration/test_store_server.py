@@ -74,7 +74,7 @@ def test_a_port_needs_a_user_whose_password_is_no_argument(choice, tmp_path):
 def certificate(tmp_path):
     """(certificate, key) of 127.0.0.1, made for this test."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl on PATH")
+        pytest.skip("no openssl (apt-get install openssl)")
     paths = tmp_path / "cert.pem", tmp_path / "key.pem"
     names = ["-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1"]
     make = [
@@ -96,7 +96,7 @@ def certificate(tmp_path):
 def test_a_configured_store_may_speak_tls_and_its_certificate_is_checked(certificate, tmp_path):
     binary = shutil.which("redis-server")
     if binary is None:
-        pytest.skip("no redis-server on PATH")
+        pytest.skip("no redis-server (apt-get install redis-server)")
     [port] = free_ports(1)
     tls = {
         "port": 0,

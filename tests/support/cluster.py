@@ -11,7 +11,7 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
-from asyncrl.buffer.server import find_server
+from asyncrl.buffer.server import Choice, find_server
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
@@ -37,12 +37,13 @@ class Node:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path) -> Iterator[list[Node]]:
+def cluster(directory: Path, server: Choice = "auto") -> Iterator[list[Node]]:
     """A new one: node n has the n-th third of the slots, the last node is a replica of the one before."""
     with contextlib.ExitStack() as stack:
         ports = iter(free_ports(2 * (PRIMARIES + 1)))
         nodes = [
-            _start_node(stack, directory, port, bus_port) for port, bus_port in zip(ports, ports, strict=True)
+            _start_node(stack, find_server(server), directory, port, bus_port)
+            for port, bus_port in zip(ports, ports, strict=True)
         ]
         for number, node in enumerate(nodes):
             _wait_until(node.client.ping)
@@ -61,7 +62,7 @@ def cluster(directory: Path) -> Iterator[list[Node]]:
         yield nodes
 
 
-def _start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_port: int) -> Node:
+def _start_node(stack: contextlib.ExitStack, binary: Path, directory: Path, port: int, bus_port: int) -> Node:
     (directory / str(port)).mkdir()
     settings = {
         "port": port,
@@ -72,7 +73,7 @@ def _start_node(stack: contextlib.ExitStack, directory: Path, port: int, bus_por
         "save": "",
     }
     argv = [
-        str(find_server()),
+        str(binary),
         *itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items()),
     ]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)

@@ -10,7 +10,9 @@ SERVERS = (
         "redis-server",
         marks=[
             pytest.mark.slow,
-            pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on PATH"),
+            pytest.mark.skipif(
+                shutil.which("redis-server") is None, reason="no redis-server (apt-get install redis-server)"
+            ),
         ],
     ),
 )
