@@ -1,14 +1,18 @@
-.PHONY: quickstart test test-all install gpu-check
+.PHONY: quickstart test test-all test-group install gpu-check
 
 quickstart:
 	bash deploy/quickstart.sh
 
-# Ten minutes on two cores; `make test-all` is every test, as CI runs them.
+# Six minutes on two cores. `.ci/run` is what CI runs; `make test-all` is every test.
 test:
 	bash deploy/test.sh fast
 
 test-all:
 	bash deploy/test.sh all
+
+# Runs a group of tests/groups.toml, or all that are due, and records in tests/groups.lock that it has passed.
+test-group:
+	bash deploy/test.sh group $(GROUP)
 
 install:
 	bash deploy/install.sh

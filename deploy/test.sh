@@ -1,17 +1,30 @@
 #!/usr/bin/env bash
-# `make test`: lint, types and the fast tests. `make test-all`, which CI runs: every test.
+# deploy/test.sh fast | ci | all: what `make test`, `.ci/run` and `make test-all` run; tests/groups.toml has the lists.
+# deploy/test.sh group [NAME ...]: these groups, or those that have not passed with their sources of today.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash deploy/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
+others() { python -m pytest tests/simulation tests/integration tests/chaos --durations=20 "$@"; }
+stale=$(python -m tests.support.groups stale)
+# shellcheck disable=SC2086
+if [ "$1" = ci ]; then trap 'python -m tests.support.groups told $stale' EXIT; fi
+
+if [ "$1" = group ]; then
+    shift
+    for name in ${*:-$stale}; do others --group "$name"; done
+    exit
+fi
 ruff format --check .
 ruff check .
 mypy
 # A file goes to one process as a whole: its tests share stores and engines.
 python -m pytest tests/unit --durations=20 --dist loadfile -n 2
-others() { python -m pytest tests/simulation tests/integration tests/chaos --durations=20 "$@"; }
+if [ "$1" = fast ]; then
+    others -m fast --dist loadfile -n 2
+    exit
+fi
 # Three processes on two cores, because these tests wait half of the time for what they started. In the
 # order of the files: by their number of tests, the longest would come last.
-others -m "not slow" --dist loadfile -n 3 --no-loadscope-reorder
-# One after the other: some of the slow ones start engines enough for both cores.
-if [ "$1" = all ]; then others -m slow; fi
+others -m "not alone and not group" --dist loadfile -n 3 --no-loadscope-reorder
+others -m "$([ "$1" = all ] && echo "alone or group" || echo "alone ${stale:+or ${stale// / or }}")"

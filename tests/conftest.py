@@ -8,6 +8,8 @@ from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
 
+pytest_plugins = ["tests.support.groups"]
+
 # A run of the tests tries the same few examples every time; a night tries many, and new ones.
 # Other work on the machine is not a failure: no example has a deadline.
 settings.register_profile("ci", max_examples=25, derandomize=True, deadline=None)

@@ -3,12 +3,11 @@
 import pytest
 
 from reliability.chaos.bounds import COMPILER, SCENARIOS, broken, run_one
-from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("name", [name if name == "memory" else slow(name) for name in SCENARIOS])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_bounds_hold(name):
     if name == "age" and COMPILER is None:
         pytest.skip("no C compiler for the shim that moves the store's clock")

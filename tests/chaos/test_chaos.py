@@ -13,16 +13,13 @@ from reliability.chaos.helpers import marked
 from reliability.chaos.page import PAGE, results, rewritten
 from reliability.chaos.poison import GROUPS, fates, send_message
 from reliability.chaos.world import START_S, World
-from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 SECONDS, SEED = 5.0, 7
-FAST = ("kills", "mixed")
-CHOSEN = [scenario if scenario.name in FAST else slow(scenario) for scenario in SCENARIOS]
 
 
-@pytest.mark.parametrize("scenario", CHOSEN, ids=[scenario.name for scenario in SCENARIOS])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: Scenario) -> None:
     if reason := scenario.obstacle():
         pytest.skip(reason)
@@ -37,7 +34,6 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path, scenario: 
     assert verdict.groups >= 8 * verdict.steps > 0
 
 
-@pytest.mark.slow
 def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(tmp_path: Path) -> None:
     """Each once. `python -m reliability.chaos --only hardening` mixes them with all other faults."""
     chosen = {**POISON, **DEADLY, **FILES, send_message: 1.0}
@@ -57,7 +53,6 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
     }
 
 
-@pytest.mark.slow
 def test_no_fault_of_an_environment_scores_an_episode_or_leaves_a_process(tmp_path: Path) -> None:
     """`python -m reliability.chaos --only episodes` does it hundreds of times."""
     if reason := EPISODES.obstacle():

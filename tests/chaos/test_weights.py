@@ -9,7 +9,6 @@ from reliability.chaos.weights import aborted, parted, run, sampling_on, stricke
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others_nothing(transport):
     found = run(stricken, 6, transport=transport)
@@ -22,7 +21,6 @@ def test_receivers_that_die_or_stop_in_an_update_cost_the_learner_and_the_others
     assert found["updates_of_the_others"] > 0 and found["steps_under_faults"] > 0
 
 
-@pytest.mark.slow
 def test_a_pair_that_loses_an_end_costs_the_learner_and_the_other_hosts_nothing(monkeypatch):
     monkeypatch.delitem(ENDINGS, "stopped until the deadline")
     found = run(parted, 4, transport="nccl")
@@ -53,7 +51,6 @@ def test_no_token_is_sampled_by_a_mixture_of_weights(transport):
     assert (found["mixed_tokens"], found["wrong_weights"], found["learner_errors"]) == (0, 0, 0)
 
 
-@pytest.mark.slow
 def test_no_token_is_sampled_by_a_mixture_of_weights_from_another_host():
     if reason := obstacle():
         pytest.skip(reason)

@@ -24,7 +24,7 @@ from tests.support.talks import ScriptedTalk
 from tests.support.waiting import HANG, has_ended, wait_until, wait_until_ended
 
 PROBLEM = Box()._view.problem()
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,6 @@ def chain_sum(shown: list[dict]) -> str:
     return f"It is <answer>{eval(re.search(r'problem: ([-+ 0-9]+)=', shown[0]['content'])[1])}</answer>"
 
 
-@pytest.mark.slow
 def test_reasoning_gym(beside: Path) -> None:
     command = [str(beside), "-c", "from asyncrl.cli.main import main; main()", "dataset"]
     made = subprocess.run(
@@ -66,7 +65,6 @@ def test_reasoning_gym(beside: Path) -> None:
     assert last(of_row.shown[0]) == rows[1]["prompt"], "or from the row"
 
 
-@pytest.mark.slow
 def test_gymnasium(beside: Path) -> None:
     lake = "gymnasium:FrozenLake-v1?is_slippery=false&render_mode=ansi"
     outcome, talk = play(lake, ["no action", *(f"I go {way}" for way in (1, 1, 2, 2, 1, 2))], python=beside)
@@ -85,7 +83,6 @@ def test_gymnasium(beside: Path) -> None:
     assert len(talk.shown) == 3 and "found no action" in last(talk.shown[2])
 
 
-@pytest.mark.slow
 def test_textarena(beside: Path) -> None:
     moves = ("A C", "A B", "C B", "A C", "B A", "B C", "A C")
     outcome, talk = play("textarena:TowerOfHanoi-v0", [f"[{move}]" for move in moves], python=beside)
@@ -101,7 +98,6 @@ def test_textarena(beside: Path) -> None:
         play("textarena:TicTacToe-v0", [], python=beside)
 
 
-@pytest.mark.slow
 def test_gem(tmp_path: Path, beside: Path) -> None:
     """GEM pins other versions of what vLLM and the other libraries need."""
     python = python_with(tmp_path / "venv", ["gem-llm==0.1.0"], ["gem"], base=beside)
@@ -156,7 +152,6 @@ server.run()
 '''.replace("HANG", HANG)
 
 
-@pytest.mark.slow
 def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
     uses, row = f"mcp:{sys.executable} {tmp_path / 'server.py'}", {"prompt": "Add."}
@@ -196,7 +191,6 @@ def test_an_mcp_server_that_cannot_be_used_is_named(server: str, says: str) -> N
         play(f"mcp:{server}", [])
 
 
-@pytest.mark.slow
 def test_an_mcp_server_that_hangs_or_dies_costs_its_episode(tmp_path: Path) -> None:
     """Also with its worker: each is a fault, no server is left, and the next episode is good."""
     (tmp_path / "server.py").write_text(SERVER)
@@ -236,7 +230,6 @@ def test_an_mcp_server_that_hangs_or_dies_costs_its_episode(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("uses", ["mcp", "python"])
 def test_no_server_and_no_program_is_left_when_the_generator_is_killed(tmp_path: Path, uses: str) -> None:
     if uses == "python" and PROBLEM is not None:

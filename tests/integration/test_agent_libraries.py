@@ -24,7 +24,7 @@ from asyncrl.types import Prompt, Rollout, VersionSpan
 from tests.support.chat_templates import renderer_of, tokenizer_of
 from tests.support.libraries import python_with
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 # langchain-core 1.7.5 and later need a newer certifi than some indexes of packages have.
 PACKAGES = ["openai-agents==0.24.0", "langchain==1.4.7", "langchain-openai==1.7.3", "langchain-core==1.7.0"]

@@ -88,7 +88,6 @@ def test_the_newest_checkpoint_becomes_a_model_once(stopped: asyncrl.Run) -> Non
         stopped.export("exported")
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_its_end(config: dict[str, Any], stopped: asyncrl.Run) -> None:
     last = stopped.wait().step + 1
     finished = asyncrl.train(config, f"learner.steps={last}")
@@ -97,6 +96,5 @@ def test_a_stopped_run_goes_on_to_its_end(config: dict[str, Any], stopped: async
     assert steps == list(range(1, last + 1))
 
 
-@pytest.mark.slow
 def test_the_newest_checkpoint_is_evaluated(stopped: asyncrl.Run) -> None:
     assert stopped.evaluate()["eval/reward_mean"] >= 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.whole_run import rows, start, steps, tiny_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from asyncrl.algo.rates import rate_share
 from asyncrl.run.checkpoint import EXPORT
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
-from tests.support.tiers import slow
 from tests.support.trainer_worker import RATES, RUN_STEPS
 
 pytestmark = pytest.mark.integration
@@ -29,10 +28,10 @@ def learner() -> Iterator[Ranks]:
     ("ranks", "stage", "dtype", "offload"),
     [
         (1, 0, "float32", False),
-        slow(2, 0, "float32", False),
+        (2, 0, "float32", False),
         (2, 2, "float32", False),
-        slow(2, 3, "bfloat16", False),
-        slow(2, 3, "bfloat16", True),
+        (2, 3, "bfloat16", False),
+        (2, 3, "bfloat16", True),
     ],
 )
 def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
@@ -86,7 +85,6 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
     assert not list(store.rglob("latest"))
 
 
-@pytest.mark.slow
 def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Path) -> None:
     model, store = tiny_qwen2(tmp_path / "model"), tmp_path / "store"
     base = {"run": "train", "stage": 0, "store": str(store)}
@@ -120,7 +118,7 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "dtype"), [(1, 0, "float32"), slow(2, 2, "float32"), slow(2, 3, "bfloat16")]
+    ("ranks", "stage", "dtype"), [(1, 0, "float32"), (2, 2, "float32"), (2, 3, "bfloat16")]
 )
 def test_a_resumed_optimizer_has_the_numbers_of_today(
     learner: Ranks, tmp_path: Path, ranks: int, stage: int, dtype: str
@@ -160,7 +158,7 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
         )
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
 def test_a_full_disk_of_one_rank_is_an_error_on_all_and_the_next_save_works(
     learner: Ranks, tmp_path: Path, ranks: int, stage: int
 ) -> None:

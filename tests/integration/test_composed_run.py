@@ -32,7 +32,6 @@ from tests.support.waiting import wait_until
 PROBLEM = reward_sandbox((), Path("runs")).problem()
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
 ]

@@ -7,7 +7,7 @@ from reliability.crash.file_trace import COMPILER
 from reliability.crash.points import enumerate_points
 from reliability.crash.saver import KEY
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")

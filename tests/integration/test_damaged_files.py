@@ -21,7 +21,6 @@ from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from reliability.crash.small_run import GROUPS, NAME, Weights, config_in
-from tests.support.tiers import slow
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -132,9 +131,7 @@ def files_of(root: Path) -> dict[str, Path]:
     return {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "damage", [truncated, missing, *(slow(one) for one in (emptied, flipped, replaced, unreadable))]
-)
+@pytest.mark.parametrize("damage", [truncated, missing, emptied, flipped, replaced, unreadable])
 def test_a_run_goes_on_when_everything_is_damaged_that_nothing_rests_on(root: Path, damage: Damage) -> None:
     damaged = []
     for name, path in files_of(root).items():

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
-from tests.support.tiers import slow
 from tests.support.trainer_worker import sequences, tokens_of
 
 pytestmark = pytest.mark.integration
@@ -54,7 +53,7 @@ def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
 
 
-@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), slow(2, False)])
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, True), (2, False)])
 def test_the_gradient_depends_neither_on_ranks_nor_stage_nor_cut(
     learner: Ranks, tmp_path: Path, ranks: int, tied: bool
 ) -> None:
@@ -96,7 +95,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(2, "uneven"), slow(1, "cut")])
+@pytest.mark.parametrize(("ranks", "cut"), [(2, "uneven"), (1, "cut")])
 def test_a_gradient_above_max_grad_norm_is_scaled_as_a_whole(
     learner: Ranks, model: Path, tmp_path: Path, ranks: int, cut: str
 ) -> None:
@@ -119,7 +118,7 @@ def test_a_gradient_above_max_grad_norm_is_scaled_as_a_whole(
         assert float(found.norm()) == pytest.approx(most, rel=min(tolerance, 0.01)), name
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(1, "cut"), slow(2, "uneven")])
+@pytest.mark.parametrize(("ranks", "cut"), [(1, "cut"), (2, "uneven")])
 def test_gradients_that_are_summed_in_float32_reach_the_optimizer_in_float32(
     learner: Ranks, model: Path, tmp_path: Path, ranks: int, cut: str
 ) -> None:
@@ -143,7 +142,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), slow(2, KINDS[2:]), slow(1, KINDS)])
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), (2, KINDS[2:]), (1, KINDS)])
 def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
     learner: Ranks, model: Path, tmp_path: Path, ranks: int, kinds: list[tuple[int, str, bool]]
 ) -> None:
@@ -217,7 +216,6 @@ def test_score_is_the_stock_models_at_temperature_one(learner: Ranks, tmp_path: 
     assert report["score"] == pytest.approx(table.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist(), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_and_any_budget(
     learner: Ranks, model: Path, tmp_path: Path
 ) -> None:
@@ -245,7 +243,6 @@ def test_two_steps_of_policy_and_critic_are_the_same_for_one_two_and_four_ranks_
         assert other["norms"] == pytest.approx(report["norms"], rel=1e-5), name
 
 
-@pytest.mark.slow  # the critic of a preset in test_presets.py is faster
 def test_the_critic_steps_alone_skips_what_is_not_finite_and_learns_a_constant_return(
     learner: Ranks, model: Path, tmp_path: Path
 ) -> None:

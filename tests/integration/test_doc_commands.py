@@ -174,7 +174,6 @@ def typed(project: Path, text: str, wait_s: float = 300.0) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_every_command_is_typed_or_has_a_reason_not_to_be(project: Path) -> None:
     run = project / "runs" / "my-task"
     try:

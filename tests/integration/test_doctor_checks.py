@@ -172,7 +172,6 @@ def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     return done.returncode, {one["check"]: one for one in json.loads(done.stdout)}
 
 
-@pytest.mark.slow
 def test_a_machine_that_runs_these_tests_is_well_and_a_config_that_cannot_run_is_not(config):
     status, found = examine("--config", str(config))
     # The ranges are those of the installed package, which beside a source tree may be of another day.

@@ -24,7 +24,6 @@ from asyncrl.errors import ConfigError, EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
-from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     STAGING,
     STORIES,
@@ -49,7 +48,7 @@ PROBE = (1, *range(300, 331))
 SPEC = SamplingSpec(temperature=1.0, max_response_tokens=200)
 
 
-@pytest.fixture(scope="module", params=["vllm", slow("vllm untied"), "transformers"])
+@pytest.fixture(scope="module", params=["vllm", "vllm untied", "transformers"])
 def world(request, tmp_path_factory):
     """(runner, engine, a Hugging Face model of the same architecture)"""
     engine, *untied = request.param.split()
@@ -135,7 +134,6 @@ json.dump(1.0, open(os.environ["ASYNCRL_RESULT"], "w"))
 
 
 @tied
-@pytest.mark.slow
 def test_an_episode_of_a_program_with_the_package_openai_has_the_models_logprobs(world, tmp_path):
     """Engine, session, endpoint, HTTP, client: the second turn was sampled behind the ids of the first."""
     runner, engine, model = world

@@ -7,7 +7,6 @@ import pytest
 
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.vllm.engine import VLLMEngine
-from tests.support.tiers import slow
 from tests.support.vllm_engines import (
     LINEAGE,
     apply,
@@ -38,9 +37,7 @@ def one_token(request, tmp_path_factory):
 TRANSFORMERS, VLLM = {"engine": "transformers"}, {"engine": "vllm"}
 
 
-@pytest.mark.parametrize(
-    "one_token", [TRANSFORMERS, slow(VLLM), slow(VLLM | {"recompute_kv": True})], indirect=True
-)
+@pytest.mark.parametrize("one_token", [TRANSFORMERS, VLLM, VLLM | {"recompute_kv": True}], indirect=True)
 def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp_path):
     runner, engine, directory = one_token
     model, updates = load(directory), 30
@@ -78,7 +75,7 @@ def test_every_token_is_labelled_with_the_version_that_sampled_it(one_token, tmp
     assert len({version for rollout in rollouts for version, *_ in rollout.version_spans}) >= 10
 
 
-@pytest.mark.parametrize("one_token", [TRANSFORMERS, slow(VLLM)], indirect=True)
+@pytest.mark.parametrize("one_token", [TRANSFORMERS, VLLM], indirect=True)
 def test_the_token_that_ends_a_response_is_part_of_it(one_token, tmp_path):
     runner, engine, directory = one_token
     runner.run(apply(engine, disk_order(31, saying(load(directory), 2), tmp_path)))  # 2 ends a sequence

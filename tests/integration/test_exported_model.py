@@ -14,7 +14,7 @@ from tests.support.ranks import forked_ranks
 from tests.support.trainer_worker import KEY
 from tests.support.vllm_engines import running_engine
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 IDS = [3, 9, 4, 30, 12, 7, 7, 25]
 

@@ -10,7 +10,7 @@ from asyncrl.quickstart import pupils
 from asyncrl.quickstart.tiny import Size
 from tests.support.whole_run import rows, start
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 3
 

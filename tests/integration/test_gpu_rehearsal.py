@@ -8,7 +8,7 @@ import pytest
 from asyncrl.preflight.gpu.run_rows import MOST_STALLED
 from tests.support.command import ASYNCRL
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 # A figure of each row that a CPU has, and its verdict.
 EXPECTED = {

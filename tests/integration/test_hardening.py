@@ -35,7 +35,7 @@ from tests.support.curve import answer
 from tests.support.ports import free_ports
 from tests.support.whole_run import call, kill, member_versions, rows, steps, tiny_run, wait
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

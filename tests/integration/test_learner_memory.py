@@ -6,14 +6,13 @@ import pytest
 
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import forked_ranks
-from tests.support.tiers import slow
 
 pytestmark = pytest.mark.integration
 
 KINDS = [(1, "bfloat16"), (3, "bfloat16"), (2, "float32"), (3, "float32"), (1, "float32"), (2, "bfloat16")]
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), slow(2, KINDS[2:]), slow(1, KINDS[:4])])
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[:2]), (2, KINDS[2:]), (1, KINDS[:4])])
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -13,7 +13,7 @@ from tests.support.libraries import called, last, play, played, python_with
 from tests.support.talks import ScriptedTalk
 
 SERVER = Path(libraries.__file__).with_name("openenv_server.py")
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from reliability.crash.file_trace import COMPILER
 from reliability.crash.whole_run import trace, try_all
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler for the shim that records operations on files")

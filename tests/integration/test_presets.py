@@ -34,9 +34,8 @@ from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import choose_device
 from asyncrl.types import Group
 from tests.support.command import ASYNCRL
-from tests.support.tiers import slow
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
 NAMES = [path.stem for path in PRESETS]
@@ -264,11 +263,10 @@ RATIO = [
     for path in PRESETS
     if "policy_loss: {name: reinforce}" not in path.read_text() and path.stem != "gpg"
 ]
-FEW_FAST = [path if path.stem in ("grpo", "gspo", "ppo") else slow(path) for path in RATIO]
 """tests/unit/test_losses.py has the same identity for every loss."""
 
 
-@pytest.mark.parametrize("preset", FEW_FAST, ids=[path.stem for path in RATIO])
+@pytest.mark.parametrize("preset", RATIO, ids=[path.stem for path in RATIO])
 def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: World, preset: Path) -> None:
     """One step per fresh batch: the gradient of -A ln pi under the preset's advantage and aggregation."""
     gradients = []
@@ -313,7 +311,6 @@ def ledger_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())["ledger"]
 
 
-@pytest.mark.slow
 def test_ppo_as_a_whole_run(world: World) -> None:
     _, steps = whole_run(world, "ppo")
     for row in steps:
@@ -326,7 +323,6 @@ def test_ppo_as_a_whole_run(world: World) -> None:
     assert all(row["time/critic"] > 0 and row["time/measure"] > 0 for row in steps)
 
 
-@pytest.mark.slow
 def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: World) -> None:
     _, steps = whole_run(world, "remax", f"learner.hooks=[{world.directory}/hook.py:Baseline]")
     for row in steps:
@@ -335,7 +331,6 @@ def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: Wo
     assert max(row["hook/greedy/mean"] for row in steps) > 0.1
 
 
-@pytest.mark.slow
 def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
     """Half of the prompts earn nothing: their groups are rejected, counted and refilled, without deadlock."""
     run, steps = whole_run(

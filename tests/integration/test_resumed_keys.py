@@ -49,7 +49,6 @@ from asyncrl.weights.base import UpdateOrder
 from asyncrl.wire.group_frames import decode_group
 from reliability.chaos.helpers import order_of
 from tests.support.nowhere import Nowhere
-from tests.support.tiers import slow
 from tests.support.waiting import elapse, until
 
 pytestmark = pytest.mark.integration
@@ -390,7 +389,7 @@ def test_a_run_goes_on_with_one_key_changed(change, begun, servers, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize(("before", "after"), [(64, 32), (8, 64), slow(32, 64), slow(64, 2)])
+@pytest.mark.parametrize(("before", "after"), [(64, 32), (8, 64), (32, 64), (64, 2)])
 def test_a_run_goes_on_with_another_batch(before, after, shards, servers, tmp_path):
     """What is sampled for the new batch is all trained; what had been sampled before is trained as far as it
     is young enough."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, Results, forked_ranks
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 # One step for each: all aggregations, both placements of the KL, and all columns that can be measured.
 ALGORITHMS: list[dict[str, Any]] = [

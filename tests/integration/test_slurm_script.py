@@ -214,7 +214,6 @@ def state_of(job: str, environment) -> dict[str, str]:
     return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
 
-@pytest.mark.slow
 def test_a_real_slurm_starts_one_generator_command_a_node_and_the_learner_saves_before_the_time_limit(
     slurm, tmp_path
 ):

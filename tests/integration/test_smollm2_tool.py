@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.libraries import ROOT, attempt, python_with
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 # SmolLM2's own template shows no tools. Without the example so small a model calls none.
 TEMPLATE = r"""

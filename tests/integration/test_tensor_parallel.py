@@ -16,7 +16,7 @@ from tests.support.vllm_engines import (
     slot_order,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
+pytestmark = [pytest.mark.integration, needs_stories]
 
 PROBE = (1, *range(300, 331))
 

@@ -27,7 +27,7 @@ for name in sys.argv[1:]:
         said.append(str(error))
 print(json.dumps(said))
 """
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

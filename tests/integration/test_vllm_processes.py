@@ -16,7 +16,7 @@ from asyncrl.errors import EngineError
 from tests.support.vllm_engines import STORIES, needs_stories, running_engine
 from tests.support.waiting import HANG, LONG_S, until, wait_until_ended
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, needs_stories]
+pytestmark = [pytest.mark.integration, needs_stories]
 
 
 @pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])

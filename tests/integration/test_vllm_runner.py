@@ -27,7 +27,6 @@ TESTS = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_model_runner_of_gpus_samples_scores_and_loads_as_that_of_cpus():
     pytest.importorskip("triton")

@@ -154,7 +154,6 @@ def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
     assert 0.5e6 < model.num_parameters() < 0.7e6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quick_start_model_adds_carelessly(tmp_path):
     result = build(tmp_path / "q", WarmupSettings(), silent)

@@ -1,4 +1,4 @@
-"""The store's functions and their clients under 500 seeds of faults, the first 80 of them in the fast tier.
+"""The store's functions and their clients under 500 seeds of faults, the first 80 of them in `make test`.
 `python -m reliability.simulation` runs more."""
 
 import pytest
@@ -35,21 +35,17 @@ def test_none_of_a_few_seeds_loses_or_repeats_a_group(few: Tally) -> None:
     assert few.seeds == FEW and not few.failures, few.told()
 
 
-@pytest.mark.slow
 def test_no_seed_loses_or_repeats_a_group(total: Tally) -> None:
     assert total.seeds == SEEDS and not total.failures, total.told()
 
 
-@pytest.mark.slow
 def test_runs_had_one_shard_and_several(total: Tally) -> None:
     assert min(total.shards[shards] for shards in SHARDS) > SEEDS / 3, total.shards
 
 
-@pytest.mark.slow
 def test_every_kind_of_fault_has_struck(total: Tally) -> None:
     assert set(Faults.NAMES) - total.faults.keys() == set()
 
 
-@pytest.mark.slow
 def test_every_function_has_had_every_kind_of_result(total: Tally) -> None:
     assert total.outcomes.keys() == EVERY_OUTCOME

@@ -1,7 +1,4 @@
-"""Pythons with libraries that pip brings, and episodes of their environments with a scripted model.
-
-Nothing that the index of packages does fails a test: it is slow, away, or has a new version that does not fit.
-"""
+"""Pythons with libraries that pip brings, and episodes of their environments with a scripted model."""
 
 import asyncio
 import subprocess
@@ -20,8 +17,8 @@ from tests.support.environments import children
 from tests.support.talks import ScriptedTalk
 
 ROOT = Path(__file__).parents[2]
-# Limits in seconds for pip, and for the imports afterwards. A test is skipped after them.
-INSTALL_S, IMPORT_S = 50.0, 60.0
+# Limits in seconds for pip, and for the imports afterwards.
+INSTALL_S, IMPORT_S = 250.0, 120.0
 # Limit in seconds for an episode to end. Some start servers of tools, which import a large library.
 EPISODE_S = 180.0
 
@@ -50,13 +47,13 @@ def python_with(
 
 
 def attempt(command: list[str], limit_s: float) -> None:
-    """Run a command; skip the test if it fails or takes too long."""
+    """Run a command that brings a library: without it a test has not passed, so it fails, and says why."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"not done within {limit_s:g} s: {' '.join(command)}")
+        pytest.fail(f"not done within {limit_s:g} s: {' '.join(command)}")
     if done.returncode:
-        pytest.skip(f"failed: {' '.join(command)}: {done.stderr[-500:]}")
+        pytest.fail(f"failed: {' '.join(command)}: {done.stderr[-500:]}")
 
 
 async def played(

@@ -19,7 +19,6 @@ from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, ShardGa
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.buffer_contract import RULES, Lane, ids, places
-from tests.support.tiers import slow
 
 SHARDS = (1, 4)
 
@@ -126,7 +125,7 @@ class ShardContract:
 
     @pytest.mark.parametrize("shards", SHARDS)
     # Lanes in memory go through all of them in the fast tier, too: tests/unit is run whole.
-    @pytest.mark.parametrize("before, after", [(4, 2), slow(2, 4), slow(8, 1), slow(1, 8)])
+    @pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (8, 1), (1, 8)])
     def test_a_run_goes_on_with_another_batch(self, make_lanes: MakeLanes, shards, before, after):
         lanes, chance = make_lanes(shards, BufferRules(groups=before)), random.Random(before)
         run = Run(lanes, max_lag=3, groups=before, window=before)

@@ -8,12 +8,9 @@ SERVERS = (
     "bundled",
     pytest.param(
         "redis-server",
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(
-                shutil.which("redis-server") is None, reason="no redis-server (apt-get install redis-server)"
-            ),
-        ],
+        marks=pytest.mark.skipif(
+            shutil.which("redis-server") is None, reason="no redis-server (apt-get install redis-server)"
+        ),
     ),
 )
 """For `pytest.mark.parametrize` and fixtures."""

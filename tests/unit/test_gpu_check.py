@@ -49,7 +49,6 @@ def test_a_verdict_follows_from_the_limit(tmp_path, value, limits, verdict):
     assert Place(tmp_path, "cpu", "m").speed("x", value, **limits).verdict == "rehearsed"
 
 
-@pytest.mark.slow
 def test_a_row_that_hangs_or_dies_costs_only_itself(place):
     # On a loaded machine it takes seconds until a row begins.
     rows = [row(fine), row(hangs, 12.0), row(dies), row(misses), row(fine)]

@@ -134,7 +134,6 @@ def test_only_gpus_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     head.fused.cache_clear()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_it_has_the_same_values_and_gradients(
     dtype: torch.dtype, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
