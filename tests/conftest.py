@@ -8,7 +8,7 @@ from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
 
-pytest_plugins = ["tests.support.groups"]
+pytest_plugins = ["tests.support.groups", "tests.support.leftovers"]
 
 # A run of the tests tries the same few examples every time; a night tries many, and new ones.
 # Other work on the machine is not a failure: no example has a deadline.
