@@ -106,7 +106,7 @@ def obstacle() -> str:
     """Why there can be no hosts here; empty when there can."""
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if missing:
-        return f"{', '.join(missing)} not installed (packages iproute2 and util-linux)"
+        return f"{', '.join(missing)} not installed (apt-get install iproute2 util-linux)"
     made = subprocess.run(
         ["unshare", "--net", "ip", "link", "add", "a0", "type", "veth", "peer", "name", "a1"],
         capture_output=True,

@@ -50,7 +50,8 @@ def test_gloo_listens_on_the_interface_of_that_address(monkeypatch):
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip"), reason="makes a network of its own: needs root and ip"
+    os.geteuid() != 0 or not shutil.which("ip"),
+    reason="makes a network of its own: needs root and ip (apt-get install iproute2)",
 )
 def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it():
     network = (

@@ -138,13 +138,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Count what was skipped, with the command that brings what is missing."""
-    reasons = [str(report.longrepr) for report in _skipped(config)]
-    found = [re.findall(r"apt-get install ([\w.+-]+)", reason) for reason in reasons]
-    if packages := sorted({name for names in found for name in names}):
+    found = [re.findall(r"apt-get install ([\w.+ -]+)", str(report.longrepr)) for report in _skipped(config)]
+    if packages := sorted({name for commands in found for names in commands for name in names.split()}):
         count = sum(map(bool, found))
-        terminalreporter.write_line(
-            f"{count} of {len(found)} skipped tests run after: apt-get install {' '.join(packages)}"
-        )
+        said = f"{count} of {len(found)} skipped tests run after: apt-get install {' '.join(packages)}"
+        terminalreporter.write_line(said)
 
 
 def _skipped(config: pytest.Config) -> list[Any]:
