@@ -1,8 +1,12 @@
-"""Whatever tests have started ends with the process of pytest that runs them, however that one ends."""
+"""Whatever tests have started ends with the process of pytest that runs them, however that one ends; on a full
+disk that is at once."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -10,6 +14,9 @@ from asyncrl.hosting.processes import end_marked
 
 NAME = "ASYNCRL_TESTS_OF"
 """A variable that everything inherits which a process of pytest starts."""
+
+NEEDED_BYTES = 1 << 30
+"""With less, a test that found no space left is not alone with it."""
 
 # Standard input ends with the process that has its other end.
 _END_AFTER_US = """
@@ -30,3 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[NAME] = mark
     config.add_cleanup(lambda: end_marked(f"{NAME}={mark}"))
     config.add_cleanup(watcher.kill)
+    if not hasattr(config, "workerinput"):  # this process has the reports of all
+        config.pluginmanager.register(FullDisk())
+
+
+class FullDisk:
+    """Ends the run with the reason, where each further test would fail with another one."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and os.strerror(errno.ENOSPC) in report.longreprtext:
+            place = tempfile.gettempdir()
+            free = shutil.disk_usage(place).free
+            if free < NEEDED_BYTES:
+                said = f"{place} is full: {free >> 20} MiB free; free some space, or set TMPDIR"
+                pytest.exit(said, returncode=pytest.ExitCode.TESTS_FAILED)

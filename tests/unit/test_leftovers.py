@@ -75,3 +75,20 @@ def test_what_a_killed_pytest_started_is_gone(run, tmp_path, victim):
         wait_until(lambda pid=pid: is_gone(pid))
     running.kill()
     running.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(("free_bytes", "ran"), [(1 << 20, 1), (1 << 40, 2)])
+def test_a_full_disk_ends_the_run_with_the_reason(run, tmp_path, free_bytes, ran):
+    fails = "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))"
+    (tmp_path / "test_a.py").write_text(
+        f"import errno, os\ndef test_a():\n    {fails}\ndef test_b():\n    {fails}\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        f"import shutil\nfrom types import SimpleNamespace\n"
+        f"shutil.disk_usage = lambda path: SimpleNamespace(free={free_bytes})\n"
+    )
+    for options in ((), ("-n", "1")):
+        done = run(*options)
+        said, _ = done.communicate(timeout=120)
+        assert done.returncode == 1 and f"{ran} failed" in said, said
+        assert ("is full: 1 MiB free; free some space, or set TMPDIR" in said) is (ran == 1), said
