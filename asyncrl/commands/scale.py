@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text
-from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
 
 log = logging.getLogger(__name__)

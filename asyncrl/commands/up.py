@@ -19,6 +19,7 @@ from asyncrl.config.store import StoreConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
+from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
 from asyncrl.hosting.family import family
@@ -27,7 +28,7 @@ from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.standby import FLAG as STANDBY
 from asyncrl.hosting.standby import MEMORY_SHARE
-from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.ranks import workers_of
 from asyncrl.run.checkpoint import CheckpointStore

@@ -6,7 +6,7 @@ full pipe or a stopped supervisor.
 
     supervisor   board = Board(["rank 0", "rank 1"])
                  Popen(..., env | variable(board.descriptor, 0), pass_fds=[board.descriptor])
-                 Watch(board, limits).look(now_s)        why a process counts as hung, or None
+                 Watch(board.signs, limits).look(now_s)  why a process counts as hung, or None
     process      attach(), then begin("train"), beat(), beat(), begin("checkpoint", Pace.SLOW), ...
 """
 
@@ -87,16 +87,17 @@ def variable(descriptor: int, place: int) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Watch:
-    """Judges the signs of a board by a clock that the caller passes in."""
+    """Judges the signs of processes by a clock that the caller passes in."""
 
-    board: Board
+    # Returns the last sign of each process, by name.
+    read: Callable[[], Mapping[str, Sign]]
     limits: Limits
     _last: Mapping[str, Sign] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
 
     def look(self, now_s: float) -> str | None:
         """Say why a process counts as hung, or None. While one is in a slow part, others may wait for it."""
-        signs = self.board.signs()
+        signs = self.read()
         someone_is_slow = any(sign.pace is Pace.SLOW for sign in signs.values())
         for name, sign in signs.items():
             waits = someone_is_slow and sign.pace is not Pace.SLOW

@@ -9,23 +9,17 @@ A process that exits with `USER_ERROR` is not restarted, because it would find t
 Processes may be added and drained while the run goes on.
 """
 
-import contextlib
 import logging
-import os
-import signal
-import subprocess
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
+from asyncrl.hosting.children import Host, Process, ProcessSpec, ThisHost
 from asyncrl.hosting.deaths import Deaths, last_message
-from asyncrl.hosting.processes import stop_processes
-from asyncrl.hosting.progress import UNLIMITED, Attention, Board, Limits, Watch, variable
+from asyncrl.hosting.progress import UNLIMITED, Attention, Limits, Watch
 from asyncrl.hosting.workers import ending
 
 log = logging.getLogger(__name__)
@@ -37,42 +31,24 @@ FAULT_FOUND = 3
 SAME_FAULTS = 3
 _RESTART_WINDOW_S = 600.0
 _BACKOFF = Backoff(0.5, 15.0)
+_TICK_S = 0.2
 _LEFT_S = 10.0
+_REAP_S = 10.0  # a process that was killed ends within this, unless the kernel holds it
 _KILL_S = 60.0  # a killed process that exists after this long is held in the kernel, by a driver or a disk
 _STANDBY_AFTER_S = 60.0  # pause before a standby starts: the start of a run is the machine's busiest time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """A process to keep alive."""
-
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    log_path: Path
-    ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
-    is_extra: bool = False  # added while the run went on: if it fails too often, the run goes on without it
-    standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
-    grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
-    workers: Sequence[str] = ()  # names of its processes that report progress; default: only itself
-
-
 @dataclass(slots=True)
 class _Family:
-    """A process with all its children, and the board on which they report progress."""
+    """A process with all its children, and the watch over their progress."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     watch: Watch
 
-    def kill(self) -> None:
-        """Kill the whole session, also children of a dead process: engine cores, reward workers, senders."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
     def release(self) -> None:
-        """Kill what is left after the process has ended, and close the board."""
-        self.kill()
-        self.watch.board.close()
+        """Kill what is left after the process has ended, and release what the host holds for it."""
+        self.process.kill()
+        self.process.close()
 
 
 @dataclass(slots=True)
@@ -105,10 +81,12 @@ class Supervisor:
         max_restarts: int,
         limits: Limits = UNLIMITED,
         on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
+        host: Host | None = None,
     ) -> None:
         self._children: dict[str, _Child] = {}
         self._max_restarts, self._limits, self._on_change = max_restarts, limits, on_change
-        self._attention = Attention()
+        self._host = host or ThisHost()
+        self._attention = Attention(self._host.now_s)
         self._stop_reason: str | None = None
         for spec in specs:
             self.add(spec)
@@ -123,14 +101,14 @@ class Supervisor:
         """Make `run` return soon; safe in a signal handler."""
         self._stop_reason = reason
 
-    def run(self, on_tick: Callable[[], None] = lambda: None, *, tick_s: float = 0.2) -> None:
+    def run(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Supervise until the run ends, all processes finish, or a stop is requested. Raises RunError."""
         while self._stop_reason is None and not self.is_over:
             self._attention.look()
             for child in list(self._children.values()):
                 self._supervise(child)
             on_tick()
-            time.sleep(tick_s)
+            self._host.sleep(_TICK_S)
 
     def add(self, spec: ProcessSpec) -> None:
         """Add a process, which starts with the next tick. Its name must be free: see `names`."""
@@ -141,7 +119,7 @@ class Supervisor:
     def drain(self, name: str) -> None:
         """Ask a process to leave for good, without waiting. Its name is free again when `names` lacks it."""
         child = self._children[name]
-        child.kill_at_s = time.monotonic() + child.spec.grace_s
+        child.kill_at_s = self._host.now_s() + child.spec.grace_s
         if running := child.running:
             running.process.terminate()
 
@@ -156,23 +134,37 @@ class Supervisor:
 
     def deaths(self) -> dict[str, int]:
         """How often each process died within the last ten minutes."""
-        return {name: len(child.deaths_s) for name, child in self._children.items()}
+        since_s = self._host.now_s() - _RESTART_WINDOW_S
+        return {
+            name: sum(death_s >= since_s for death_s in child.deaths_s)
+            for name, child in self._children.items()
+        }
 
     def stop(self, *, grace_s: float = 0.0) -> None:
         """End every process, after giving those that are leaving `grace_s` seconds."""
-        until_s = time.monotonic() + grace_s
-        while time.monotonic() < until_s and self.pids():
-            time.sleep(0.1)
-        grace_s = max((child.spec.grace_s for child in self._children.values()), default=0.0)
         families = [child.family for child in self._children.values() if child.family is not None]
-        for pid in stop_processes([family.process for family in families], grace_s=grace_s):
-            log.error("process %d cannot be killed: the kernel holds it; look at its disk and driver", pid)
+        self._wait(families, grace_s)
         for family in families:
+            family.process.terminate()
+        self._wait(families, max((child.spec.grace_s for child in self._children.values()), default=0.0))
+        for family in families:
+            family.process.kill()
+        self._wait(families, _REAP_S)
+        for family in families:
+            if family.process.poll() is None:
+                held = "process %d cannot be killed: the kernel holds it; look at its disk and driver"
+                log.error(held, family.process.pid)
             family.release()
         for child in self._children.values():
             child.family = None
             self._end_standby(child)
         self._on_change({})
+
+    def _wait(self, families: Iterable[_Family], wait_s: float) -> None:
+        """Wait until all have ended, at most `wait_s`."""
+        until_s = self._host.now_s() + wait_s
+        while self._host.now_s() < until_s and any(family.process.poll() is None for family in families):
+            self._host.sleep(0.02)
 
     @property
     def is_over(self) -> bool:
@@ -187,14 +179,14 @@ class Supervisor:
         if child.kill_at_s is not None:
             if running is None:
                 self._remove(child, "left as it was asked to")
-            elif time.monotonic() > child.kill_at_s:
-                running.kill()
+            elif self._host.now_s() > child.kill_at_s:
+                running.process.kill()
         elif running is not None:
             self._check_progress(child, running)
             self._keep_standby(child)
-        elif child.family is not None:
-            self._handle_exit(child, child.family)
-        elif not child.finished and time.monotonic() >= child.start_at_s:
+        elif child.family is not None and (status := child.family.process.poll()) is not None:
+            self._handle_exit(child, child.family, status)
+        elif not child.finished and self._host.now_s() >= child.start_at_s:
             self._start(child)
 
     def _check_progress(self, child: _Child, family: _Family) -> None:
@@ -203,7 +195,7 @@ class Supervisor:
             child.hung, child.hung_at_s = family.watch.look(self._attention.now_s), self._attention.now_s
             if child.hung is not None:
                 log.error("%s hangs and is killed: %s", child.spec.name, child.hung)
-                family.kill()
+                family.process.kill()
         elif self._attention.now_s - child.hung_at_s > _KILL_S:
             self._give_up(
                 child,
@@ -229,48 +221,34 @@ class Supervisor:
     def _start(self, child: _Child) -> None:
         spec = child.spec
         try:
-            child.family = self._activate_standby(child) or self._launch(spec, spec.argv, subprocess.DEVNULL)
+            child.family = self._activate_standby(child) or self._launch(spec)
         except OSError as error:  # no memory or process id: this is temporary and does not count as a death
             wait_s = _BACKOFF.longest_s
-            child.start_at_s = time.monotonic() + wait_s
+            child.start_at_s = self._host.now_s() + wait_s
             log.error("%s cannot be started and is tried again in %.0f s: %s", spec.name, wait_s, error)
             return
         child.hung = None
-        child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
+        child.standby_at_s = self._host.now_s() + _STANDBY_AFTER_S
         log.info("%s started as process %d", spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
-    def _launch(self, spec: ProcessSpec, argv: Sequence[str], stdin: int) -> _Family:
-        board = Board(spec.workers or (spec.name,))
-        with _output(spec.log_path) as output, contextlib.ExitStack() as undo:
-            undo.callback(board.close)
-            process = subprocess.Popen(
-                list(argv),
-                env=dict(spec.env) | variable(board.descriptor, 0),
-                stdin=stdin,
-                bufsize=0,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # A terminal's Ctrl-C does not reach another session, and all processes in it can be killed.
-                start_new_session=True,
-                pass_fds=[board.descriptor],
-            )
-            undo.pop_all()
-        return _Family(process, Watch(board, self._limits))
+    def _launch(self, spec: ProcessSpec, *, stands_by: bool = False) -> _Family:
+        process = self._host.start(spec, stands_by=stands_by)
+        return _Family(process, Watch(process.signs, self._limits))
 
     def _keep_standby(self, child: _Child) -> None:
         """Start a standby when it is time, and replace one that hangs or has died."""
-        name, argv = child.spec.name, child.spec.standby_argv
+        name = child.spec.name
         if child.standby is not None and (hung := child.standby.watch.look(self._attention.now_s)):
             log.warning("the standby of %s hangs and is replaced: %s", name, hung)
             self._end_standby(child)
-        if argv is None or time.monotonic() < child.standby_at_s:
+        if child.spec.standby_argv is None or self._host.now_s() < child.standby_at_s:
             return
         if child.standby is None or child.standby.process.poll() is not None:
             self._end_standby(child)
-            child.standby_at_s = time.monotonic() + _STANDBY_AFTER_S
+            child.standby_at_s = self._host.now_s() + _STANDBY_AFTER_S
             try:
-                child.standby = self._launch(child.spec, argv, subprocess.PIPE)
+                child.standby = self._launch(child.spec, stands_by=True)
             except OSError as error:
                 log.warning("a standby of %s cannot be started and is tried again: %s", name, error)
                 return
@@ -279,15 +257,14 @@ class Supervisor:
     def _activate_standby(self, child: _Child) -> _Family | None:
         """Let the standby take over and return it; None if there is none that works."""
         standby = child.standby
-        if standby is None or standby.process.stdin is None:
+        if standby is None:
             return None
         if hung := standby.watch.look(self._attention.now_s):
             log.warning("the standby of %s hangs and is not used: %s", child.spec.name, hung)
             self._end_standby(child)
             return None
         try:
-            with standby.process.stdin as pipe:
-                pipe.write(b"\n")
+            standby.process.take_over()
         except BrokenPipeError:
             self._end_standby(child)
             return None
@@ -296,23 +273,21 @@ class Supervisor:
 
     def _end_standby(self, child: _Child) -> None:
         standby, child.standby = child.standby, None
-        if standby is None or standby.process.stdin is None:
-            return
-        standby.kill()
-        standby.process.stdin.close()
-        stop_processes([standby.process], grace_s=0.0)
-        standby.watch.board.close()
+        if standby is not None:
+            standby.process.kill()
+            self._wait([standby], _REAP_S)
+            standby.process.close()
 
-    def _handle_exit(self, child: _Child, family: _Family) -> None:
+    def _handle_exit(self, child: _Child, family: _Family, status: int) -> None:
         """Clean up after a process that has ended, and decide whether it is started again."""
-        spec, status, child.family = child.spec, family.process.returncode, None
+        spec, child.family = child.spec, None
         family.release()
         run_has_end = any(other.spec.ends_run for other in self._children.values())
         if status == 0 and (spec.ends_run or not run_has_end):
             child.finished = True
             log.info("%s finished", spec.name)
         elif status == 0:  # the learner dismissed it, and may be restarting itself
-            child.start_at_s = time.monotonic() + _LEFT_S
+            child.start_at_s = self._host.now_s() + _LEFT_S
             log.info("%s left; it is started again in %.0f s unless the run is over", spec.name, _LEFT_S)
         elif status == USER_ERROR:
             message = last_message(child.deaths.printed())
@@ -322,7 +297,7 @@ class Supervisor:
         self._on_change(self.pids())
 
     def _schedule_restart(self, child: _Child, status: int) -> None:
-        now_s = time.monotonic()
+        now_s = self._host.now_s()
         child.deaths_s.append(now_s)
         while now_s - child.deaths_s[0] > _RESTART_WINDOW_S:
             child.deaths_s.popleft()
@@ -363,12 +338,3 @@ def _last_lines(path: Path, lines: int = 15) -> str:
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
-
-
-def _output(path: Path) -> IO[bytes]:
-    """The file for a process's output: its log, or our standard error if the log cannot be opened."""
-    try:
-        return path.open("ab")
-    except OSError as error:
-        log.warning("%s cannot be written (%s); the output goes to standard error", path, error)
-        return os.fdopen(os.dup(2), "wb")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from asyncrl.hosting.progress import Watch
+from asyncrl.hosting.progress import Board, Watch
 
 from .roles import Place
 
@@ -27,6 +27,7 @@ class Member:
     process: ForkServerProcess | None = None
     stopped_until_s: float = 0.0
     starts: int = 0
+    board: Board | None = None
     watch: Watch | None = None
 
     @property

@@ -248,10 +248,10 @@ class World:
     def _restart(self, member: Member) -> None:
         if member.process is not None and member.pid not in self._killed:
             self.exits[f"{member.name.rstrip('0123456789')} {member.process.exitcode}"] += 1
-        if member.watch is not None:
-            member.watch.board.close()
-        board = Board([member.name])
-        member.watch = Watch(board, Limits(hang_s=self.hang_s, slow_s=2 * self.hang_s))
+        if member.board is not None:
+            member.board.close()
+        member.board = board = Board([member.name])
+        member.watch = Watch(board.signs, Limits(hang_s=self.hang_s, slow_s=2 * self.hang_s))
         signs = f"/proc/{os.getpid()}/fd/{board.descriptor}"
         member.process = self._context.Process(
             target=roles.start,

@@ -26,9 +26,9 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
-from asyncrl.hosting.supervisor import ProcessSpec
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.launch.wiring import store_password
 from asyncrl.run.checkpoint import CheckpointStore

@@ -125,7 +125,8 @@ from pathlib import Path
 from asyncrl.run.directory import RunDirectory
 from asyncrl.hosting.family import family
 from asyncrl.cli.foreground import stop_on_signals
-from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))

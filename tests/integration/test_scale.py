@@ -36,7 +36,8 @@ from asyncrl.hosting.environment import PARENT_VARIABLE, RUN_VARIABLE
 from asyncrl.commands.scale import Scaled
 from asyncrl.errors import RunError
 from asyncrl.cli.foreground import stop_on_signals
-from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.lock import RunLock
 
 directory = RunDirectory(Path(sys.argv[1]))

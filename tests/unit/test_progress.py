@@ -44,7 +44,7 @@ def board():
 @pytest.fixture
 def pair(board):
     """The watch of two ranks, and both."""
-    watch, workers = Watch(board, LIMITS), [Worker(board, place) for place in range(2)]
+    watch, workers = Watch(board.signs, LIMITS), [Worker(board, place) for place in range(2)]
     return watch, *workers
 
 
@@ -111,7 +111,7 @@ def test_silence_that_nobody_could_hear_is_nobodys_fault(pair):
 
 def test_nonsense_on_a_board_harms_nobody(board):
     board._memory[:] = b"\xff" * len(board._memory)
-    assert Watch(board, LIMITS).look(0.0) is None
+    assert Watch(board.signs, LIMITS).look(0.0) is None
 
 
 def test_long_words_are_cut(board):

@@ -1,263 +1,327 @@
-"""Real children, tiny ones: restart, crash loop, a user's mistake, and nobody left behind."""
+"""Deaths, back-off, standbys, drains and giving up, in virtual time (real processes: test_children.py)."""
 
-import errno
-import os
+import math
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.hosting.supervisor import FAULT_FOUND, SAME_FAULTS, USER_ERROR, ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import FAULT_FOUND, SAME_FAULTS, USER_ERROR
+from tests.support.virtual_host import (
+    SIGKILL,
+    Terminated,
+    VirtualHost,
+    one,
+    run_for,
+    run_until,
+    supervised,
+    works,
+)
+
+TICK_S = 0.2
+SLACK_S = 2 * TICK_S + 0.01  # a tick sees the death, another one the time of the restart
 
 
-def spec(name: str, code: str, tmp_path: Path, *, has_standby: bool = False, **more: object) -> ProcessSpec:
-    argv = [sys.executable, "-c", code]
-    return ProcessSpec(
-        name=name,
-        argv=argv,
-        standby_argv=[*argv, "--standby"] if has_standby else None,
-        env=dict(os.environ),
-        log_path=tmp_path / f"{name}.log",
-        grace_s=2.0,
-        **more,  # type: ignore[arg-type]
-    )
+def dies(status, *, after_s=0.0, text="noise"):
+    """Return a program that lives for `after_s`; `text` gets the number of the life."""
+
+    def program(me):
+        me.say(text.format(life=len(me.host.of(me.spec.name))))
+        yield after_s
+        return status
+
+    return program
 
 
-def is_alive(pid: int) -> bool:
+def flaky(me):
+    """Die in the first life, and finish in the second."""
+    yield 1.0
+    return 7 if len(me.host.processes) == 1 else 0
+
+
+def polite(me):
+    me.say("up")
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        yield 1e5
+    except Terminated:
+        me.say("thanks")
+    return 143
+
+
+def stubborn(me):
+    while True:
+        try:
+            yield 1.0
+        except Terminated:
+            me.say("no")
+
+
+def pauses_s(host, name="learner"):
+    """Return the pause before each restart."""
+    return [later.began_s - earlier.ended_s for earlier, later in pairwise(host.of(name))]
 
 
 def test_a_process_that_dies_is_started_again_and_the_run_ends_with_the_learner(tmp_path):
-    marker = tmp_path / "second-try"
-    flaky = (
-        f"import pathlib, sys; p = pathlib.Path({str(marker)!r}); e = p.exists(); p.touch(); sys.exit(0 if "
-        "e else 7)"
-    )
-    with Supervisor([spec("learner", flaky, tmp_path, ends_run=True)], max_restarts=2) as supervisor:
-        supervisor.run(tick_s=0.02)
+    host = VirtualHost(learner=flaky)
+    with supervised(host, one(tmp_path, ends_run=True), max_restarts=2) as supervisor:
+        supervisor.run()
         assert supervisor.deaths() == {"learner": 1}
-    assert marker.exists()
+    assert [process.status for process in host.processes] == [7, 0]
 
 
 def test_a_crash_loop_ends_the_run_with_the_last_lines_of_the_log(tmp_path):
-    crash = spec("learner", "import sys; print('the disk is on fire'); sys.exit(7)", tmp_path, ends_run=True)
+    host = VirtualHost(learner=dies(7, text="the disk is on fire"))
     with (
-        Supervisor([crash], max_restarts=1) as supervisor,
-        pytest.raises(RunError, match=r"(?s)died 2 times.*disk is on fire"),
+        pytest.raises(RunError, match=r"(?s)died 2 times.*exit status 7.*disk is on fire"),
+        supervised(host, one(tmp_path, ends_run=True), max_restarts=1) as supervisor,
     ):
-        supervisor.run(tick_s=0.02)
+        supervisor.run()
+
+
+def test_the_pause_before_a_restart_doubles_up_to_a_bound(tmp_path):
+    host = VirtualHost(learner=dies(7))
+    with (
+        pytest.raises(RunError, match="died 8 times"),
+        supervised(host, one(tmp_path), max_restarts=7) as supervisor,
+    ):
+        supervisor.run()
+    for pause_s, expected_s in zip(pauses_s(host), (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0), strict=True):
+        assert expected_s <= pause_s <= expected_s + SLACK_S
+
+
+def test_deaths_of_more_than_ten_minutes_ago_do_not_count(tmp_path):
+    host = VirtualHost(rare=dies(7, after_s=601.0), often=dies(7, after_s=590.0))
+    with supervised(host, one(tmp_path, "rare"), max_restarts=1) as supervisor:
+        run_until(supervisor, lambda: len(host.of("rare")) == 20, within_s=20_000.0)
+        assert supervisor.deaths() == {"rare": 1}
+    assert all(pause_s <= 0.5 + SLACK_S for pause_s in pauses_s(host, "rare")), (
+        "the back-off forgets them too"
+    )
+    with (
+        pytest.raises(RunError, match="often died 2 times within ten minutes"),
+        supervised(host, one(tmp_path, "often"), max_restarts=1) as supervisor,
+    ):
+        supervisor.run()
 
 
 def test_a_users_mistake_is_not_repeated(tmp_path):
-    wrong = spec(
-        "learner", f"import sys; print('no such model'); sys.exit({USER_ERROR})", tmp_path, ends_run=True
-    )
-    with Supervisor([wrong], max_restarts=5) as supervisor, pytest.raises(RunError, match="no such model"):
-        supervisor.run(tick_s=0.02)
-    assert supervisor.deaths() == {"learner": 0}
+    host = VirtualHost(learner=dies(USER_ERROR, text="no such model"))
+    with (
+        pytest.raises(RunError, match="no such model"),
+        supervised(host, one(tmp_path, ends_run=True), max_restarts=5) as supervisor,
+    ):
+        supervisor.run()
+    assert supervisor.deaths() == {"learner": 0} and len(host.processes) == 1
 
 
-STANDBY = """
-import os, pathlib, sys, time
-ready, result = pathlib.Path({ready!r}), pathlib.Path({result!r})
-if "--standby" in sys.argv:
-    ready.exists() or ready.write_text(str(os.getpid()))  # a second one may start before the run ends
-    result.write_text(f"{{sys.stdin.readline()!r}} {{os.getpid()}}")
-else:
-    while not ready.exists():
-        time.sleep(0.01)
-    time.sleep({lives_s})
-    sys.exit(7)
-"""
-
-
-def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.0)
-    ready, result = tmp_path / "ready", tmp_path / "result"
-    code = STANDBY.format(ready=str(ready), result=str(result), lives_s=0.1)
-    with Supervisor(
-        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
-    ) as supervisor:
-        supervisor.run(tick_s=0.02)
-        assert supervisor.deaths() == {"learner": 1}
-    assert result.read_text() == f"'\\n' {ready.read_text()}"
-
-
-def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.0)
-    ready, result = tmp_path / "ready", tmp_path / "result"
-    code = STANDBY.format(ready=str(ready), result=str(result), lives_s=60)
-    with Supervisor(
-        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=1
-    ) as supervisor:
-        supervisor.run(
-            lambda: supervisor.request_stop("enough") if ready.exists() and ready.read_text() else None,
-            tick_s=0.02,
-        )
-    assert not is_alive(int(ready.read_text()))
-    assert not result.exists()
-
-
-def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.05)
-    tries = []
-
-    def popen(argv: list[str], **options: object) -> "subprocess.Popen[bytes]":
-        if "--standby" in argv:
-            tries.append(len(os.listdir("/proc/self/fd")))
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return start(argv, **options)  # type: ignore[call-overload, no-any-return]
-
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    one = spec("learner", "import time; time.sleep(60)", tmp_path, ends_run=True, has_standby=True)
-    with Supervisor([one], max_restarts=1) as supervisor:
-        supervisor.run(lambda: supervisor.request_stop("enough") if len(tries) >= 3 else None, tick_s=0.02)
+def test_a_process_that_the_host_cannot_start_is_tried_again_and_costs_no_restart(tmp_path, caplog):
+    host = VirtualHost(learner=works)
+    host.refuses = lambda spec, stands_by: len(host.refused_s) < 3
+    with supervised(host, one(tmp_path, ends_run=True)) as supervisor:
+        run_until(supervisor, lambda: supervisor.pids())
         assert supervisor.deaths() == {"learner": 0}
+    assert host.refused_s == pytest.approx([0.0, 15.0, 30.0], abs=SLACK_S)
+    assert host.processes[0].began_s == pytest.approx(45.0, abs=SLACK_S)
+    assert caplog.text.count("learner cannot be started and is tried again in 15 s: no process id") == 3
+
+
+def lives_for(life_s, *, then):
+    """Return a program that dies after `life_s`. Its standby waits, and finishes the run when it is called."""
+
+    def program(me):
+        if not me.stands_by:
+            yield life_s
+            return then
+        while not me.is_called:
+            me.beat()
+            yield 1.0
+        return 0
+
+    return program
+
+
+def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path):
+    host = VirtualHost(learner=lives_for(100.0, then=7))
+    with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=1) as supervisor:
+        run_until(supervisor, lambda: host.of("learner", stands_by=True))
+        (standby,) = host.of("learner", stands_by=True)
+        assert standby.began_s == pytest.approx(60.0, abs=SLACK_S), "the machine is busy until then"
+        run_until(supervisor, lambda: standby.is_called)
+        assert supervisor.pids() == {"learner": standby.pid}
+        supervisor.run()
+        assert supervisor.deaths() == {"learner": 1}
+    assert len(host.of("learner")) == 1, "no other took the place"
+
+
+def test_a_standby_ends_with_the_run_and_is_not_called(tmp_path):
+    host = VirtualHost(learner=lives_for(1e5, then=0))
+    with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=1) as supervisor:
+        run_for(supervisor, 3600.0)
+    (standby,) = host.of("learner", stands_by=True)
+    assert standby.status == SIGKILL and not standby.is_called
+
+
+def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, caplog):
+    host = VirtualHost(learner=works)
+    host.refuses = lambda spec, stands_by: stands_by
+    with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=1) as supervisor:
+        run_for(supervisor, 200.0)
+        assert supervisor.deaths() == {"learner": 0}
+    assert host.refused_s == pytest.approx([60.0, 120.0, 180.0], abs=3 * SLACK_S)
     assert "a standby of learner cannot be started and is tried again" in caplog.text
-    assert tries[0] == tries[-1], "no descriptor is left of the first"
 
 
-def test_a_standby_that_cannot_live_harms_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.hosting.supervisor._STANDBY_AFTER_S", 0.05)
-    tries = tmp_path / "tries"
-    code = f"""
-import pathlib, sys, time
-tries = pathlib.Path({str(tries)!r})
-with tries.open("a") as file:
-    file.write("s" if "--standby" in sys.argv else "l")
-if "--standby" in sys.argv:
-    sys.exit(1)
-until_s = time.monotonic() + 10
-while time.monotonic() < until_s and tries.read_text().count("s") < 2:
-    time.sleep(0.01)
-sys.exit(7 if tries.read_text().count("l") == 1 else 0)
-"""
-    with Supervisor(
-        [spec("learner", code, tmp_path, ends_run=True, has_standby=True)], max_restarts=5
-    ) as supervisor:
-        supervisor.run(tick_s=0.02)
-        # One more for a standby that takes the place before it has ended.
-        assert supervisor.deaths()["learner"] >= 1
-    assert tries.read_text().count("l") == 2
+def test_a_standby_that_cannot_live_harms_nobody(tmp_path):
+    """Two standbys die, and one is just dead when the learner dies: it starts without a standby."""
 
+    def program(me):
+        if me.stands_by:
+            return 1
+        yield 121.0 if len(me.host.of("learner")) == 1 else 1.0
+        return 7 if len(me.host.of("learner")) == 1 else 0
 
-def test_stopping_ends_children_and_grandchildren(tmp_path):
-    family = (
-        "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
-        "time.sleep(60)"
+    host = VirtualHost(learner=program)
+    with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=5) as supervisor:
+        supervisor.run()
+        assert supervisor.deaths() == {"learner": 1}
+    assert len(host.of("learner")) == 2
+    assert [standby.began_s for standby in host.of("learner", stands_by=True)] == pytest.approx(
+        [60.0, 120.0], abs=3 * SLACK_S
     )
-    stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
-        "time.sleep(60)"
-    )
-    specs = [spec("family", family, tmp_path), spec("stubborn", stubborn, tmp_path)]
-    with Supervisor(specs, max_restarts=0) as supervisor:
-        ready_by_s = time.monotonic() + 10
 
-        def stop_when_up() -> None:
-            up = all(one.log_path.exists() and one.log_path.read_text().strip() for one in specs)
-            if up or time.monotonic() > ready_by_s:
-                supervisor.request_stop("test")
 
-        supervisor.run(stop_when_up, tick_s=0.02)
-        pids = [*supervisor.pids().values(), int((tmp_path / "family.log").read_text())]
-    deadline_s = time.monotonic() + 3
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not [pid for pid in pids if is_alive(pid)]
+def test_a_standby_that_dies_when_it_is_called_costs_one_restart_more(tmp_path):
+    def program(me):
+        while me.stands_by and not me.is_called:
+            me.beat()
+            yield 1.0
+        yield 100.0
+        return 7 if len(me.host.processes) < 3 else 0
+
+    host = VirtualHost(learner=program)
+    with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=5) as supervisor:
+        run_until(supervisor, lambda: supervisor.deaths() == {"learner": 2})
+        supervisor.run()
+    assert [process.stands_by for process in host.processes] == [False, True, True]
+
+
+def test_stopping_ends_those_that_leave_and_those_that_do_not(tmp_path):
+    host = VirtualHost(polite=polite, stubborn=stubborn)
+    specs = one(tmp_path, "polite", grace_s=1.0), one(tmp_path, "stubborn", grace_s=30.0)
+    with supervised(host, *specs) as supervisor:
+        run_for(supervisor, 10.0)
+        stopped_s = host.now_s()
+    (left,), (killed,) = host.of("polite"), host.of("stubborn")
+    assert (left.status, killed.status) == (143, SIGKILL)
+    assert left.ended_s == stopped_s and killed.ended_s - stopped_s == pytest.approx(30.0, abs=SLACK_S)
+    assert killed.spec.log_path.read_text() == "no\n" and supervisor.pids() == {}
+
+
+def test_those_that_leave_by_themselves_get_time_and_no_signal(tmp_path):
+    host = VirtualHost(g0=dies(0, after_s=12.0), g1=stubborn)
+    with supervised(host, one(tmp_path, "g0", grace_s=5.0), one(tmp_path, "g1", grace_s=5.0)) as supervisor:
+        run_for(supervisor, 2.0)
+        supervisor.stop(grace_s=20.0)
+        assert host.of("g0")[0].status == 0
+        assert host.of("g1")[0].ended_s == pytest.approx(27.0, abs=2 * SLACK_S)
+
+
+def test_stopping_names_what_the_kernel_holds_and_goes_on(tmp_path, caplog):
+    host = VirtualHost(g0=works, g1=works)
+    with supervised(host, one(tmp_path, "g0"), one(tmp_path, "g1")) as supervisor:
+        run_for(supervisor, 5.0)
+        held = host.of("g0")[0]
+        held.is_held, began_s = True, host.now_s()
+        supervisor.stop()
+        assert host.now_s() - began_s < 30.0
+        assert f"process {held.pid} cannot be killed: the kernel holds it" in caplog.text
+        held.is_held = False
+        held.kill()
 
 
 def test_a_learner_that_finishes_ends_the_others(tmp_path):
-    specs = [
-        spec("learner", "pass", tmp_path, ends_run=True),
-        spec("g0", "import time; time.sleep(60)", tmp_path),
-    ]
+    host = VirtualHost(learner=dies(0), g0=works)
     changes: list[dict[str, int]] = []
-    with Supervisor(specs, max_restarts=0, on_change=lambda pids: changes.append(dict(pids))) as supervisor:
-        supervisor.run(tick_s=0.02)
+    specs = one(tmp_path, ends_run=True), one(tmp_path, "g0")
+    with supervised(host, *specs, on_change=lambda pids: changes.append(dict(pids))) as supervisor:
+        supervisor.run()
         assert list(supervisor.pids()) == ["g0"]
     assert supervisor.pids() == {}
     assert changes[-1] == {}
 
 
-def until(supervisor: Supervisor, condition, wait_s: float = 60.0) -> None:
-    """Supervise until `condition`."""
-    ends_s = time.monotonic() + wait_s
-
-    def tick() -> None:
-        if condition():
-            supervisor.request_stop("as expected")
-        assert time.monotonic() < ends_s, "it did not come to this"
-
-    supervisor.run(tick, tick_s=0.02)
-    supervisor._stop_reason = None
+def test_a_generator_that_was_dismissed_is_started_again_unless_the_run_is_over(tmp_path):
+    host = VirtualHost(learner=works, g0=dies(0, after_s=5.0))
+    with supervised(host, one(tmp_path, ends_run=True), one(tmp_path, "g0")) as supervisor:
+        run_until(supervisor, lambda: len(host.of("g0")) == 3)
+        assert supervisor.deaths() == {"learner": 0, "g0": 0}
+    assert pauses_s(host, "g0") == pytest.approx([10.0, 10.0], abs=2 * SLACK_S)
 
 
-UP = "import pathlib, signal, sys, time; {before}; print('up', flush=True); time.sleep(600)"
+def test_without_a_learner_the_run_ends_with_the_last_generator(tmp_path):
+    host = VirtualHost(g0=dies(0, after_s=5.0), g1=dies(0, after_s=50.0))
+    with supervised(host, one(tmp_path, "g0"), one(tmp_path, "g1")) as supervisor:
+        supervisor.run()
+    assert len(host.processes) == 2 and 50.0 <= host.now_s() < 52.0
 
 
 def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
-    polite = UP.format(
-        before="signal.signal(signal.SIGTERM, lambda *_: (print('thanks', flush=True), sys.exit(143)))"
-    )
-    stubborn = UP.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    learner = spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)
-    with Supervisor([learner], max_restarts=0) as supervisor:
-        for name, code in (("g0", polite), ("g1", stubborn)):
-            supervisor.add(spec(name, code, tmp_path))
+    host = VirtualHost(learner=works, g0=polite, g1=stubborn)
+    with supervised(host, one(tmp_path, ends_run=True)) as supervisor:
+        supervisor.add(one(tmp_path, "g0"))
+        supervisor.add(one(tmp_path, "g1", grace_s=40.0))
         with pytest.raises(RunError, match="already"):
-            supervisor.add(spec("g1", polite, tmp_path))
-        logs = [tmp_path / "g0.log", tmp_path / "g1.log"]
-        until(supervisor, lambda: all(log.exists() and "up" in log.read_text() for log in logs))
-        pids = supervisor.pids()
+            supervisor.add(one(tmp_path, "g1"))
+        run_for(supervisor, 5.0)
         supervisor.drain("g0")
         supervisor.drain("g1")
+        drained_s = host.now_s()
         assert supervisor.names == {"learner": True, "g0": False, "g1": False}
-        until(supervisor, lambda: "g0" not in supervisor.names and "g1" not in supervisor.names)
-        assert "thanks" in logs[0].read_text()
-        assert not is_alive(pids["g0"]) and not is_alive(pids["g1"]), "who does not go is killed"
+        run_until(supervisor, lambda: "g0" not in supervisor.names and "g1" not in supervisor.names)
+        (left,), (killed,) = host.of("g0"), host.of("g1")
+        assert left.spec.log_path.read_text() == "up\nthanks\n"
+        assert killed.status == SIGKILL, "a process that does not leave is killed"
+        assert killed.ended_s - drained_s == pytest.approx(40.0, abs=SLACK_S)
         assert supervisor.pids().keys() == {"learner"} and supervisor.deaths() == {"learner": 0}, (
             "nobody died or came back"
         )
-        supervisor.add(spec("g0", polite, tmp_path))
-        until(supervisor, lambda: logs[0].read_text().count("up") == 2)
+        supervisor.add(one(tmp_path, "g0"))
+        run_until(supervisor, lambda: len(host.of("g0")) == 2)
+
+
+def test_a_process_that_waits_for_its_restart_can_be_drained(tmp_path):
+    host = VirtualHost(learner=works, g0=dies(7))
+    with supervised(host, one(tmp_path, ends_run=True), one(tmp_path, "g0"), max_restarts=9) as supervisor:
+        run_until(supervisor, lambda: supervisor.deaths()["g0"] == 5 and "g0" not in supervisor.pids())
+        supervisor.drain("g0")
+        run_until(supervisor, lambda: "g0" not in supervisor.names, within_s=1.0)
+        run_for(supervisor, 60.0)
+    assert len(host.of("g0")) == 5
 
 
 @pytest.mark.parametrize("status", [7, USER_ERROR])
 def test_a_process_that_was_added_and_cannot_run_is_left_out(tmp_path, status):
-    with Supervisor(
-        [spec("learner", "import time; time.sleep(600)", tmp_path, ends_run=True)], max_restarts=0
-    ) as supervisor:
-        supervisor.add(spec("g0", f"import sys; sys.exit({status})", tmp_path, is_extra=True))
-        until(supervisor, lambda: "g0" not in supervisor.names)
-        assert supervisor.pids().keys() == {"learner"}
+    host = VirtualHost(learner=works, g0=dies(status))
+    with supervised(host, one(tmp_path, ends_run=True)) as supervisor:
+        supervisor.add(one(tmp_path, "g0", is_extra=True))
+        run_until(supervisor, lambda: "g0" not in supervisor.names)
+        run_for(supervisor, 60.0)
+        assert supervisor.pids().keys() == {"learner"} and len(host.of("g0")) == 1
 
 
-FAULT = (
-    "import sys; print('noise'); print('asyncrl.errors.CheckpointError: step 7 holds {what}'); "
-    "sys.exit({status})"
-)
+FAULT = "noise\nasyncrl.errors.CheckpointError: step 7 holds "
 
 
 def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tmp_path, caplog):
-    loop = spec(
-        "learner",
-        "import os\n" + FAULT.format(what="' + str(os.getpid()) + ' tensors", status=FAULT_FOUND),
-        tmp_path,
-    )
-    with Supervisor([loop], max_restarts=50) as supervisor, pytest.raises(RunError) as caught:
-        supervisor.run(tick_s=0.02)
+    host = VirtualHost(learner=dies(FAULT_FOUND, text=FAULT + "{life} tensors"))
+    with (
+        pytest.raises(RunError) as caught,
+        supervised(host, one(tmp_path), max_restarts=50) as supervisor,
+    ):
+        supervisor.run()
     assert re.match(
-        r"learner died 3 times in a row of the same fault, and would again: CheckpointError: step 7 holds \d+ tensors; "
+        r"learner died 3 times in a row of the same fault, and would again: CheckpointError: step 7 holds 3 tensors; "
         r"correct that",
         str(caught.value),
     )
@@ -270,15 +334,23 @@ def test_the_same_fault_again_and_again_ends_the_run_early_and_with_its_words(tm
 
 
 def test_faults_that_differ_or_are_none_of_these_use_up_the_restarts(tmp_path):
-    tries = tmp_path / "tries"
-    count = (
-        f"import pathlib; p = pathlib.Path({str(tries)!r}); p.open('a').write('x'); n = p.stat().st_size - "
-        "1\n"
-    )
-    differ = count + FAULT.format(what="' + 'abcdefgh'[n] + '", status=FAULT_FOUND)
-    for code in (differ, FAULT.format(what="nothing", status=1)):
+    def differ(me):
+        me.say(FAULT + "abcdefgh"[len(me.host.of("learner"))])
+        yield 0.0
+        return FAULT_FOUND
+
+    for program in (differ, dies(1, text=FAULT + "nothing")):
+        host = VirtualHost(learner=program)
         with (
-            Supervisor([spec("learner", code, tmp_path)], max_restarts=3) as supervisor,
             pytest.raises(RunError, match="died 4 times"),
+            supervised(host, one(tmp_path), max_restarts=3) as supervisor,
         ):
-            supervisor.run(tick_s=0.02)
+            supervisor.run()
+
+
+def test_the_same_fault_counts_within_ten_minutes_only(tmp_path):
+    host = VirtualHost(learner=dies(FAULT_FOUND, after_s=400.0, text=FAULT + "nothing"))
+    with supervised(host, one(tmp_path), max_restarts=50) as supervisor:
+        run_until(supervisor, lambda: len(host.processes) == 10, within_s=10_000.0)
+        assert supervisor.deaths() == {"learner": 2}
+    assert math.isfinite(host.processes[-1].ended_s)

@@ -11,8 +11,9 @@ import pytest
 from asyncrl.cli import foreground
 from asyncrl.commands import up
 from asyncrl.errors import RunError, StoreError
+from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.placement import placement_of
-from asyncrl.hosting.supervisor import ProcessSpec, Supervisor
+from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
@@ -84,7 +85,7 @@ def test_a_run_that_a_signal_ended_says_so_in_its_status(number, tmp_path, monke
         grace_s=2.0,
     )
     with Supervisor([spec], max_restarts=0) as supervisor, foreground.stop_on_signals(supervisor) as stopped:
-        supervisor.run(lambda: os.kill(os.getpid(), number), tick_s=0.02)
+        supervisor.run(lambda: os.kill(os.getpid(), number))
         os.kill(os.getpid(), signal.SIGINT)  # a second one, from an impatient user
     assert stopped.status == 128 + number
 
@@ -99,7 +100,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run(tmp_path):
             Supervisor([spec], max_restarts=0) as supervisor,
             foreground.stop_on_signals(supervisor) as stopped,
         ):
-            supervisor.run(lambda: os.kill(os.getpid(), signal.SIGHUP), tick_s=0.02)
+            supervisor.run(lambda: os.kill(os.getpid(), signal.SIGHUP))
             assert supervisor.is_over and stopped.status == 0
     finally:
         signal.signal(signal.SIGHUP, before)

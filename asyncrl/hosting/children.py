@@ -1,0 +1,145 @@
+"""What a supervisor needs of a host: a clock, and processes that it starts and ends with their children."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from asyncrl.hosting.progress import Board, Sign, variable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """A process to keep alive."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+    ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
+    is_extra: bool = False  # added while the run went on: if it fails too often, the run goes on without it
+    standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
+    grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
+    workers: Sequence[str] = ()  # names of its processes that report progress; default: only itself
+
+
+class Process(Protocol):
+    """A process that was started, with all processes of its session and their signs of progress."""
+
+    @property
+    def pid(self) -> int:
+        """Its id on its host."""
+
+    def signs(self) -> Mapping[str, Sign]:
+        """Return the last sign of each worker, by name."""
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+
+    def terminate(self) -> None:
+        """Ask the process to leave."""
+
+    def kill(self) -> None:
+        """Kill the whole session, also children of a dead process: engine cores, reward workers, senders."""
+
+    def take_over(self) -> None:
+        """Call a standby. Raises BrokenPipeError if it has ended."""
+
+    def close(self) -> None:
+        """Release what the host holds for the process."""
+
+
+class Host(Protocol):
+    """A clock, and what starts processes."""
+
+    def now_s(self) -> float:
+        """Return the time in seconds, which never goes back."""
+
+    def sleep(self, wait_s: float) -> None:
+        """Wait."""
+
+    def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
+        """Start the process, or a standby of it. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    board: Board
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def signs(self) -> Mapping[str, Sign]:
+        return self.board.signs()
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def take_over(self) -> None:
+        assert self.process.stdin is not None, "only a standby has a pipe"
+        with self.process.stdin as pipe:
+            pipe.write(b"\n")
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.board.close()
+
+
+class ThisHost:
+    """The host of this process."""
+
+    def now_s(self) -> float:
+        """Return the monotonic time."""
+        return time.monotonic()
+
+    def sleep(self, wait_s: float) -> None:
+        """Wait."""
+        time.sleep(wait_s)
+
+    def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
+        """Start a child process with a session of its own. Raises OSError."""
+        argv = spec.standby_argv if stands_by else spec.argv
+        assert argv is not None
+        board = Board(spec.workers or (spec.name,))
+        with _output(spec.log_path) as output, contextlib.ExitStack() as undo:
+            undo.callback(board.close)
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(spec.env) | variable(board.descriptor, 0),
+                stdin=subprocess.PIPE if stands_by else subprocess.DEVNULL,
+                bufsize=0,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A terminal's Ctrl-C does not reach another session, and all processes in it can be killed.
+                start_new_session=True,
+                pass_fds=[board.descriptor],
+            )
+            undo.pop_all()
+        return _Child(process, board)
+
+
+def _output(path: Path) -> IO[bytes]:
+    """The file for a process's output: its log, or our standard error if the log cannot be opened."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        log.warning("%s cannot be written (%s); the output goes to standard error", path, error)
+        return os.fdopen(os.dup(2), "wb")
