@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.config.resolved import eval_digest
+from asyncrl.config.schema import Config
 from asyncrl.errors import BufferGap
 from asyncrl.hosting.progress import beat
 from asyncrl.lineage import INITIAL, History
@@ -36,6 +38,11 @@ class Rounds(NamedTuple):
     every: int
     steps: int
     asked: str  # identifies the prompts and how answers are sampled and scored
+
+    @classmethod
+    def of(cls, config: Config, prompts: int) -> Self:
+        """Return the rules of the config, with as many held-out prompts as there are."""
+        return cls(prompts, config.eval.every, config.learner.steps, eval_digest(config))
 
     @property
     def lane(self) -> str:

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.config.sections import WeightsConfig
-from asyncrl.launch.learner_process import draw_probe
+from asyncrl.data.prompts import draw_probe
 from asyncrl.weights.agreement import Difference
 from bench.environment import describe, report
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.coefficients import Coefficients
@@ -16,7 +18,8 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.sections import BatchConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections import BatchConfig, reward_parts
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import COLUMNS
 
@@ -78,6 +81,28 @@ def make_recipe(
         else None,
         epochs=batch.epochs,
         reference_decay=kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
+    )
+
+
+def recipe_of(config: Config, *, share: int, device: torch.device) -> Recipe:
+    """Resolve what a run optimises, for one share of every batch. Raises ConfigError."""
+    settings = PlanSettings(
+        max_lag=config.staleness.max_lag,
+        mask_stale=config.staleness.policy == "mask",
+        mask_truncated=config.algorithm.mask_truncated,
+        minibatches=config.batch.minibatches,
+        tokens_per_microbatch=config.learner.tokens_per_microbatch,
+        share=share,
+        shares=config.learner.shares,
+        device=device,
+    )
+    return make_recipe(
+        config.algorithm,
+        config.batch,
+        config.critic,
+        settings,
+        max_response_tokens=config.sampling.max_response_tokens,
+        reward_parts=reward_parts(config.reward, config.environment),
     )
 
 

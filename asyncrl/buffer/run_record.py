@@ -7,8 +7,8 @@ does not have the key, so its owner cannot give a generator another config.
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,10 @@ import redis
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.redis import PLACES, hash_tag
+from asyncrl.config.resolved import config_hash, config_json
+from asyncrl.config.schema import Config
 from asyncrl.errors import ForeignRunError, StoreError, StoreRefused
+from asyncrl.version import __version__
 
 _KEY = "asyncrl:run"
 _SEAL = "seal"
@@ -105,6 +108,23 @@ class RunRecord:
         """Return the name of the run that the store serves; not verified, so for messages only."""
         name = self._connection.call(lambda client: client.hget(_KEY, "name"), tag=_KEY)
         return name.decode(errors="replace") if isinstance(name, bytes) else None
+
+
+def claim_store(
+    config: Config, connection: StoreConnection, key: bytes, *, fresh: bool
+) -> Callable[[str], None]:
+    """Make the store serve this run; return what renews its record with the control plane's endpoint."""
+    stored = StoredRun(
+        name=config.run.name,
+        config_json=config_json(config),
+        config_hash=config_hash(config),
+        release=__version__,
+        key_id=key_id(key),
+    )
+    record = RunRecord(connection, key)
+    connection.check_room(int(config.store.max_gib * 2**30))
+    record.claim(stored, fresh=fresh)
+    return lambda endpoint: record.renew(replace(stored, control_endpoint=endpoint))
 
 
 def key_id(key: bytes) -> str:

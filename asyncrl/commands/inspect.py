@@ -83,7 +83,9 @@ def require_whole(audit: dict[str, Any]) -> None:
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
     """Return counts of the training lane's ids by place, and under `evaluation` those of held-out prompts."""
     from asyncrl.buffer.connection import StoreConnection
-    from asyncrl.launch.wiring import eval_lane, store_password, train_lane
+    from asyncrl.buffer.lanes import eval_lane, train_lane
+    from asyncrl.evaluation import Rounds
+    from asyncrl.run.keys import store_password
 
     url = store_url or directory.store_url()
     if url is None:
@@ -97,7 +99,10 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
         held_out = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
     except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
-    return found | {"evaluation": _audit_of(eval_lane(config, connection, held_out)[1]) if held_out else None}
+    if not held_out:
+        return found | {"evaluation": None}
+    lane = eval_lane(config, connection, Rounds.of(config, held_out).lane, held_out)
+    return found | {"evaluation": _audit_of(lane)}
 
 
 def _audit_of(lane: ShardedBuffer | RedisBuffer) -> dict[str, Any]:

@@ -12,8 +12,12 @@ do not count: after a pause of the learner, it reads old messages of the dead pr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
+from asyncrl.config.resolved import config_hash, host_digest
+from asyncrl.config.schema import Config
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused
+from asyncrl.version import __version__
 
 MAX_MEMBERS = 1024
 
@@ -63,6 +67,13 @@ class RunIdentity:
     config_hash: str
     host_digest: str = ""
     rows: str = ""
+
+    @classmethod
+    def of(cls, config: Config, *, rows: str) -> Self:
+        """Return the identity of the learner with this config; `rows` is the fingerprint of its data."""
+        return cls(
+            release=__version__, config_hash=config_hash(config), host_digest=host_digest(config), rows=rows
+        )
 
 
 class Membership:

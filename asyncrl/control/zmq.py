@@ -18,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import zmq
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
@@ -31,6 +33,7 @@ from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMemb
 from asyncrl.control.peers import Peers
 from asyncrl.control.updates import Action, Begin, Release, UpdateSchedule
 from asyncrl.errors import AsyncRLError, ControlError, UpdatesRefused, WireError
+from asyncrl.hosting.placement import choose_transport
 from asyncrl.hosting.progress import Attention
 from asyncrl.weights.base import Publisher, UpdateReport
 
@@ -357,3 +360,29 @@ class ControlHub:
             **self._schedule.measured,
         }
         self._hopeless = self._schedule.hopeless
+
+
+def open_hub(
+    config: Config,
+    publisher: Publisher,
+    *,
+    socket_path: Path,
+    rows: str,
+    wire_key: bytes,
+    keys: LearnerKeys,
+    on_dead: Callable[[str], None],
+    on_report: Callable[[str, UpdateReport], None],
+) -> ControlHub:
+    """Open the control plane where the config says, by default at `socket_path`. See `ControlHub`."""
+    return ControlHub(
+        config.control.bind or f"ipc://{socket_path}",
+        publisher,
+        config.control,
+        RunIdentity.of(config, rows=rows),
+        transport=choose_transport(config.weights.transport, one_host=config.control.bind is None),
+        deadline_s=config.weights.deadline_s,
+        wire_key=wire_key,
+        keys=keys,
+        on_dead=on_dead,
+        on_report=on_report,
+    )

@@ -6,13 +6,15 @@ stops the run before it begins.
 """
 
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
-from asyncrl.data.curriculum import rows_of
+from asyncrl.data.curriculum import Curriculum, rows_of
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.sample_plan import SamplePlan
@@ -160,3 +162,24 @@ def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: 
             "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held out"
         )
         log.warning(text, len(shared), len(held_out), rows.place(shared[0]))
+
+
+def open_curriculum(config: Config, rows: int, saved: Mapping[str, Any]) -> Curriculum | None:
+    """Continue the curriculum of so many rows from its `saved` state, if the config has one."""
+    if config.data.curriculum.floor is None:
+        return None
+    groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
+    return Curriculum(
+        make_plan(config.data, rows, seed=config.run.seed),
+        solved=config.data.curriculum.solved,
+        # A step that rejects raises the credit, and so do groups of lost weights that were under way.
+        reach=(lag + 1 + refills + lag + 1) * groups,
+        window=config.window_groups,
+        state=saved,
+    )
+
+
+def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[int, ...]:
+    """Draw the token sequence of the probe: random, so that every weight takes part, and always the same."""
+    draw = random.Random(seed)
+    return tuple(draw.randrange(vocabulary) for _ in range(length))

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.sections import SamplingConfig
 from asyncrl.errors import EngineError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
@@ -25,6 +26,11 @@ class SamplingSpec:
     temperature: float
     max_response_tokens: int
     stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: SamplingConfig, temperature: float) -> Self:
+        """Return how a lane of this temperature samples."""
+        return cls(temperature=temperature, max_response_tokens=config.max_response_tokens, stop=config.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Processes of a run: what starts what, with which adapters."""
+"""Processes of a run: what starts what, and which parts a process opens in which order."""

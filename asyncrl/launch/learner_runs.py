@@ -1,9 +1,10 @@
 """What surrounds the learner's loop, on rank 0 and on the other ranks."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -19,8 +20,8 @@ from asyncrl.learner import Step
 from asyncrl.report.reports import Reporting
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
-from asyncrl.types import Group
 from asyncrl.weights.base import Publisher
+from asyncrl.wire.group_frames import decode_group
 
 # Time between two signs of life to the other ranks while groups are missing.
 POLL_S = 1.0
@@ -127,13 +128,12 @@ class FollowerRun:
     trainer: Trainer
     probe_ids: Sequence[int]
     logs: LogContext
-    # For frames that rank 0 has decoded already.
-    decode: Callable[[bytes], Group]
+    wire_key: bytes
     saving: Saving
 
     def collect(self, version: int) -> Collected:
         """Receive the groups from rank 0. If that was asked to stop, save and end with it."""
-        collected = receive(self.trainer.broadcast, self.decode)
+        collected = receive(self.trainer.broadcast, partial(decode_group, key=self.wire_key))
         if collected is None:
             self.saving.save_and_leave(version)
         return collected

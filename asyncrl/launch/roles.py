@@ -28,8 +28,7 @@ from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.hosting.progress import attach
 from asyncrl.hosting.supervisor import FAULT_FOUND, USER_ERROR
-from asyncrl.launch.wiring import store_password
-from asyncrl.run.keys import JoinKeys, RunKeys
+from asyncrl.run.keys import JoinKeys, RunKeys, store_password
 from asyncrl.unpickling import refuse_pickles_from_wires
 
 log = logging.getLogger(__name__)

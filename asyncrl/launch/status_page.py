@@ -1,14 +1,19 @@
 """What rank 0 shows once a second: the run's status, and its record in the store."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.launch.taking import Taking
-from asyncrl.telemetry.status import StatusSnapshot
+from asyncrl.telemetry.exporter import Exporter
+from asyncrl.telemetry.status import StatusSnapshot, write_status
 
 Show = Callable[[StatusSnapshot], None]
 
@@ -84,3 +89,33 @@ class Ticker:
     def _tick_once(self) -> None:
         with self._guard("the status"):
             self._tick()
+
+
+def open_page(
+    config: Config,
+    path: Path,
+    *,
+    version: int,
+    hub: ControlHub,
+    taking: Taking,
+    renew: Callable[[str], None],
+    guard: BestEffort,
+    exporter: Exporter | None,
+) -> StatusPage:
+    """Show a run that begins at `version`, in the file at `path` and to Prometheus if that is asked for."""
+    shows: list[Show] = [partial(write_status, path)]
+    if exporter:
+        shows.append(partial(exporter.show_status, max_bytes=config.store.max_gib * 2**30))
+    now_at = time.time()
+    now = StatusSnapshot(
+        run=config.run.name,
+        state="starting",
+        step=version,
+        total_steps=config.learner.steps,
+        version=version,
+        started_at=now_at,
+        updated_at=now_at,
+        pid=os.getpid(),
+        lag_bound=config.lag_bound,
+    )
+    return StatusPage(now=now, hub=hub, taking=taking, renew=renew, shows=shows, guard=guard)

@@ -2,20 +2,33 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.base import Audit
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import AuditWatch
+from asyncrl.config.schema import Config
 from asyncrl.data.curriculum import Curriculum
-from asyncrl.evaluation import EvalResult, Evaluation
+from asyncrl.data.dataset import DataFiles
+from asyncrl.data.prompts import open_curriculum, vocabulary_size
+from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.launch.same_bytes import DecodedFrames, Taken
 from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.types import Group
 from asyncrl.weights.base import EVERY_ROW
+from asyncrl.wire.decoder import IsolatedDecoder
+from asyncrl.wire.group_frames import decode_group
 
 log = logging.getLogger(__name__)
 
@@ -132,3 +145,37 @@ class Taking:
         recoveries = self._watch.recoveries + self._eval_watch.recoveries
         skipped = self.curriculum.metrics() if self.curriculum else {}
         return {"buffer/audit_mismatch": self.mismatch, "buffer/recoveries": recoveries} | skipped
+
+
+def open_taking(
+    stack: ExitStack,
+    config: Config,
+    store: StoreConnection,
+    data: DataFiles,
+    state: LearnerState,
+    *,
+    wire_key: bytes,
+    step_under_way: Path,
+) -> Taking:
+    """Open both lanes where `state` left them. Raises ConfigError if the number of shards has changed."""
+    decode: Callable[[bytes], Group] = partial(decode_group, key=wire_key)
+    if config.store.isolate_decoding:
+        isolated = IsolatedDecoder(wire_key)
+        stack.callback(isolated.close)
+        decode = isolated.decode
+    decoded = DecodedFrames(decode)
+    lane = train_lane(config, store)
+    deaths = StepDeaths(step_under_way)
+    limits, eval_limits = group_limits(config, vocabulary_size(config.model))
+    gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
+    intake = open_intake(config, lane, state.ledger, gate, state.history)
+    rounds = Rounds.of(config, min(config.eval.prompts, data.held_out_rows))
+    evaluation = Evaluation(
+        buffer=eval_lane(config, store, rounds.lane, rounds.prompts),
+        ledger=resume_ledger(state.evaluation, rounds, version=state.version),
+        gate=Gate(lane=rounds.lane, decode=decode, limits=eval_limits),
+        rounds=rounds,
+        history=state.history,
+    )
+    curriculum = open_curriculum(config, data.train_rows, state.curriculum)
+    return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths, curriculum=curriculum)

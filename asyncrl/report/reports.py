@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import load_tokenizer
 from asyncrl.evaluation import EvalResult
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.report.timeline import Timeline
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.fanout import Trackers
+from asyncrl.telemetry.exporter import Exporter, open_exporter
+from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.trainer.base import Usage
 from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
@@ -25,8 +30,16 @@ class Reporting:
     """Trackers and timeline behind one guard."""
 
     def __init__(
-        self, trackers: Trackers, timeline: Timeline, decode: Decode, *, samples_per_step: int
+        self,
+        trackers: Trackers,
+        timeline: Timeline,
+        decode: Decode,
+        *,
+        samples_per_step: int,
+        exporter: Exporter | None = None,
     ) -> None:
+        """`exporter` is one of the trackers, which also shows the status; None without Prometheus."""
+        self.exporter = exporter
         self._trackers = trackers
         self._timeline = timeline
         self._decode = decode
@@ -79,6 +92,30 @@ class Reporting:
             self._trackers.close()
         with self.guard("timeline"):
             self._timeline.close()
+
+
+def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step: int) -> Reporting:
+    """Open trackers, timeline and samples. `key_id` and `step` as in `open_trackers`."""
+    exporter = open_exporter(config, "learner", directory.target("learner"))
+    trackers = open_trackers(
+        config.telemetry,
+        run=config.run.name,
+        key_id=key_id,
+        directory=directory.path,
+        metrics=directory.metrics / "learner.jsonl",
+        samples=directory.samples,
+        resolved=config.model_dump(mode="json"),
+        step=step,
+    )
+    if exporter:
+        trackers.add(exporter)
+    return Reporting(
+        trackers,
+        Timeline(directory.trace if config.telemetry.trace else None),
+        partial(load_tokenizer(config.model).decode, skip_special_tokens=True),
+        samples_per_step=config.telemetry.samples_per_step,
+        exporter=exporter,
+    )
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.buffer.lanes import group_limits
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
+from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
-from asyncrl.launch.generator_process import sampling_spec
-from asyncrl.launch.wiring import group_limits
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.results.export import newest_export
 from asyncrl.run.directory import find_run
@@ -34,7 +34,7 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
 
 async def _evaluate(config: Config) -> dict[str, float]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    spec = sampling_spec(config, config.eval.temperature)
+    spec = SamplingSpec.of(config.sampling, config.eval.temperature)
     _, limits = group_limits(config, vocabulary_size(config.model))
     numbered = enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
     async with sampler_of(config, prompts, "eval") as sampler:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.lanes import group_limits
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
+from asyncrl.engine.base import SamplingSpec
 from asyncrl.hosting.processes import die_with_spawner
-from asyncrl.launch.generator_process import sampling_spec
-from asyncrl.launch.wiring import group_limits
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.types import Group, Rollout
 
@@ -26,7 +26,7 @@ def play_rows(config: Path, overrides: Sequence[str], rows: int) -> Iterator[str
 
 async def _play(config: Config, rows: str) -> list[dict[str, Any]]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    spec = sampling_spec(config, config.sampling.temperature)
+    spec = SamplingSpec.of(config.sampling, config.sampling.temperature)
     limits, _ = group_limits(config, vocabulary_size(config.model))
     async with sampler_of(config, prompts, "play") as sampler:
         one = replace(limits, rollouts=1)

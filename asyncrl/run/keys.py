@@ -15,7 +15,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.buffer.users import GENERATOR
+from asyncrl.buffer.users import GENERATOR, user_of
+from asyncrl.config.store import StoreConfig
 from asyncrl.control.curve import GeneratorKeys, LearnerKeys, public_key
 from asyncrl.errors import RunError, RunNotUp
 
@@ -160,3 +161,10 @@ def join_keys(environment: Mapping[str, str]) -> JoinKeys:
     """Return a generator's keys; see `read_keys`. From a run.key it gets only the generators' part."""
     keys = read_keys(environment)
     return keys.join if isinstance(keys, RunKeys) else keys
+
+
+def store_password(
+    store: StoreConfig, url: str, keys: RunKeys | JoinKeys, environment: Mapping[str, str]
+) -> str | None:
+    """Return the password: from `environment` for a configured store, from `keys` for the run's own."""
+    return keys.store_password(user_of(url)) if store.url is None else environment.get(store.password_env)

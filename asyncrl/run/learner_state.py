@@ -1,10 +1,17 @@
 """The learner's state in a checkpoint, next to the trainer's files."""
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from asyncrl.config.schema import Config
 from asyncrl.lineage import INITIAL, History
+from asyncrl.run.checkpoint import CheckpointStore, Saveable
+from asyncrl.run.directory import RunDirectory
+
+# Lineages are drawn: a learner cannot know how many learners died before it without a checkpoint.
+MAX_LINEAGE = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +39,18 @@ class LearnerState:
         # A checkpoint of an earlier release has no curriculum.
         found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**found | {"history": History.parse(values["history"])})
+
+    def begun(self, config: Config, *, rows: str) -> Self:
+        """Return the state with which a learner continues: with a lineage of its own, and this config."""
+        history = self.history.resumed(
+            self.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
+        )
+        return replace(self, history=history, fixed=config.fixed_values(rows=rows))
+
+
+def resume(
+    config: Config, directory: RunDirectory, trainer: Saveable
+) -> tuple[CheckpointStore, LearnerState]:
+    """Load the newest checkpoint into the trainer, if there is one. Raises CheckpointError."""
+    checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), config.checkpoint.keep)
+    return checkpoints, LearnerState.from_dict(checkpoints.load(trainer) or {})

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncrl.buffer.base import Audit
+from asyncrl.config.schema import Config
 from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
@@ -109,6 +110,11 @@ class Exporter(Collector):
         """Replace the families that are served in addition to the logged metrics."""
         self._families = families
 
+    def show_status(self, status: StatusSnapshot, *, max_bytes: float) -> None:
+        """Show every number of `status`, and the limit of the store's bytes."""
+        self.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
+        self.show(status_families(status, max_bytes=max_bytes))
+
     def moved(self, *marks: object) -> None:
         """Receive values that change with progress: a difference from the last call counts as progress."""
         if marks != self._marks:
@@ -141,6 +147,24 @@ class Exporter(Collector):
         age_s = time.monotonic() - self._moved_at_s
         answer = {"progress_age_s": round(age_s, 3), "stall_s": self._stall_s}
         return (200 if age_s < self._stall_s else 503), answer
+
+
+def open_exporter(config: Config, process: str, target: Path) -> Exporter | None:
+    """Serve `/metrics` and `/health` of the learner or generator named `process`; None unless asked for."""
+    telemetry = config.telemetry
+    if telemetry.prometheus_port is None:
+        return None
+    index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
+    offset = 1 + int(index[0]) if index else 0
+    return Exporter(
+        host=telemetry.prometheus_host,
+        port=telemetry.prometheus_port and telemetry.prometheus_port + offset,
+        target=target,
+        run=config.run.name,
+        process=process,
+        prefix=GENERATOR_PREFIX if index else PREFIX,
+        stall_s=config.control.stall_s,
+    )
 
 
 def _handler(

@@ -133,3 +133,11 @@ def open_trackers(
     if config.trackio:
         openers.append(open_trackio)
     return Trackers(openers, Alarms())
+
+
+def open_generator_trackers(metrics: Path, exporter: Tracker | None) -> Trackers:
+    """Open JSONL, and Prometheus if there is an exporter; W&B and the like get one run, from the learner."""
+    trackers = Trackers([lambda: JsonlTracker(metrics)], Alarms())
+    if exporter:
+        trackers.add(exporter)
+    return trackers

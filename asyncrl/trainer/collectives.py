@@ -2,9 +2,10 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 
 
@@ -28,6 +30,19 @@ class Rendezvous:
     port: int = 0
     # Longest duration of a collective: if a rank is gone, the others end with an error.
     timeout_s: float = 600.0
+
+    @classmethod
+    def of(cls, config: Config, environment: Mapping[str, str]) -> Self:
+        """Read where the ranks meet from the variables that `launch/ranks.py` or torchrun has set."""
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            ranks=config.learner.ranks,
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            address=environment.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(environment.get("MASTER_PORT") or "0"),
+            # Longer than the supervisor's bound, because the supervisor can name the process that hangs.
+            timeout_s=config.control.slow_s + config.control.hang_s,
+        )
 
 
 class Ranks:

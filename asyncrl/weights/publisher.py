@@ -20,9 +20,11 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.addresses import host_of
+from asyncrl.config.schema import Config
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
-from asyncrl.weights.base import EVERY_ROW, UpdateOrder
+from asyncrl.weights.base import EVERY_ROW, TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.nccl import SENDS, start
 from asyncrl.weights.slots import Published, Slot, Slots
@@ -266,3 +268,26 @@ class SlotPublisher:
         """The open file of the slot in host memory with this publication; -1 if there is none."""
         with self._lock:
             return self._on_host.file_of(stamp)
+
+
+def open_publisher(
+    config: Config,
+    specs: Sequence[TensorSpec],
+    *,
+    device: str,
+    probe_ids: Sequence[int],
+    initial_logprobs: Sequence[float],
+    directory: Path,
+    history: History,
+) -> SlotPublisher:
+    """Open the publisher of parameters with these `specs`, which are on `device`. See `SlotPublisher`."""
+    return SlotPublisher(
+        Layout.plan(specs, config.weights.bucket_mib << 20),
+        device="cpu" if config.weights.slots == "host" else device,
+        probe_ids=probe_ids,
+        initial_logprobs=initial_logprobs,
+        directory=directory,
+        deadline_s=config.weights.deadline_s,
+        interface=config.control.bind and host_of(config.control.bind),
+        history=history,
+    )

@@ -30,9 +30,9 @@ from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import store_password
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import store_password
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.jsonl import JsonlTracker, Lines
 from asyncrl.telemetry.logs import setup_logging

@@ -15,9 +15,9 @@ from asyncrl.errors import MemoryFullError
 from asyncrl.hosting.deaths import last_message
 from asyncrl.hosting.progress import begin
 from asyncrl.hosting.supervisor import USER_ERROR
-from asyncrl.launch.learner_process import naming_memory
 from asyncrl.launch.ranks import end_ranks, wait_for_ranks
 from asyncrl.launch.step_deaths import StepDeaths
+from asyncrl.trainer.full_memory import naming_memory
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 
@@ -47,7 +47,7 @@ from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
-from asyncrl.launch.learner_process import naming_memory
+from asyncrl.trainer.full_memory import naming_memory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner

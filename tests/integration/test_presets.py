@@ -15,7 +15,9 @@ import torch
 import yaml
 
 from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.intake import Collected
+from asyncrl.buffer.lanes import group_limits
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -23,8 +25,7 @@ from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.open import open_engine
 from asyncrl.engine.sampler import Sampler
-from asyncrl.launch.learner_process import recipe_of, trainer_of
-from asyncrl.launch.wiring import group_limits
+from asyncrl.launch.training import trainer_of
 from asyncrl.learner import Step, run_learner
 from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
@@ -186,8 +187,8 @@ class Recorded:
 def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
     """One step per batch with the real trainer, as the learner's process would."""
     rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0, auto="cpu")
-    recipe = recipe_of(config, rendezvous, device)
-    trainer = trainer_of(config, recipe, rendezvous, device)
+    recipe = recipe_of(config, share=0, device=device)
+    trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
     try:
         run = Recorded(trainer=trainer, batches=batches)
         run_learner(trainer, run, recipe, Hooks(), version=0, steps=len(batches))

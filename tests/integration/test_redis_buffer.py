@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 
 from asyncrl.buffer.base import BufferRules, PutOutcome
 from asyncrl.buffer.connection import StoreConnection, reason
+from asyncrl.buffer.lanes import eval_lane, train_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import LIBRARY, RedisBuffer, hash_tag
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
@@ -26,8 +27,8 @@ from asyncrl.commands.inspect import audit_run, require_whole
 from asyncrl.config.load import load_config
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import BufferGap, ForeignRunError, RunError, StoreError, StoreRefused
+from asyncrl.evaluation import Rounds
 from asyncrl.files import replace_text
-from asyncrl.launch.wiring import eval_lane, train_lane
 from tests.support.buffer_contract import RULES, BufferContract, fill, ids, places, take
 from tests.support.buffer_walk import WALK_RULES, Walk
 from tests.support.command import ASYNCRL
@@ -419,7 +420,8 @@ reward: {{functions: [{{function: exact_match}}]}}
     recover()  # a restarted learner
     watch.audit()
     assert watch.mismatch == 0
-    rounds, held_out = eval_lane(config, connection, 3)
+    rounds = Rounds.of(config, 3)
+    held_out = eval_lane(config, connection, rounds.lane, 3)
     held_out.recover(Ledger(), version=0, limit=3)
     fill(held_out, 3)
     found = audit()

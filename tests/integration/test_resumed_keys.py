@@ -21,6 +21,7 @@ from asyncrl.buffer.base import kind_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected
+from asyncrl.buffer.lanes import eval_lane, group_limits, open_intake, train_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.server import StoreServer
 from asyncrl.buffer.shards import ledgers_of
@@ -34,12 +35,10 @@ from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.data.dataset import DataFiles
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
-from asyncrl.evaluation import Evaluation, resume_ledger
+from asyncrl.evaluation import Evaluation, Rounds, resume_ledger
 from asyncrl.generator import Generator, GeneratorSettings
-from asyncrl.launch.generator_process import lanes
-from asyncrl.launch.learner_parts import open_intake
+from asyncrl.launch.generator_parts import lanes
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.launch.wiring import eval_lane, group_limits, train_lane
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
@@ -199,9 +198,9 @@ class Life:
         gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
         self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
         prompts = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
-        rounds, eval_buffer = eval_lane(config, self.connections[0], prompts)
+        rounds = Rounds.of(config, prompts)
         self.evaluation = Evaluation(
-            buffer=eval_buffer,
+            buffer=eval_lane(config, self.connections[0], rounds.lane, prompts),
             ledger=resume_ledger(self.state.evaluation, rounds, version=self.state.version),
             gate=Gate(lane=rounds.lane, decode=decode_group, limits=eval_limits),
             rounds=rounds,

@@ -186,6 +186,13 @@ def test_no_module_needs_a_second_sitting():
     assert not too_long
 
 
+def test_launch_only_says_what_starts_what():
+    """A module that opens parts imports few others: each part is opened in its own package."""
+    imports = graph_of(lambda module: module)
+    too_many = {here: len(there) for here, there in imports.items() if ".launch." in here and len(there) > 20}
+    assert not too_many
+
+
 def test_few_functions_are_long():
     lengths = [
         node.end_lineno - node.lineno + 1

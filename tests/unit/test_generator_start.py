@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import ControlError, ForeignRunError, StoreError, StoreRefused
-from asyncrl.launch import generator_process as generator
+from asyncrl.launch import calling
 
 STORE = SimpleNamespace(url="redis://s")
 
@@ -30,12 +30,12 @@ def test_a_generator_that_is_there_before_the_learner_waits_for_it_whatever_the_
         "",
         "ipc://here",
     )
-    assert asyncio.run(generator._control_endpoint(STORE, record)) == "ipc://here"
+    assert asyncio.run(calling._control_endpoint(STORE, record)) == "ipc://here"
 
 
 def test_it_does_not_wait_for_ever_and_tells_what_it_found_last(monkeypatch):
-    monkeypatch.setattr(generator, "LEARNER_START_S", 0.3)
+    monkeypatch.setattr(calling, "LEARNER_START_S", 0.3)
     with pytest.raises(
         ControlError, match=r"redis://s: .* without a learner; start it\. Last: serves no run yet"
     ):
-        asyncio.run(generator._control_endpoint(STORE, Record(StoreError("serves no run yet"))))
+        asyncio.run(calling._control_endpoint(STORE, Record(StoreError("serves no run yet"))))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.hosting.processes import closed_to_us
-from asyncrl.launch import generator_process as generator
+from asyncrl.launch import calling
+from asyncrl.launch.calling import usable
 
 ALL = ("slot", "nccl", "tcp", "disk")
 
@@ -27,13 +28,13 @@ def listener(tmp_path):
 
 def test_a_process_of_the_same_user_and_container_is_open(listener, caplog):
     assert closed_to_us(listener) == ""
-    assert generator.usable(ALL, f"ipc://{listener}") == ALL and not caplog.records
+    assert usable(f"ipc://{listener}", ALL) == ALL and not caplog.records
 
 
 def test_nobody_listens(tmp_path, caplog):
-    assert generator.usable(ALL, f"ipc://{tmp_path}/none") == ALL
+    assert usable(f"ipc://{tmp_path}/none", ALL) == ALL
     assert "is not known" in caplog.text
-    assert generator.usable(ALL, "tcp://10.0.0.1:5555") == ALL
+    assert usable("tcp://10.0.0.1:5555", ALL) == ALL
 
 
 def test_a_learner_in_another_container_is_closed(listener):
@@ -62,6 +63,6 @@ def test_a_learner_of_another_user_is_closed(listener):
 
 
 def test_without_the_learners_memory_weights_come_over_files(listener, monkeypatch, caplog):
-    monkeypatch.setattr(generator, "closed_to_us", lambda path: "it is in another container")
-    assert generator.usable(ALL, f"ipc://{listener}") == ("disk",)
+    monkeypatch.setattr(calling, "closed_to_us", lambda path: "it is in another container")
+    assert usable(f"ipc://{listener}", ALL) == ("disk",)
     assert "because it is in another container" in caplog.text and "control.bind" in caplog.text

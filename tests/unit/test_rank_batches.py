@@ -44,7 +44,7 @@ def lead_run(trainer: Any, taking: Any) -> LeadRun:
 
 def follower_run(trainer: Any) -> FollowerRun:
     parts: dict[str, Any] = {name: mock.Mock() for name in ("logs", "saving")}
-    return FollowerRun(trainer=trainer, probe_ids=(), decode=decode_group, **parts)
+    return FollowerRun(trainer=trainer, probe_ids=(), wire_key=b"", **parts)
 
 
 def collect_on_all(taking: Any) -> list[Collected]:

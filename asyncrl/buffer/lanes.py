@@ -1,0 +1,83 @@
+"""What learner and generators make of the config: lanes, the limits of their groups, and the intake."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.buffer.base import BufferRules, LearnerBuffer
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.intake import Intake
+from asyncrl.buffer.judge import make_judge
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.redis import RedisBuffer
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, shard_names
+from asyncrl.config import registry
+from asyncrl.config.resolved import wants_greedy
+from asyncrl.config.schema import Config
+from asyncrl.lineage import History
+
+
+def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | ShardedBuffer:
+    """Open the lane of training tickets."""
+    shards = config.store.shards
+    rules = BufferRules(
+        groups=config.batch.groups // shards,
+        lease_s=config.generator.lease_s,
+        max_attempts=config.reward.attempts,
+        max_bytes=int(config.store.max_gib * 2**30) // shards,
+    )
+    if shards == 1:
+        return RedisBuffer(connection, config.run.name, rules, lane="train")
+    names = shard_names("train", shards)
+    return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
+
+
+def eval_lane(config: Config, connection: StoreConnection, lane: str, prompts: int) -> RedisBuffer:
+    """Open a lane of held-out evaluation. A round has `prompts` groups."""
+    rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
+    return RedisBuffer(connection, config.run.name, rules, lane=lane)
+
+
+def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLimits]:
+    """Return what a group must satisfy (to be trained on, to count in held-out evaluation)."""
+    max_tokens = min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
+    return (
+        GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=max_tokens),
+        # A held-out group with another number of samples was sampled before a resume.
+        GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=max_tokens, whole=True),
+    )
+
+
+def open_intake(
+    config: Config, lane: RedisBuffer | ShardedBuffer, saved: Mapping[str, Any], gate: Gate, history: History
+) -> Intake | ShardedIntake:
+    """Continue from the `saved` ledger. Raises ConfigError if the number of shards has changed."""
+    shards = config.store.shards
+    judge = make_judge(
+        [registry.resolve("filter", choice.name, choice.params) for choice in config.algorithm.filters],
+        drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
+        needs_greedy=wants_greedy(config),
+        history=history,
+    )
+
+    def intake(buffer: LearnerBuffer, ledger: Ledger, gate: Gate) -> Intake:
+        return Intake(
+            buffer=buffer,
+            ledger=ledger,
+            gate=gate,
+            judge=judge,
+            groups=config.batch.groups // shards,
+            window=config.window_groups // shards,
+            max_lag=config.staleness.max_lag,
+            # Small shares vary more.
+            max_refills=config.algorithm.max_refills * shards,
+            stall_s=config.control.stall_s,
+            history=history,
+        )
+
+    ledgers = ledgers_of(saved, shards)
+    if not isinstance(lane, ShardedBuffer):
+        return intake(lane, ledgers[0], gate)
+    gates = [ShardGate.of(gate, shard, shards) for shard in range(shards)]
+    return ShardedIntake(tuple(map(intake, lane.shards, ledgers, gates)))

@@ -1,0 +1,91 @@
+"""Opens what surrounds a generator's loop."""
+
+from contextlib import ExitStack
+
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.lanes import eval_lane, group_limits, train_lane
+from asyncrl.config.resolved import wants_greedy
+from asyncrl.config.schema import Config
+from asyncrl.config.vllm_settings import quantisation
+from asyncrl.control.client import ControlClient
+from asyncrl.data.prompts import PromptSource, vocabulary_size
+from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.sampler import GroupSampler
+from asyncrl.evaluation import Rounds
+from asyncrl.generator import Generator, GeneratorSettings, Lane
+from asyncrl.run.directory import RunDirectory
+from asyncrl.telemetry.exporter import open_exporter
+from asyncrl.telemetry.fanout import open_generator_trackers
+from asyncrl.telemetry.logs import LogContext
+from asyncrl.weights.agreement import Agreement
+from asyncrl.weights.staging import HostStaging
+
+
+def open_generator(
+    stack: ExitStack,
+    config: Config,
+    directory: RunDirectory,
+    store: StoreConnection,
+    prompts: PromptSource,
+    *,
+    generator_id: str,
+    engine: Engine,
+    sampler: GroupSampler,
+    control: ControlClient,
+    wire_key: bytes,
+    logs: LogContext,
+) -> Generator:
+    """Open the lanes, the trackers and the weights' place; `stack` ends them."""
+    exporter = open_exporter(config, generator_id, directory.target(generator_id))
+    tracker = open_generator_trackers(directory.metrics / f"{generator_id}.jsonl", exporter)
+    stack.callback(tracker.close)
+    staging = HostStaging(directory.weights)
+    stack.callback(staging.close)
+    return Generator(
+        engine=engine,
+        lanes=lanes(config, store, prompts, vocabulary_size(config.model)),
+        sampler=sampler,
+        staging=staging,
+        control=control,
+        tracker=tracker,
+        agreement=Agreement(
+            limit=config.weights.probe_limit,
+            dtype=config.model.dtype,
+            quantisation=quantisation(config.generator, config.model.dtype),
+        ),
+        settings=GeneratorSettings(
+            max_running=config.generator.max_running,
+            most_held=config.generator.max_running * config.environment.episodes_per_slot,
+            lease_s=config.generator.lease_s,
+            heartbeat_s=config.control.heartbeat_s,
+            wire_key=wire_key,
+        ),
+        on_version=logs.follow,
+    )
+
+
+def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:
+    """Open the lanes. Evaluation comes first: it is small, and people wait for it."""
+    held_out = prompts.eval_prompts(config.eval.prompts)
+    limits, eval_limits = group_limits(config, vocabulary)
+    train = Lane(
+        name="train",
+        buffer=train_lane(config, store),
+        prompt=prompts.prompt,
+        spec=SamplingSpec.of(config.sampling, config.sampling.temperature),
+        limits=limits,
+        greedy=wants_greedy(config),
+        minimum_version=lambda ticket: ticket.minimum_version,
+    )
+    if not held_out:
+        return [train]
+    rounds = Rounds.of(config, len(held_out))
+    evaluation = Lane(
+        name=rounds.lane,
+        buffer=eval_lane(config, store, rounds.lane, rounds.prompts),
+        prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
+        spec=SamplingSpec.of(config.sampling, config.eval.temperature),
+        limits=eval_limits,
+        minimum_version=lambda ticket: rounds.version(ticket.minimum_version),
+    )
+    return [evaluation, train]

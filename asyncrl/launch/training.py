@@ -1,0 +1,103 @@
+"""What a rank of the learner loads, and then trains until the run is over."""
+
+import logging
+import threading
+from collections.abc import Collection
+from contextlib import ExitStack
+
+import torch
+
+from asyncrl.batch.hooks import Hooks
+from asyncrl.batch.resolve import recipe_of
+from asyncrl.buffer.connection import StoreConnection
+from asyncrl.config.schema import Config
+from asyncrl.data.dataset import DataFiles
+from asyncrl.data.prompts import draw_probe, vocabulary_size
+from asyncrl.hosting.memory_use import gpu_slots
+from asyncrl.hosting.progress import Pace, begin
+from asyncrl.launch.learner_parts import open_lead_run
+from asyncrl.launch.learner_runs import FollowerRun, LeadRun
+from asyncrl.launch.saving import Saving
+from asyncrl.learner import run_learner
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import RunKeys
+from asyncrl.run.learner_state import resume
+from asyncrl.telemetry.logs import LogContext
+from asyncrl.trainer.base import Trainer
+from asyncrl.trainer.collectives import Rendezvous
+from asyncrl.trainer.full_memory import naming_memory
+from asyncrl.trainer.open import open_trainer
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    config: Config,
+    directory: RunDirectory,
+    store: StoreConnection,
+    keys: RunKeys,
+    data: DataFiles,
+    rendezvous: Rendezvous,
+    device: torch.device,
+    logs: LogContext,
+    stop: threading.Event,
+) -> None:
+    """Load the newest checkpoint, train to the last step or until `stop` is set, and save."""
+    begin("load the model", Pace.SLOW)
+    hooks = Hooks.load(config.learner.hooks)
+    with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
+        log.info("loading the model")
+        recipe = recipe_of(config, share=rendezvous.rank // config.learner.sequence_parallel, device=device)
+        trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
+        stack.callback(trainer.close)
+        probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
+        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
+        # Before a checkpoint is loaded: every engine, also of a resumed run, starts with model.path, too.
+        initial_logprobs = trainer.score(probe_ids)
+        checkpoints, state = resume(config, directory, trainer)
+        log.info("beginning at step %d", state.version)
+        recipe.coefficients.resume(state.coefficients)
+        run: LeadRun | FollowerRun
+        if rendezvous.rank == 0:
+            lead = open_lead_run(
+                stack,
+                config,
+                directory,
+                store,
+                keys,
+                data,
+                state=state,
+                trainer=trainer,
+                checkpoints=checkpoints,
+                coefficients=recipe.coefficients,
+                probe_ids=probe_ids,
+                initial_logprobs=initial_logprobs,
+                logs=logs,
+                stop=stop,
+            )
+            run = stack.enter_context(lead)
+        else:
+            saving = Saving(checkpoints=checkpoints, trainer=trainer, every=config.checkpoint.every)
+            run = FollowerRun(
+                trainer=trainer, probe_ids=probe_ids, logs=logs, wire_key=keys.join.wire, saving=saving
+            )
+        run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
+        run.finish()
+        begin("end", Pace.SLOW)
+
+
+def trainer_of(
+    config: Config, columns: Collection[str], rendezvous: Rendezvous, device: torch.device
+) -> Trainer:
+    """Load model.path, with the reference and the critic that the recipe's `columns` need."""
+    return open_trainer(
+        config.model,
+        config.learner,
+        temperature=config.sampling.temperature,
+        optimizer_steps=config.batch.optimizer_steps,
+        device=device,
+        rendezvous=rendezvous,
+        reference="reference_logprobs_T" in columns,
+        critic=config.critic if "values_T" in columns else None,
+        slots=gpu_slots(config.weights),
+    )
