@@ -26,11 +26,11 @@ from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.rank_group import workers_of
 from asyncrl.hosting.standby import FLAG as STANDBY
 from asyncrl.hosting.standby import MEMORY_SHARE
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
-from asyncrl.launch.ranks import workers_of
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys

@@ -14,8 +14,8 @@ from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import MemoryFullError
 from asyncrl.hosting.deaths import last_message
 from asyncrl.hosting.progress import begin
+from asyncrl.hosting.rank_group import end_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
-from asyncrl.launch.ranks import end_ranks, wait_for_ranks
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.trainer.full_memory import naming_memory
 from tests.support.models import tiny_qwen2

@@ -1,14 +1,15 @@
 """Ranks end together, and the status of the one that knows the cause is the one that counts."""
 
+import os
 import signal
-import subprocess
+import socket
 import sys
 
 import pytest
 
+from asyncrl.hosting import rank_group
+from asyncrl.hosting.rank_group import begin, end_ranks, free_port, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
-from asyncrl.launch import ranks
-from asyncrl.launch.ranks import begin, end_ranks, wait_for_ranks
 
 
 class Clock:
@@ -43,7 +44,7 @@ class FakeRank:
     def wait(self, timeout: float) -> int:
         if self.at_s > self.clock.now_s + timeout:
             self.clock.now_s += timeout
-            raise ranks.subprocess.TimeoutExpired("rank", timeout)
+            raise rank_group.subprocess.TimeoutExpired("rank", timeout)
         self.clock.now_s = max(self.clock.now_s, self.at_s)
         return self.status
 
@@ -51,7 +52,7 @@ class FakeRank:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(ranks, "time", clock)
+    monkeypatch.setattr(rank_group, "time", clock)
     return clock
 
 
@@ -76,18 +77,29 @@ def test_all_are_told_to_leave_at_once_and_share_one_grace(clock):
     end_ranks(group)
     assert [rank.terminated_at_s for rank in group] == [0.0] * 4
     assert [rank.killed for rank in group] == [False, True, True, False]
-    assert clock.now_s <= ranks.GRACE_S
+    assert clock.now_s <= rank_group.GRACE_S
 
 
-def test_ranks_are_told_one_port_and_a_dead_one_stops_nobody(tmp_path):
-    script = "import sys; line = sys.stdin.readline(); open(sys.argv[1], 'w').write(line)"
-    group = [
-        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / str(rank))], stdin=subprocess.PIPE)
-        for rank in range(3)
-    ]
+RANK = """
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+print(*(os.environ[name] for name in names), sys.stdin.readline().strip(), file=open(sys.argv[1] + os.environ["RANK"], "w"))
+"""
+
+
+def test_the_ranks_of_a_host_are_told_where_all_meet_and_a_dead_one_stops_nobody(tmp_path):
+    """Ranks 4 to 6 of 8, whose rank 0 is on another host."""
+    command = [sys.executable, "-c", RANK, f"{tmp_path}/"]
+    group = start_ranks(command, range(4, 7), ranks=8, address="10.0.0.1", environment=os.environ)
     group[1].kill()
     group[1].wait(120)
-    begin(group)
+    begin(group, 29500)
+    assert wait_for_ranks(group) == -signal.SIGKILL
     assert [process.wait(120) for process in group] == [0, -signal.SIGKILL, 0]
-    ports = {(tmp_path / str(rank)).read_text() for rank in (0, 2)}
-    assert len(ports) == 1 and 0 < int(ports.pop()) < 65536
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == {"4": "4 0 8 10.0.0.1 29500\n", "6": "6 2 8 10.0.0.1 29500\n"}
+
+
+def test_a_port_is_free_until_it_is_used():
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as server:
+        assert server.getsockname()[1] != free_port("127.0.0.1")
