@@ -20,7 +20,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extra
 extra=${ASYNCRL_EXTRA:-$extra}
 # One environment per interpreter and releases. With ASYNCRL_VENVS, a directory, it is kept there for other clones.
 of_python='import sys; print(sys.version, sys.base_prefix)'
-hash=$({ cat pyproject.toml deploy/install.sh deploy/constraints.txt; "$python" -c "$of_python"; } | sha256sum | cut -c1-16)
+hash=$({ cat pyproject.toml asyncrl/version.py deploy/install.sh deploy/constraints.txt; "$python" -c "$of_python"; } | sha256sum | cut -c1-16)
 stamp=.venv/installed-$extra-$hash kept=${ASYNCRL_VENVS:+$ASYNCRL_VENVS/$extra-$hash}
 if [ -e "$stamp" ] && [ ! -e .venv/installing ]; then exit 0; fi
 
@@ -43,9 +43,9 @@ if [ ! -e .venv ] && [ -n "$kept" ] && [ -e "$kept" ]; then
     copy "$kept" .venv.part
     touch .venv.part/installing
     mv .venv.part .venv
-    made_in=$(sed -n 's/^command = .* -m venv //p' .venv/pyvenv.cfg)
-    grep -rlI --null "$made_in" .venv/bin .venv/pyvenv.cfg | xargs -0 sed -i "s#$made_in#$PWD/.venv#g"
-    .venv/bin/python -m pip --quiet install --no-deps --no-build-isolation -e .
+    made_in=$(sed -n 's#^command = .* -m venv \(.*\)/.venv$#\1#p' .venv/pyvenv.cfg)
+    grep -rlI --null "$made_in" .venv/bin .venv/pyvenv.cfg .venv/lib/python*/site-packages/*asyncrl* |
+        xargs -0 sed -i "s#$made_in\b#$PWD#g"
     rm .venv/installing
     exit 0
 fi
