@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.columns import COLUMNS, filled
 from asyncrl.errors import ShapeError
 from asyncrl.trainer.base import MicroBatch
+from asyncrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +50,29 @@ class TrainSample:
     def tokens(self) -> int:
         """Return the number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+def samples_of(rollouts: Sequence[Rollout], version: int) -> tuple[TrainSample, ...]:
+    """Return one sample per rollout, with every action token and without advantages."""
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    names = {name for rollout in rollouts for name in rollout.recorded}
+    recorded = {
+        name: filled(name, [rollout.recorded.get(name) for rollout in rollouts], lengths)
+        for name in sorted(names)
+        if COLUMNS[name].axes[0] == "response_tokens"
+    }
+    return tuple(
+        TrainSample(
+            prompt_ids=rollout.prompt_ids,
+            response_ids=rollout.response_ids,
+            keep=rollout.action_mask,
+            behaviour_logprobs=rollout.behaviour_logprobs,
+            advantages=np.zeros(len(rollout.response_ids), dtype=np.float32),
+            lag=version - rollout.versions,
+            recorded={name: pieces[index] for name, pieces in recorded.items()},
+        )
+        for index, rollout in enumerate(rollouts)
+    )
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:

@@ -17,9 +17,8 @@ from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.masks import masked_shares, masks
 from asyncrl.batch.measure import measure
-from asyncrl.batch.packing import TrainSample, deal, microbatch
+from asyncrl.batch.packing import TrainSample, deal, microbatch, samples_of
 from asyncrl.batch.turn_columns import turn_parts
-from asyncrl.columns import COLUMNS, filled
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.types import Group
 
@@ -70,26 +69,7 @@ class Planner:
 
     def assemble(self, groups: Sequence[Group], version: int) -> tuple[TrainSample, ...]:
         """Return one sample per rollout, with every action token and without advantages."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        lengths = [len(rollout.response_ids) for rollout in rollouts]
-        names = {name for rollout in rollouts for name in rollout.recorded}
-        recorded = {
-            name: filled(name, [rollout.recorded.get(name) for rollout in rollouts], lengths)
-            for name in sorted(names)
-            if COLUMNS[name].axes[0] == "response_tokens"
-        }
-        return tuple(
-            TrainSample(
-                prompt_ids=rollout.prompt_ids,
-                response_ids=rollout.response_ids,
-                keep=rollout.action_mask,
-                behaviour_logprobs=rollout.behaviour_logprobs,
-                advantages=np.zeros(len(rollout.response_ids), dtype=np.float32),
-                lag=version - rollout.versions,
-                recorded={name: pieces[index] for name, pieces in recorded.items()},
-            )
-            for index, rollout in enumerate(rollouts)
-        )
+        return samples_of([rollout for group in groups for rollout in group.rollouts], version)
 
     def measure(self, trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Return flat columns [T] of the whole batch, on every rank."""

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from asyncrl.batch.plan import PlanSettings
+from asyncrl.batch.plan import Plan, PlanSettings
+from asyncrl.batch.resolve import make_recipe
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
+from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import StepResult, Usage
 from asyncrl.types import Group, Rollout, VersionSpan
 
@@ -157,3 +160,19 @@ class FakeTrainer:
 
     def update_reference(self, decay):
         self.events.append(f"reference {decay}")
+
+
+def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:
+    algorithm = make_recipe(
+        AlgorithmConfig(**config),
+        BatchConfig(groups=4, epochs=2),
+        CriticConfig(),
+        SETTINGS,
+        max_response_tokens=8,
+        reward_parts=parts,
+    )
+    planner, trainer = algorithm.planner, FakeTrainer()
+    sequences = planner.assemble(batch.groups, version)
+    return planner.plan(
+        batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl
+    )

@@ -12,8 +12,7 @@ from asyncrl.errors import ShapeError, WireError
 from asyncrl.types import Group
 from asyncrl.wire.codec import decode_frame, encode_frame
 from asyncrl.wire.group_frames import GROUP_LIMITS, decode_group, encode_group
-from tests.support.fake_learner import Batch, mixed_batch
-from tests.unit.test_estimate import planned
+from tests.support.fake_learner import Batch, mixed_batch, planned
 
 LAYERS, TOP_K, WIDTH = 3, 2, 4
 NEW = {

@@ -82,7 +82,7 @@ def test_a_generator_before_its_engine_neither_asks_cuda_nor_forks(tmp_path, mon
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with tiny_run(tmp_path) as config:
+    with tiny_run(tmp_path, "vllm") as config:
         environment = child_environment(load_config(config), tmp_path, threads=1, gpus=[0])
         said = output_of(RECORDER + GENERATOR, str(config), environment=environment)
     assert json.loads(said) == []
@@ -107,7 +107,7 @@ def test_the_device_is_known_without_asking_cuda(
     monkeypatch.setattr(torch.cuda, "is_available", refuse)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with tiny_run(tmp_path) as path:
+    with tiny_run(tmp_path, "vllm") as path:
         config = load_config(path, [f"learner.device={learner}"])
     assert resolve_device(config) == expected
 

@@ -11,30 +11,12 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
 from asyncrl.algo.turn_advantages import turn_gae, turn_value_targets
 from asyncrl.batch.plan import Plan
-from asyncrl.batch.resolve import make_recipe
 from asyncrl.batch.turn_columns import turn_columns
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError, ShapeError
 from asyncrl.types import Turns
-from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known, mixed_batch
-
-
-def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **config) -> Plan:
-    algorithm = make_recipe(
-        AlgorithmConfig(**config),
-        BatchConfig(groups=4, epochs=2),
-        CriticConfig(),
-        SETTINGS,
-        max_response_tokens=8,
-        reward_parts=parts,
-    )
-    planner, trainer = algorithm.planner, FakeTrainer()
-    sequences = planner.assemble(batch.groups, version)
-    return planner.plan(
-        batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl
-    )
+from tests.support.fake_learner import Batch, known, mixed_batch, planned
 
 
 def flat(batch: Batch, **columns: torch.Tensor) -> GroupRewards:

@@ -30,7 +30,7 @@ def config(tmp_path, monkeypatch):
         tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{rows}END")
         return load_config(path, ["learner.device=auto", "generator.kv_cache_gib=null", *overrides])
 
-    with tiny_run(tmp_path) as path:
+    with tiny_run(tmp_path, "vllm") as path:
         yield make
 
 

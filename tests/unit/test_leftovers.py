@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
-import os, signal, subprocess, time
+import os, signal, subprocess
 
 def start(name):
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -29,8 +29,8 @@ def test_that_forgets_a_process():
 
 def test_that_takes_long():
     start("long")
-    time.sleep(1000)
-"""
+    HANG
+""".replace("HANG", HANG)
 
 
 @pytest.fixture
