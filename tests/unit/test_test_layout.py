@@ -30,7 +30,7 @@ def test_what_tests_share_is_imported_from_tests_support() -> None:
 def test_no_test_sleeps() -> None:
     """It waits for its condition, passes virtual time, or hangs by name: `tests/support/waiting.py`."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        if path.name in ("waiting.py", "test_supervisor.py", "test_supervisor_hangs.py"):
+        if path.name == "waiting.py":
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             # Also in the text of programs; a clock that a test makes may have this method.
