@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.sections import ControlConfig
@@ -379,7 +379,7 @@ def test_no_message_ends_the_control_thread(stage):
             sent += 1
 
     attack()
-    assert sent > 200
+    assert sent > settings().max_examples / 2  # the others cannot be packed
     stage.check_alive()
 
 

@@ -35,7 +35,7 @@ os.execvp("asyncrl", sys.argv[at:])
 """,
 }
 ASYNCRL = f"""#!{sys.executable}
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, threading
 logs, role = pathlib.Path(os.environ["LOGS"]), sys.argv[1]
 seen = {{name: os.environ.get(name) for name in ("SLURMD_NODENAME", "ASYNCRL_SECRET_FILE", "ASYNCRL_SECRET", "SRUN")}}
 with (logs / f"{{role}}.jsonl").open("a") as file:
