@@ -17,9 +17,11 @@ PAIRS = [(name, pattern.removeprefix("!")) for name, patterns in PATTERNS.items(
 @pytest.mark.parametrize(("name", "pattern"), PAIRS)
 def test_a_pattern_names_functions_that_exist(name, pattern):
     """Whoever collects whole directories finds parameters that do not exist, too."""
-    file, _, function = pattern.partition("::")
+    file, *classes, function = pattern.split("::") if "::" in pattern else (pattern, "")
     found = [path for path in ROOT.glob(file.partition("[")[0]) if path.is_file()]
     assert found or "*" in file, f"{name}: no file {file}"
+    if classes:  # its tests may be those of a contract
+        found += ROOT.glob("tests/support/*_contract.py")
     names = {
         node.name
         for path in found
