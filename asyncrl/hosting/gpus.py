@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.hosting.smi import count_listed
+from asyncrl.hosting.smi import count_listed, list_uuids
 
 VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+UUID_LENGTH = len("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
 INSTANCE = "MIG-"  # how the UUID of an instance begins
 # The order of nvidia-smi, by which a run is planned. By default CUDA puts the fastest GPU first.
 BY_BUS = {ORDER_VARIABLE: "PCI_BUS_ID"}
@@ -56,7 +57,13 @@ def _may_name_a_gpu(name: str) -> bool:
 def visible_devices(gpus: Sequence[int]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a child that gets these of our GPUs, by the names that ours have."""
     names = visible_names(os.environ.get(VARIABLE))
-    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    return ",".join(_whole(names[gpu]) if names else str(gpu) for gpu in gpus)
+
+
+def _whole(name: str) -> str:
+    """A UUID in full. CUDA takes its beginning, but NVML, which vLLM asks, does not."""
+    short = name.startswith("GPU-") and len(name) < UUID_LENGTH
+    return next((uuid for uuid in list_uuids() if uuid.startswith(name)), name) if short else name
 
 
 def order_by_bus() -> None:

@@ -40,10 +40,24 @@ def count_listed() -> int:
     return _count(program) if program else 0
 
 
-# The number is asked for often, and a driver that hangs takes `ASK_S` each time.
+# These are asked for often, and a driver that hangs takes `ASK_S` each time.
 @cache
 def _count(program: str) -> int:
     try:
         return len(re.findall(r"^GPU \d+:", ask("-L", program=program), re.MULTILINE))
     except DataError:
         return 0
+
+
+def list_uuids() -> list[str]:
+    """The UUIDs of all GPUs; none if nvidia-smi is not installed or does not answer."""
+    program = shutil.which(SMI)
+    return _uuids(program) if program else []
+
+
+@cache
+def _uuids(program: str) -> list[str]:
+    try:
+        return re.findall(r"\bGPU-[\w-]+", ask("--query-gpu=uuid", "--format=csv,noheader", program=program))
+    except DataError:
+        return []

@@ -7,7 +7,8 @@ Axes in names:  H heads, N packed tokens, D head size.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -99,9 +100,14 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=True,
+        **_groups(varlen_attn),
     )
     return output_NHD[None], None
+
+
+def _groups(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """Tell the kernel that several query heads share a key head. That of torch 2.11 always allows it."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _unsupported(arguments: Mapping[str, Any]) -> list[str]:

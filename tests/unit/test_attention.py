@@ -108,6 +108,29 @@ def test_one_kernel_gives_what_one_call_per_sequence_gives(kv_heads: int, scalin
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_kernel_of_the_oldest_torch_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = attention.varlen_attn
+
+    def old(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+        return_aux=None, scale=None, window_size=(-1, -1),
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        """With the parameters that it has in torch 2.11."""
+        return new(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+            scale=scale, window_size=window_size, enable_gqa=True,
+        )  # fmt: skip
+
+    outs = []
+    for kernel in (new, old):
+        monkeypatch.setattr(attention, "varlen_attn", kernel)
+        with Kernels():
+            outs.append(
+                varlen_attention(LAYER, *columns(kv_heads=2), None, **attention_kwargs(VARLEN, STARTS, CPU))
+            )
+    assert torch.equal(outs[0][0], outs[1][0])
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_heads_are_repeated_as_torch_groups_them(kv_heads: int) -> None:
     query, key, value = columns(kv_heads=kv_heads)

@@ -8,7 +8,7 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.hosting import gpus, nvidia, smi
 from asyncrl.hosting.environment import child_environment
-from asyncrl.hosting.gpus import count_gpus, resolve_device
+from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import place
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.device import choose_device
@@ -85,6 +85,17 @@ def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, lea
     placement = place(count_gpus(), ranks=1, generators=2)
     assert given(placement.learner_gpus) == learner
     assert [given(seat.gpus) for seat in placement.generators] == generators
+
+
+def test_children_get_uuids_in_full(monkeypatch, tmp_path):
+    whole = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11"]
+    tool(tmp_path, "nvidia-smi", f"echo {whole[0]}; echo {whole[1]}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for given in (["GPU-5d2a", "GPU-8932f937"], [whole[1], "GPU-89"]):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(given))
+        assert visible_devices([0, 1]) == f"{whole[1]},{whole[0]}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7c,GPU-00")
+    assert visible_devices([0, 1]) == "MIG-7c,GPU-00", "what nvidia-smi does not list is not touched"
 
 
 LISTED = """\

@@ -138,7 +138,7 @@ class DeepSpeedTrainer:
                 temperature=1.0,
                 chunk=self._chunk,
             )
-        return [float(value) for value in logprobs_T]
+        return logprobs_T.tolist()
 
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
@@ -181,7 +181,7 @@ class DeepSpeedTrainer:
 
     def export(self, directory: Path) -> None:
         writes = Writes()
-        state = {name: tensor.cpu().clone() for name, tensor in self.tensors() if self.rank == 0}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors() if self.rank == 0}
         if self.rank == 0:
             writes.attempt(lambda: self._export(state, directory))
         writes.conclude(directory, self._ranks)
