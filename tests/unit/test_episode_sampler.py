@@ -279,7 +279,6 @@ def test_a_first_prompt_that_is_too_long_is_the_environments_fault():
 
 def test_at_the_deadline_the_turn_is_aborted_and_the_environment_may_still_score():
     async def play(talk, episode):
-        await talk.complete("ab")
         try:
             while True:
                 await talk.complete("ab")
