@@ -213,12 +213,14 @@ def scale(
 
 @app.command()
 def down(run: RunArgument = None) -> None:
-    """Stop a run and check that none of its processes is left."""
+    """Let a run finish its step and save; end all of its processes. Ctrl-C ends them without saving."""
     from asyncrl.commands.down import end_run
+    from asyncrl.commands.stopping import what_is_saved
     from asyncrl.run.directory import find_run
 
     directory = find_run(run)
-    ended = end_run(directory)
+    ended = end_run(directory, report=lambda text: typer.echo(f"{directory.path}: {text}"))
     result = "stopped" if ended.was_up else "was not up"
     by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
-    typer.echo(f"{directory.path}: {result}, no process is left{by_force}")
+    saved = f"; {found}" if ended.was_up and (found := what_is_saved(directory)) else ""
+    typer.echo(f"{directory.path}: {result}, no process is left{by_force}{saved}")
