@@ -69,12 +69,13 @@ def quickstart(
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
     from asyncrl.config.load import load_config
+    from asyncrl.hosting.processes import bound_to_us
 
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
     command = [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"]
-    if status := subprocess.run(command, check=False).returncode:
+    if status := subprocess.run(bound_to_us(command), check=False).returncode:
         raise typer.Exit(status)
     up(words, config, fresh=fresh, plain=plain)
 

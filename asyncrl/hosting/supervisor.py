@@ -61,6 +61,7 @@ class _Child:
     hung: str | None = None  # why it was killed
     hung_at_s: float = 0.0
     deaths_s: deque[float] = field(default_factory=deque)
+    started_s: float = 0.0
     start_at_s: float = 0.0
     finished: bool = False
     kill_at_s: float | None = None  # when to kill it, if it was asked to leave
@@ -259,8 +260,8 @@ class Supervisor:
             child.start_at_s = self._host.now_s() + wait_s
             log.error("%s cannot be started and is tried again in %.0f s: %s", spec.name, wait_s, error)
             return
-        child.hung = None
-        child.standby_at_s = self._host.now_s() + _STANDBY_AFTER_S
+        child.hung, child.started_s = None, self._host.now_s()
+        child.standby_at_s = child.started_s + _STANDBY_AFTER_S
         log.info("%s started as process %d", spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
@@ -353,7 +354,8 @@ class Supervisor:
                 f"{self._max_restarts}. Its last lines in {path}:\n{_last_lines(path)}",
             )
         else:
-            delay_s = _BACKOFF.pause_s(deaths)
+            # From the last start: a process that has worked for longer than the pause is started immediately.
+            delay_s = max(0.0, child.started_s + _BACKOFF.pause_s(deaths) - now_s)
             child.start_at_s = now_s + delay_s
             said = f"; its last message: {last}" if last else ""
             log.warning(

@@ -227,6 +227,17 @@ def test_those_that_leave_by_themselves_get_time_and_no_signal(tmp_path):
         assert host.of("g1")[0].ended_s == pytest.approx(27.0, abs=2 * SLACK_S)
 
 
+def test_a_process_that_works_between_its_deaths_is_started_again_immediately(tmp_path):
+    """The pause slows down a process that cannot start. It counts from the last start, so it delays no other."""
+    host = VirtualHost(learner=dies(7, after_s=30.0))
+    with (
+        pytest.raises(RunError, match="died 9 times"),
+        supervised(host, one(tmp_path, ends_run=True), max_restarts=8) as supervisor,
+    ):
+        supervisor.run()
+    assert pauses_s(host) == pytest.approx([0.0] * 8, abs=SLACK_S)
+
+
 def saves(me):
     """Train until it is asked to leave; then finish the step and save, in 100 s."""
     me.begin("train")
