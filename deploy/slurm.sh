@@ -11,8 +11,8 @@
 # Learner and store on the first node of a job, generators on all others:
 #     sbatch --nodes=4 deploy/slurm.sh task.yaml [key.path=value ...]
 # Submit it where asyncrl is on PATH, from a directory that all nodes see. Five minutes before the time limit Slurm sends the learner a
-# TERM (not `B:`: that would reach this script alone), and it saves and ends; a job that is submitted again resumes. `scancel
-# --signal=TERM JOB` does the same earlier. One node needs none of this: `asyncrl up`.
+# TERM (not `B:`: that would reach this script alone), and it finishes its step, saves and ends: take twice the time of a step and a
+# checkpoint. A job that is submitted again resumes. `scancel --signal=TERM JOB` does the same earlier. One node needs none of this: `asyncrl up`.
 set -euo pipefail
 
 fail() { printf 'slurm: %s\n' "$*" >&2; exit 1; }

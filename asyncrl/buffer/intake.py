@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, too_many_rejected
+from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, all_dead, reason_to_reject, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.stall import StallWatch
 from asyncrl.errors import BufferGap
@@ -19,6 +19,10 @@ from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group, time_of_day
 
 log = logging.getLogger(__name__)
+
+
+# A run ends after this many failed groups, and at least a batch, if no other group has arrived.
+FEWEST_FAILED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class Intake:
     _trained: int = 0
     _issued_before: int = 0  # the last id that was issued before this learner recovered the store
     _stall: StallWatch = field(init=False)
+    _ever_fit: bool = False  # whether this learner has taken a group that is not dead
 
     def __post_init__(self) -> None:
         self._settled = self.ledger.to_dict()
@@ -90,7 +95,8 @@ class Intake:
     def poll(self, version: int, *, wait_s: float) -> Collected | None:
         """Return the groups of the step that trains `version`, or None if they are incomplete after `wait_s`.
 
-        Raises RunError if nothing arrived for `stall_s`, or if too many groups were rejected.
+        Raises RunError if nothing arrived for `stall_s`, if too many groups were rejected, or if all groups
+        that this learner has taken are dead.
         """
         until_s = time.monotonic() + wait_s
         self._stall.waits_for(version)
@@ -148,6 +154,7 @@ class Intake:
         step.taken_at |= dict.fromkeys((group.ticket_id for group in groups), time_of_day())
         for ticket_id, group in zip(take.ids, groups, strict=True):
             reason = reason_to_reject(group, version, judge=self.judge, known_kinds=self.ledger.rejected)
+            self._ever_fit = self._ever_fit or group.dead_reason is None
             if reason is None:
                 step.accepted.append(group)
             else:
@@ -158,6 +165,9 @@ class Intake:
                     step.unfit[kind] += 1
         if step.rejected:
             self.open(version)
+        failed = [reason for group, reason in step.rejected if group.dead_reason is not None]
+        if not self._ever_fit and len(failed) >= max(FEWEST_FAILED, self.groups):
+            raise all_dead(failed)
         if step.unfit.total() > (most := self.max_refills * self.groups):
             accepted = f"{len(step.accepted)} of {self.groups}"
             raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)

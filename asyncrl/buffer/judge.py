@@ -26,6 +26,8 @@ FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 # A kind is the name of a metric and a key in every checkpoint, so kinds of users' filters are few and short.
 MOST_KINDS = 20
 OTHER = "other"
+# Different reasons in the message of a run in which every ticket dies.
+MOST_LISTED = 5
 
 
 def make_judge(
@@ -96,6 +98,19 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
             )
         kind = OTHER
     return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
+
+
+def all_dead(reasons: Sequence[str]) -> RunError:
+    """Return the error for a run of which no group can be trained; `reasons` are those of all groups."""
+    # Reasons of equal faults differ in numbers: tickets, attempts, seconds.
+    examples = {re.sub(r"\d+", "#", reason): reason for reason in reasons}
+    counts = Counter(re.sub(r"\d+", "#", reason) for reason in reasons)
+    listed = "".join(f"\n  {count} x {examples[shape]}" for shape, count in counts.most_common(MOST_LISTED))
+    more = f"\n  {len(counts) - MOST_LISTED} further reasons" if len(counts) > MOST_LISTED else ""
+    return RunError(
+        f"all {len(reasons)} groups that have arrived have failed, and none can be trained on; fix what the "
+        f"reasons name, then the same command goes on:{listed}{more}"
+    )
 
 
 def too_many_rejected(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.commands.stopping import what_is_saved
 from asyncrl.commands.up import started
 from asyncrl.config.schema import Config
 from asyncrl.hosting.supervisor import Supervisor
@@ -57,10 +58,16 @@ class Stopped:
 
 @contextmanager
 def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
-    """Stop the run in order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal; once."""
+    """Stop the run in order on Ctrl-C, SIGTERM and, except under `nohup`, a closed terminal; once.
+
+    A Ctrl-C after that ends the run without saving. A second signal of another kind does not: shells and
+    batch systems send some twice.
+    """
     stopped = Stopped()
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        if stopped.status and signum == signal.SIGINT:
+            supervisor.end_now()
         stopped.status = stopped.status or 128 + signum
         supervisor.request_stop(signal.Signals(signum).name)
 
@@ -116,7 +123,9 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
             f"`asyncrl audit {path}`; a longer run: `asyncrl up {directory.config} learner.steps=...`"
         )
     else:
-        is_saved = any(directory.checkpoints.glob("step-*"))
-        again = "resumes from its last checkpoint" if is_saved else "begins again: nothing was saved"
-        next_steps = f"stopped before the end; `asyncrl up {directory.config}` {again}"
+        found = what_is_saved(directory)
+        again = "goes on from there" if any(directory.checkpoints.glob("step-*")) else "begins again"
+        next_steps = (
+            f"stopped before the end{found and f', {found}'}; `asyncrl up {directory.config}` {again}"
+        )
     console.print(Text(next_steps), soft_wrap=True)

@@ -69,12 +69,13 @@ def quickstart(
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
     from asyncrl.config.load import load_config
+    from asyncrl.hosting.processes import bound_to_us
 
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
     command = [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"]
-    if status := subprocess.run(command, check=False).returncode:
+    if status := subprocess.run(bound_to_us(command), check=False).returncode:
         raise typer.Exit(status)
     up(words, config, fresh=fresh, plain=plain)
 
@@ -213,12 +214,14 @@ def scale(
 
 @app.command()
 def down(run: RunArgument = None) -> None:
-    """Stop a run and check that none of its processes is left."""
+    """Let a run finish its step and save; end all of its processes. Ctrl-C ends them without saving."""
     from asyncrl.commands.down import end_run
+    from asyncrl.commands.stopping import what_is_saved
     from asyncrl.run.directory import find_run
 
     directory = find_run(run)
-    ended = end_run(directory)
+    ended = end_run(directory, report=lambda text: typer.echo(f"{directory.path}: {text}"))
     result = "stopped" if ended.was_up else "was not up"
     by_force = f" ({ended.killed} had to be killed)" if ended.killed else ""
-    typer.echo(f"{directory.path}: {result}, no process is left{by_force}")
+    saved = f"; {found}" if ended.was_up and (found := what_is_saved(directory)) else ""
+    typer.echo(f"{directory.path}: {result}, no process is left{by_force}{saved}")

@@ -3,16 +3,19 @@
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
 from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.run.directory import RunDirectory
 
+# Limit for a supervisor that announces no stop, and for what it leaves after the announced time.
 PATIENCE_S = 60.0
 
 
@@ -23,8 +26,11 @@ class Ended(NamedTuple):
     killed: int  # number of processes that had to be killed
 
 
-def end_run(directory: RunDirectory) -> Ended:
-    """Ask the supervisor to stop, wait, and kill what is left. Raises RunError if a process survives."""
+def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda text: None) -> Ended:
+    """Ask the supervisor to stop, wait, and kill what is left. Raises RunError if a process survives.
+
+    `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
+    """
     was_up, supervisor = False, directory.supervisor()
     while True:
         members = processes_of(directory.path)
@@ -36,14 +42,21 @@ def end_run(directory: RunDirectory) -> Ended:
                 supervisor.send_signal(signal.SIGTERM)
             members = [*descendants, supervisor, *members]
         was_up = was_up or bool(members)
-        alive = _wait(members, PATIENCE_S)
+        try:
+            alive = _wait(members, _Patience(directory, report).is_over)
+        except KeyboardInterrupt:
+            if supervisor is None:
+                raise
+            with contextlib.suppress(psutil.NoSuchProcess):
+                supervisor.send_signal(signal.SIGINT)
+            alive = _wait(members, _after(PATIENCE_S))
         if (supervisor := directory.supervisor()) is None or supervisor in alive:
             break  # otherwise the supervisor started after we looked, and its processes are not leftovers
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    if left := {*_wait(alive, 10.0), *processes_of(directory.path)}:
+    if left := {*_wait(alive, _after(10.0)), *processes_of(directory.path)}:
         pids = [process.pid for process in left]
         raise RunError(f"{directory.path}: processes {pids} cannot be ended; look at them with ps")
     return Ended(was_up or bool(alive), len(alive))
@@ -62,10 +75,31 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def _wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Return the processes that are still alive after `timeout_s`."""
-    until_s = time.monotonic() + timeout_s
-    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < until_s:
+@dataclass(slots=True)
+class _Patience:
+    """The time that a supervisor gets: what it announces, and `PATIENCE_S` more."""
+
+    directory: RunDirectory
+    report: Callable[[str], object]
+    begun_s: float = field(default_factory=time.monotonic)
+    announced: Stop | None = None
+
+    def is_over(self) -> bool:
+        if self.announced is None and (found := read_stop(self.directory)):
+            self.announced = found
+            self.report(found.text)
+        within_s = self.announced.within_s if self.announced else 0.0
+        return time.monotonic() > self.begun_s + within_s + PATIENCE_S
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    until_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > until_s
+
+
+def _wait(processes: Sequence[psutil.Process], is_over: Callable[[], bool]) -> list[psutil.Process]:
+    """Return the processes that are still alive when `is_over()`."""
+    while (alive := [process for process in processes if _is_alive(process)]) and not is_over():
         time.sleep(0.1)
     return alive
 

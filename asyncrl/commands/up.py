@@ -12,6 +12,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
+from asyncrl.commands.stopping import announce
 from asyncrl.config.addresses import is_loopback
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
@@ -48,16 +49,24 @@ class StartedRun:
     supervisor: Supervisor
     how_to_join: Sequence[str]  # instructions for generators elsewhere, by line
     _tend: Callable[[], None]
+    _announce_stop: Callable[[], float] = lambda: 0.0  # returns the seconds that the learner gets to save
 
     def wait(self, on_tick: Callable[[], None]) -> None:
-        """Supervise until the training is over or a stop is requested; then stop all processes."""
+        """Supervise until the training is over, fails or is to stop. Then save, and stop all."""
 
         def tick() -> None:
             self._tend()
             on_tick()
 
-        self.supervisor.run(tick)
-        self.supervisor.stop(grace_s=LEAVE_S if self.supervisor.is_over else 0.0)
+        leave_s = save_s = 0.0
+        try:
+            self.supervisor.run(tick)
+        finally:
+            if self.supervisor.is_over:
+                leave_s = LEAVE_S
+            else:
+                save_s = self._announce_stop()
+            self.supervisor.stop(leave_s=leave_s, save_s=save_s, on_tick=on_tick)
 
 
 @contextmanager
@@ -116,7 +125,10 @@ def started(
             if not is_recorded:
                 record(supervisor.pids())
 
-        yield StartedRun(supervisor, how_to_join, tend)
+        def announce_stop() -> float:
+            return announce(directory, supervisor.doing, config.control.slow_s)
+
+        yield StartedRun(supervisor, how_to_join, tend, announce_stop)
 
 
 @contextmanager
@@ -140,8 +152,8 @@ def _claimed(
             directory.draw_secret()
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
             replace_text(directory.config, dump_config(config), durable=True)
-        with may_fail("removal of old Prometheus targets"):
-            directory.forget_targets()
+        with may_fail("removal of what an earlier start left"):
+            directory.forget_earlier()
         yield directory.keys()
 
 
@@ -216,7 +228,6 @@ def learner_spec(
         env=env | {SECRET_VARIABLE: directory.secret()},
         log_path=directory.logs / "learner.out",
         ends_run=True,
-        grace_s=30.0,  # to finish its step and save
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
 

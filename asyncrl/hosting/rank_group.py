@@ -77,6 +77,13 @@ def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
         time.sleep(0.05)
 
 
+def leave(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ask all ranks to finish their step, save and leave. The supervisor limits the time of that."""
+    for process in processes:
+        process.terminate()
+    wait_for_ranks(processes)
+
+
 def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Terminate all ranks together, because a rank may wait for another one to end."""
     for process in processes:

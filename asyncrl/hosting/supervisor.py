@@ -61,6 +61,7 @@ class _Child:
     hung: str | None = None  # why it was killed
     hung_at_s: float = 0.0
     deaths_s: deque[float] = field(default_factory=deque)
+    started_s: float = 0.0
     start_at_s: float = 0.0
     finished: bool = False
     kill_at_s: float | None = None  # when to kill it, if it was asked to leave
@@ -88,6 +89,7 @@ class Supervisor:
         self._host = host or ThisHost()
         self._attention = Attention(self._host.now_s)
         self._stop_reason: str | None = None
+        self._ends_now = False
         for spec in specs:
             self.add(spec)
 
@@ -100,6 +102,10 @@ class Supervisor:
     def request_stop(self, reason: str) -> None:
         """Make `run` return soon; safe in a signal handler."""
         self._stop_reason = reason
+
+    def end_now(self) -> None:
+        """Make `stop` wait for no process to leave or to save; safe in a signal handler."""
+        self._ends_now = True
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Supervise until the run ends, all processes finish, or a stop is requested. Raises RunError."""
@@ -140,15 +146,38 @@ class Supervisor:
             for name, child in self._children.items()
         }
 
-    def stop(self, *, grace_s: float = 0.0) -> None:
-        """End every process, after giving those that are leaving `grace_s` seconds."""
-        families = [child.family for child in self._children.values() if child.family is not None]
-        self._wait(families, grace_s)
+    @property
+    def doing(self) -> str | None:
+        """What the process that ends the run reported last; None if it does not run."""
+        lead = next((child.running for child in self._children.values() if child.spec.ends_run), None)
+        return list(lead.process.signs().values())[-1].doing if lead else None
+
+    def stop(
+        self, *, leave_s: float = 0.0, save_s: float = 0.0, on_tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """End every process, after giving those that are leaving `leave_s` seconds.
+
+        Each has the `grace_s` of its specification between SIGTERM and SIGKILL, and the process that ends the
+        run at least `save_s`. `on_tick` is called all the time.
+        """
+
+        def goes_on() -> bool:
+            on_tick()
+            return not self._ends_now
+
+        grace_s = {
+            child.spec.name: max(child.spec.grace_s, save_s if child.spec.ends_run else 0.0)
+            for child in self._children.values()
+        }
+        left = {name: child.family for name, child in self._children.items() if child.family is not None}
+        families = list(left.values())
+        self._wait(families, leave_s, goes_on)
         for family in families:
             family.process.terminate()
-        self._wait(families, max((child.spec.grace_s for child in self._children.values()), default=0.0))
-        for family in families:
-            family.process.kill()
+        asked_s = self._host.now_s()
+        for name in sorted(left, key=grace_s.__getitem__):
+            self._wait([left[name]], asked_s + grace_s[name] - self._host.now_s(), goes_on)
+            left[name].process.kill()
         self._wait(families, _REAP_S)
         for family in families:
             if family.process.poll() is None:
@@ -160,10 +189,14 @@ class Supervisor:
             self._end_standby(child)
         self._on_change({})
 
-    def _wait(self, families: Iterable[_Family], wait_s: float) -> None:
-        """Wait until all have ended, at most `wait_s`."""
+    def _wait(
+        self, families: Iterable[_Family], wait_s: float, goes_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Wait until all have ended, at most `wait_s` and while `goes_on()`."""
         until_s = self._host.now_s() + wait_s
         while self._host.now_s() < until_s and any(family.process.poll() is None for family in families):
+            if not goes_on():
+                return
             self._host.sleep(0.02)
 
     @property
@@ -227,8 +260,8 @@ class Supervisor:
             child.start_at_s = self._host.now_s() + wait_s
             log.error("%s cannot be started and is tried again in %.0f s: %s", spec.name, wait_s, error)
             return
-        child.hung = None
-        child.standby_at_s = self._host.now_s() + _STANDBY_AFTER_S
+        child.hung, child.started_s = None, self._host.now_s()
+        child.standby_at_s = child.started_s + _STANDBY_AFTER_S
         log.info("%s started as process %d", spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
@@ -321,7 +354,8 @@ class Supervisor:
                 f"{self._max_restarts}. Its last lines in {path}:\n{_last_lines(path)}",
             )
         else:
-            delay_s = _BACKOFF.pause_s(deaths)
+            # From the last start: a process that has worked for longer than the pause is started immediately.
+            delay_s = max(0.0, child.started_s + _BACKOFF.pause_s(deaths) - now_s)
             child.start_at_s = now_s + delay_s
             said = f"; its last message: {last}" if last else ""
             log.warning(

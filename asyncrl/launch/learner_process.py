@@ -1,8 +1,6 @@
 """One rank of the learner: `python -m asyncrl.launch.learner_process --config FILE --store URL`."""
 
 import os
-import signal
-import threading
 from contextlib import nullcontext
 
 from asyncrl.config.load import load_config
@@ -34,14 +32,12 @@ def main() -> None:
         keys = run_keys(os.environ)
         forget_secrets(os.environ)
         store = join_store(config.store, arguments.store, keys)
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         rendezvous = Rendezvous.of(config, os.environ)
         device = choose_device(config.learner, rendezvous.local_rank, auto=resolve_device(config))
         limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started them holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
-            train(config, directory, store, keys, data, rendezvous, device, logs, stop)
+            train(config, directory, store, keys, data, rendezvous, device, logs)
 
     run_role(role)
 

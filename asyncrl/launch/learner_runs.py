@@ -1,5 +1,6 @@
 """What surrounds the learner's loop, on rank 0 and on the other ranks."""
 
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -101,6 +102,8 @@ class LeadRun:
         self.page.enter("evaluating")
         for results in self.taking.last_rounds(self.page.version):
             self.reporting.evaluation(results)
+            if self.stop.is_set():  # the generators leave too, and the last step is saved
+                raise SystemExit(128 + signal.SIGTERM)
         self.taking.close()
         self.page.enter("finished", "the training is done")
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 from asyncrl.config.load import load_config
-from asyncrl.hosting.rank_group import begin, end_ranks, free_port, start_ranks, wait_for_ranks
+from asyncrl.hosting.rank_group import begin, end_ranks, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory
@@ -37,6 +37,9 @@ def main() -> None:
             with RunLock(directory.lock):
                 begin(processes, free_port(ADDRESS))
                 status = wait_for_ranks(processes)
+        except SystemExit:
+            leave(processes)
+            raise
         finally:
             end_ranks(processes)
         sys.exit(status)

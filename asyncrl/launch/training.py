@@ -1,6 +1,7 @@
 """What a rank of the learner loads, and then trains until the run is over."""
 
 import logging
+import signal
 import threading
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -40,10 +41,13 @@ def train(
     rendezvous: Rendezvous,
     device: torch.device,
     logs: LogContext,
-    stop: threading.Event,
 ) -> None:
-    """Load the newest checkpoint, train to the last step or until `stop` is set, and save."""
+    """Load the newest checkpoint, train to the last step or until SIGTERM, and save.
+
+    A SIGTERM before the first step ends this process immediately.
+    """
     begin("load the model", Pace.SLOW)
+    stop = threading.Event()
     hooks = Hooks.load(config.learner.hooks)
     with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
         log.info("loading the model")
@@ -81,6 +85,7 @@ def train(
             run = FollowerRun(
                 trainer=trainer, probe_ids=probe_ids, logs=logs, wire_key=keys.join.wire, saving=saving
             )
+        signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()
         begin("end", Pace.SLOW)

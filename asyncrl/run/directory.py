@@ -57,6 +57,8 @@ class RunDirectory:
     processes = _Below("processes.json")  # process ids, written by the supervisor
     # The wanted number of generators, from `asyncrl scale`. It exists while a supervisor starts generators.
     scale = _Below("scale.json")
+    # How long a stop may take, from the supervisor. It exists from the stop to the next start.
+    stopping = _Below("stopping.json")
     checkpoints = _Below("checkpoints")  # checkpoint directories
     store = _Below("store")  # data of a store that was started for this run
     weights = _Below("weights")  # published weights of the disk transport
@@ -113,8 +115,9 @@ class RunDirectory:
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
-    def forget_targets(self) -> None:
-        """Remove the Prometheus targets of processes that were killed."""
+    def forget_earlier(self) -> None:
+        """Remove the announced stop, and the Prometheus targets of processes that were killed."""
+        self.stopping.unlink(missing_ok=True)
         targets = self.target("*")
         for target in targets.parent.glob(targets.name):
             target.unlink()

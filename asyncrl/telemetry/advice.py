@@ -36,6 +36,8 @@ def waiting_for(state: DashboardState) -> str | None:
         return f"no generator has complete weights ({names}): each update failed, the log says why"
     audit = status.audit
     groups = f": {audit.ready} are ready, {audit.leased} are being sampled" if audit else ""
+    if audit and state.step == 0 and (failed := audit.counters.get("failed", 0)):
+        groups += f", {failed} attempts failed: see the warnings of the generators"
     return f"waiting for the groups of step {state.step + 1}{groups}"
 
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -82,14 +82,57 @@ def test_a_run_that_was_being_started_is_stopped_too(tmp_path: Path, monkeypatch
     with ExitStack() as stack:
         late: list[subprocess.Popen[bytes]] = []
 
-        def slow(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+        def slow(processes: Sequence[psutil.Process], is_over: Callable[[], bool]) -> list[psutil.Process]:
             if not late:
                 late.append(stack.enter_context(held(directory)))
-            return wait(processes, timeout_s)
+            return wait(processes, is_over)
 
         monkeypatch.setattr(down, "_wait", slow)
         running.down(directory.path)
         assert late[0].wait(timeout=60) == -signal.SIGTERM, "it was asked, not killed"
+
+
+SAVES = """
+import signal, threading
+asked = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: asked.set())
+open(f"{sys.argv[1]}.ready", "w").close()
+asked.wait()
+from asyncrl.files import replace_text
+replace_text(pathlib.Path(sys.argv[1]).with_name("stopping.json"), '{"within_s": 60, "text": "finishing step 8"}')
+threading.Event().wait(2.0)
+pathlib.Path(sys.argv[1]).with_name("checkpoints").joinpath("step-000008").mkdir()
+"""
+
+
+def test_a_supervisor_gets_the_time_that_it_announces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(down, "PATIENCE_S", 1.0)
+    directory = run_in(tmp_path)
+    with held(directory, SAVES) as supervisor:
+        wait_until((directory.path / "supervisor.lock.ready").exists)
+        running.down(directory.path)
+        assert supervisor.wait(60) == 0, "it was not killed"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith(": finishing step 8")
+    assert said[1].endswith("stopped, no process is left; step 8 is saved")
+
+
+def test_ctrl_c_in_down_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that ends on SIGINT only, as one whose learner is saving."""
+    directory = run_in(tmp_path)
+    busy = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{HANG}"
+    patience = down._Patience
+
+    def impatient(*arguments: object) -> down._Patience:
+        signal.raise_signal(signal.SIGINT)
+        return patience(*arguments)  # type: ignore[arg-type]
+
+    with held(directory, busy) as supervisor:
+        monkeypatch.setattr(down, "_Patience", impatient)
+        down.end_run(directory)
+        assert supervisor.wait(60) == -signal.SIGINT
 
 
 def test_a_process_that_writes_its_own_title_still_belongs_to_the_run(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_ctrl_c_at_any_moment(line, project):
         ("eval model task.yaml", signal.SIGTERM),
         ("doctor", signal.SIGHUP),
         ("up task.yaml", signal.SIGTERM),
+        ("quickstart", signal.SIGTERM),
     ],
 )
 def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, project):

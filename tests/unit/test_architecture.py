@@ -26,8 +26,9 @@ LAYER = {
     "commands": 10, "preflight": 10, "results": 10, "quickstart": 10,
     "api": 11, "cli": 11,
 }  # fmt: skip
-SAME_PART = {"lineage": "types", "adoption": "generator", "heartbeats": "generator"}
-"""The generator's loop is three modules: tickets and groups, weights, what it reports of itself."""
+SAME_PART = {"lineage": "types", "adoption": "generator", "heartbeats": "generator", "__main__": "cli"}
+"""The generator's loop is three modules: tickets and groups, weights, what it reports of itself. `python -m
+asyncrl` is the command line."""
 OWNERS = {
     "vllm": {"engine"},
     "deepspeed": {"trainer"},

@@ -306,3 +306,15 @@ def test_ctrl_c_at_any_moment_is_quiet(project):
         # On a slow machine the last comes early, on a fast one late: when the answer is out already.
         assert process.returncode == 130 or (process.returncode, out) == (0, "task.yaml: fine\n"), said
         assert said == ""
+
+
+def test_the_package_is_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{__version__}\n"

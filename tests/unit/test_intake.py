@@ -1,6 +1,7 @@
 """One step's groups: every id is booked once, rejected ones are refilled, a forgetful store is healed."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -184,6 +185,41 @@ def test_endless_rejection_stops_with_an_explanation(buffer):
         for _ in range(20):
             generate(buffer.peer(), 100)
             one.poll(0, wait_s=0)
+
+
+def fail_all(buffer: MemoryBuffer, reasons: list[str]) -> None:
+    """Let every attempt of all tickets fail."""
+    while ids := [ticket.id for ticket in buffer.lease("g", 100).tickets]:
+        for ticket_id in ids:
+            text = reasons[ticket_id % len(reasons)].format(ticket_id)
+            dead = Group.dead(ticket_id, text, generator_id="g", version=0)
+            buffer.fail("g", ticket_id, text, encode_group(dead))
+
+
+def test_a_run_in_which_every_ticket_dies_says_so_and_ends(buffer):
+    """Long before `max_refills`, whose message would blame a single step."""
+    one = intake(buffer, max_refills=10)
+    reasons = itertools.cycle(["f returned None for row {}", "KeyError: 'answer'"])
+    generator = buffer.peer()
+    with pytest.raises(RunError) as found:
+        for _ in range(3):
+            fail_all(generator, [next(reasons)] * 2 + [next(reasons)])
+            assert one.poll(0, wait_s=0) is None
+    said = str(found.value)
+    counts = {text: int(count) for count, text in re.findall(r"^  (\d+) x (.*)$", said, re.MULTILINE)}
+    assert f"all {sum(counts.values())} groups that have arrived have failed" in said
+    assert 8 <= sum(counts.values()) <= 12 and len(counts) == 2, said
+    first, second = counts
+    assert first.startswith("dead: f returned None for row ") and second == "dead: KeyError: 'answer'"
+
+
+def test_a_run_of_which_one_group_could_be_trained_goes_on(buffer):
+    one = intake(buffer, max_refills=10)
+    generate(buffer.peer(), 1)
+    for _ in range(5):
+        fail_all(buffer.peer(), ["a judge does not answer"])
+        assert one.poll(0, wait_s=0) is None
+    assert one.ledger.rejected["dead"] > 8
 
 
 def test_endless_faults_are_not_blamed_on_the_prompts(buffer):

@@ -222,9 +222,64 @@ def test_those_that_leave_by_themselves_get_time_and_no_signal(tmp_path):
     host = VirtualHost(g0=dies(0, after_s=12.0), g1=stubborn)
     with supervised(host, one(tmp_path, "g0", grace_s=5.0), one(tmp_path, "g1", grace_s=5.0)) as supervisor:
         run_for(supervisor, 2.0)
-        supervisor.stop(grace_s=20.0)
+        supervisor.stop(leave_s=20.0)
         assert host.of("g0")[0].status == 0
         assert host.of("g1")[0].ended_s == pytest.approx(27.0, abs=2 * SLACK_S)
+
+
+def test_a_process_that_works_between_its_deaths_is_started_again_immediately(tmp_path):
+    """The pause slows down a process that cannot start. It counts from the last start, so it delays no other."""
+    host = VirtualHost(learner=dies(7, after_s=30.0))
+    with (
+        pytest.raises(RunError, match="died 9 times"),
+        supervised(host, one(tmp_path, ends_run=True), max_restarts=8) as supervisor,
+    ):
+        supervisor.run()
+    assert pauses_s(host) == pytest.approx([0.0] * 8, abs=SLACK_S)
+
+
+def saves(me):
+    """Train until it is asked to leave; then finish the step and save, in 100 s."""
+    me.begin("train")
+    try:
+        yield 1e5
+    except Terminated:
+        me.begin("last checkpoint")
+    yield 100.0
+    me.say("saved")
+    return 143
+
+
+def test_the_learner_gets_the_time_that_saving_takes_and_the_others_do_not(tmp_path):
+    host = VirtualHost(learner=saves, g0=stubborn)
+    ticks_s = []
+    with supervised(host, one(tmp_path, ends_run=True), one(tmp_path, "g0", grace_s=5.0)) as supervisor:
+        run_for(supervisor, 2.0)
+        asked_s = host.now_s()
+        assert supervisor.doing == "train"
+        supervisor.stop(save_s=120.0, on_tick=lambda: ticks_s.append(host.now_s()))
+        (learner,), (generator,) = host.of("learner"), host.of("g0")
+    assert (learner.status, learner.spec.log_path.read_text()) == (143, "saved\n")
+    assert learner.ended_s == pytest.approx(asked_s + 100.0)
+    assert generator.ended_s == pytest.approx(asked_s + 5.0, abs=SLACK_S)
+    assert host.now_s() < asked_s + 101.0, "no time is waited that is not needed"
+    assert max(later - earlier for earlier, later in pairwise(ticks_s)) < 1.0, "the screen goes on"
+
+
+def test_a_learner_that_takes_longer_than_its_limit_is_killed_and_so_is_one_on_request(tmp_path):
+    for save_s, request_s, end_s in (60.0, None, 60.0), (120.0, 10.0, 10.0), (0.0, None, 15.0):
+        host = VirtualHost(learner=saves)
+        with supervised(host, one(tmp_path, ends_run=True)) as supervisor:
+            run_for(supervisor, 2.0)
+            asked_s = host.now_s()
+
+            def tick(supervisor=supervisor, host=host, at_s=asked_s + (request_s or 1e5)):
+                if host.now_s() >= at_s:
+                    supervisor.end_now()
+
+            supervisor.stop(save_s=save_s, on_tick=tick)
+            assert host.of("learner")[0].status == SIGKILL and supervisor.doing is None
+            assert host.now_s() == pytest.approx(asked_s + end_s, abs=SLACK_S)
 
 
 def test_stopping_names_what_the_kernel_holds_and_goes_on(tmp_path, caplog):

@@ -1,0 +1,88 @@
+"""What a stop of a run saves, how long that may take, and what the user reads about it."""
+
+import json
+import logging
+from typing import NamedTuple
+
+from asyncrl.best_effort import BestEffort
+from asyncrl.files import read_record, replace_text
+from asyncrl.run.directory import RunDirectory
+from asyncrl.telemetry.state import read_state
+from asyncrl.telemetry.status import read_status
+from asyncrl.telemetry.text import duration
+
+log = logging.getLogger(__name__)
+
+# Shortest limit in seconds: on a full disk the learner tries for a minute to save.
+LEAST_S = 90.0
+# A step or a checkpoint may take this many times as long as the last one.
+MARGIN = 2.0
+# What a learner reports while nothing is trained that is not saved, and between steps.
+BEFORE, BETWEEN = ("start", "load the model"), ("wait_groups", "report", "checkpoint", "last checkpoint")
+
+
+class Stop(NamedTuple):
+    """A stop that has begun."""
+
+    within_s: float  # the learner is killed after this time
+    text: str
+
+
+def announce(directory: RunDirectory, doing: str | None, slow_s: float) -> float:
+    """Say what the learner, which was doing `doing`, still does. Return the seconds that it may take.
+
+    The text goes to the log, and for `asyncrl down` into a file. Without a learner (None) nothing is said. A
+    step or checkpoint that was never measured counts as `slow_s` long.
+    """
+    if doing is None:
+        return 0.0
+    may_fail, stop = BestEffort(), Stop(2 * MARGIN * slow_s, "finishing a step, then saving")
+    with may_fail("the plan of the stop"):
+        stop = _plan(directory, doing, slow_s)
+    # A warning, because only warnings show on the dashboard.
+    log.warning("%s", stop.text)
+    with may_fail("the record of the stop"):
+        replace_text(directory.stopping, json.dumps(stop._asdict()))
+    return stop.within_s
+
+
+def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
+    if doing in BEFORE:
+        return Stop(0.0, "ending the learner, which has begun no step")
+    state = read_state(directory.path)
+    measured = (state.latest("time/step"), state.latest("time/checkpoint"))
+    within_s = max(LEAST_S, MARGIN * sum(slow_s if part_s is None else part_s for part_s in measured))
+    saved, trained = _saved_and_trained(directory)
+    lost = trained - (saved or 0)
+    what = f"saving step {trained}" if doing in BETWEEN else f"finishing step {trained + 1}, then saving"
+    force = f"lose {steps(lost)}" if lost else "end immediately"
+    return Stop(within_s, f"{what}, within {duration(within_s)} (Ctrl-C again: {force})")
+
+
+def read_stop(directory: RunDirectory) -> Stop | None:
+    """Return the stop that the supervisor has announced; None before it."""
+    record = read_record(directory.stopping) or {}
+    try:
+        return Stop(float(record["within_s"]), str(record["text"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def what_is_saved(directory: RunDirectory) -> str:
+    """Say which steps of a run that has ended are saved and which are lost; empty before the first step."""
+    saved, trained = _saved_and_trained(directory)
+    lost = trained - (saved or 0)
+    if saved is None:
+        return f"nothing is saved: {steps(lost)} lost" if lost else ""
+    return f"step {saved} is saved" + (f", {steps(lost)} after it lost" if lost > 0 else "")
+
+
+def steps(count: int) -> str:
+    """Return the number with its noun."""
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _saved_and_trained(directory: RunDirectory) -> tuple[int | None, int]:
+    saved = [int(path.name.removeprefix("step-")) for path in directory.checkpoints.glob("step-*")]
+    status = read_status(directory.status)
+    return max(saved, default=None), status.step if status else 0
