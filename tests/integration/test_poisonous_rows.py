@@ -1,4 +1,7 @@
-"""A whole run in which rows make user code do what no row should: their tickets die, and nothing else does."""
+"""A whole run with user code that no run should suffer from: by what its rows do, and by the names of its files.
+
+Tickets of such rows die, and nothing else does.
+"""
 
 import json
 import re
@@ -48,16 +51,25 @@ def judged(prompt, response, kind, **columns):
 """
 
 
-def test_poisonous_rows_are_rejected_with_their_reasons_and_every_step_is_made(tmp_path: Path) -> None:
+# Modules that our processes import. The user's file with the code has the name of another one.
+LIBRARIES = ["statistics", "types", "tokenizers", "datasets", "json", "torch"]
+
+
+def test_poisonous_rows_are_rejected_with_their_reasons_and_every_step_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in LIBRARIES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
     with tiny_run(tmp_path) as config:
         kinds = [*KINDS, *["good"] * 22]
         data = [{"prompt": f"{number + 10}+1=", "kind": kind} for number, kind in enumerate(kinds)]
         (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
-        (tmp_path / "mine.py").write_text(CODE)
+        (tmp_path / "queue.py").write_text(CODE)
         values = yaml.safe_load(config.read_text())
         del values["eval"], values["data"]["eval"]
-        values["environment"] = {"uses": f"{tmp_path}/mine.py:play", "replays": 0}
-        values["reward"]["functions"] = [{"function": f"{tmp_path}/mine.py:judged"}]
+        values["environment"] = {"uses": f"{tmp_path}/queue.py:play", "replays": 0}
+        values["reward"]["functions"] = [{"function": f"{tmp_path}/queue.py:judged"}]
         # More groups than good rows, so that each row has its turn.
         values["learner"]["steps"] = 8
         config.write_text(yaml.safe_dump(values))
