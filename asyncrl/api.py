@@ -27,6 +27,7 @@ from asyncrl.commands.inspect import is_up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.hosting.processes import module_argv
 from asyncrl.preflight.validate import validated_config
 from asyncrl.results.archive import read_history, read_samples
 from asyncrl.results.export import export_model
@@ -165,7 +166,7 @@ class _Process:
         path, self._output = Path(self._home.name) / "config.yml", Path(self._home.name) / "output"
         path.write_text(config, encoding="utf-8")
         with self._output.open("wb") as output:
-            command = [sys.executable, "-m", "asyncrl.cli.main", "up", str(path), "--plain", *options]
+            command = module_argv("asyncrl.cli.main", "up", str(path), "--plain", *options)
             self._popen = subprocess.Popen(
                 command,
                 env=os.environ,

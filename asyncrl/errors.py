@@ -120,6 +120,20 @@ class CheckpointsRefused(RunError):
     """Checkpoints were saved, but none can be loaded, and a run never begins again by itself."""
 
 
+def as_unicode(text: str) -> str:
+    """Return `text` with a question mark for half of a surrogate pair, which neither frames nor stores take.
+
+    User code has such texts from JSON, names of files and outputs of programs.
+    """
+    return text.encode("utf-8", "replace").decode()
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of one of our errors, and type and text of the first of any others, as Unicode."""
+    first = _leaves(error)[0]
+    return as_unicode(str(first) if isinstance(first, AsyncRLError) else f"{type(first).__name__}: {first}")
+
+
 def lacks_gpu_memory(error: RuntimeError) -> bool:
     """Return whether torch, CUDA, Triton or NCCL found no room on a GPU; each says it in its own way."""
     return any(words in str(error).lower() for words in ("out of memory", "failed to cuda calloc"))

@@ -23,7 +23,7 @@ from asyncrl.control.membership import holder_name
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.duty import Duty
 from asyncrl.engine.sampler import GroupSampler
-from asyncrl.errors import EngineError, ResultError, RewardError, StoreError, WireError, ungrouped
+from asyncrl.errors import AsyncRLError, EngineError, ResultError, StoreError, WireError, reason_of, ungrouped
 from asyncrl.heartbeats import Heartbeats
 from asyncrl.hosting.progress import begin
 from asyncrl.telemetry.base import Tracker
@@ -202,15 +202,16 @@ class Generator:
                 return
             times = GroupTimes(leased_at, sampling_at, time_of_day())
             await self._hand_over(lane, replace(group, lane=lane.name, times=times))
-        except RewardError as error:
-            await self._fail(lane, ticket, str(error))
-        except EngineError as error:
-            if self._weights.discards != discards:
+        except StoreError:
+            raise
+        except Exception as error:
+            is_engines = isinstance(error, EngineError)
+            if is_engines and self._weights.discards != discards:
                 await self._give_back(lane, ticket)
-            elif isinstance(error, ResultError):
-                await self._fail(lane, ticket, str(error))
-            else:
+            elif is_engines and not isinstance(error, ResultError):
                 raise
+            else:
+                await self._fail(lane, ticket, error)
 
     async def _hand_over(self, lane: Lane, group: Group) -> None:
         """Put the group into the store. Raises ResultError for a group that the learner would refuse."""
@@ -237,10 +238,12 @@ class Generator:
         self._held[lane.name].pop(ticket.id)
         await asyncio.to_thread(lane.buffer.give_back, self._holder, [ticket.id])
 
-    async def _fail(self, lane: Lane, ticket: Ticket, reason: str) -> None:
+    async def _fail(self, lane: Lane, ticket: Ticket, error: Exception) -> None:
         self._heartbeats.failed += 1
         where = {"ticket_id": ticket.id, "lane": lane.name}
-        log.warning("ticket %d of lane %s failed: %s", ticket.id, lane.name, reason, extra=where)
+        reason, trace = reason_of(error), None if isinstance(error, AsyncRLError) else error
+        message = "ticket %d of lane %s failed: %s"
+        log.warning(message, ticket.id, lane.name, reason, extra=where, exc_info=trace)
         dead = Group.dead(
             ticket.id, reason, generator_id=self._id, version=max(self._weights.version, 0), lane=lane.name
         )

@@ -15,14 +15,19 @@ def load(target: str) -> Callable[..., Any]:
     """Return the function or class that `target` names. Raises ImportError, which says what failed and where.
 
     A file is run once per process, however many of its functions are named, and also if another module
-    imports it. Its directory joins the import path, as with `python path.py`.
+    imports it. Its directory, and the working directory for a module, join the import path at its end: no
+    file there replaces a library's module of the same name.
     """
     place, _, name = target.rpartition(":")
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise ImportError(f"{place} does not exist (looked from {Path.cwd()})")
+    path = Path(os.path.abspath(place))
+    directory = str(path.parent if is_file else Path.cwd())
+    if directory not in sys.path:
+        sys.path.append(directory)
     try:
-        module = _from_file(Path(os.path.abspath(place))) if is_file else importlib.import_module(place)
+        module = _from_file(path) if is_file else importlib.import_module(place)
         found = getattr(module, name, None)
     except ModuleNotFoundError as error:
         cure = f"it must be installed or lie under the working directory {Path.cwd()}"
@@ -45,13 +50,9 @@ def described(error: BaseException) -> str:
 
 
 def _from_file(path: Path) -> ModuleType:
-    same_name = sys.modules.get(path.stem)
-    # A file must not replace a loaded module of the same name.
-    name = path.stem if same_name is None or getattr(same_name, "__file__", None) == str(path) else str(path)
+    name = path.stem if _is_module_at(path) else str(path)
     if name in sys.modules:
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -61,3 +62,11 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_module_at(path: Path) -> bool:
+    """Whether the name of a file, as a module, means this file and not a library's module."""
+    if path.stem in sys.modules:
+        return getattr(sys.modules[path.stem], "__file__", None) == str(path)
+    spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    return spec is None or spec.origin == str(path)

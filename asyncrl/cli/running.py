@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
+from asyncrl.hosting.processes import bound_to_us, module_argv
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -69,13 +69,12 @@ def quickstart(
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
     from asyncrl.config.load import load_config
-    from asyncrl.hosting.processes import bound_to_us
 
     config = Path("configs/quickstart.yaml")
     load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
     # In a process of its own, so that the supervisor of the run starts without torch.
-    command = [sys.executable, "-m", "asyncrl.cli.main", "warmup", "build/quickstart"]
-    if status := subprocess.run(bound_to_us(command), check=False).returncode:
+    command = bound_to_us(module_argv("asyncrl.cli.main", "warmup", "build/quickstart"))
+    if status := subprocess.run(command, check=False).returncode:
         raise typer.Exit(status)
     up(words, config, fresh=fresh, plain=plain)
 

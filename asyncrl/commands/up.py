@@ -1,7 +1,6 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
 from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
+from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import workers_of
 from asyncrl.hosting.standby import FLAG as STANDBY
@@ -216,7 +216,7 @@ def learner_spec(
     busy = len(placement.generators) or config.generator.count or 0
     threads = config.learner.threads or share_of_cores(config.learner.ranks + busy)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
-    argv = [sys.executable, "-m", f"asyncrl.launch.{module}"]
+    argv = module_argv(f"asyncrl.launch.{module}")
     argv += ["--config", str(directory.config), "--store", store_url]
     argv += [MEMORY_SHARE, f"{placement.learner_share:g}"]
     gpus = placement.learner_gpus
@@ -263,7 +263,7 @@ def generator_maker(
                 f"again: `asyncrl down`, then `asyncrl up` with generator.count={count}"
             )
         seats[name] = seat
-        argv = [sys.executable, "-m", "asyncrl.launch.generator_process", "--id", name]
+        argv = module_argv("asyncrl.launch.generator_process", "--id", name)
         argv += ["--config", str(directory.config), "--store", store_url]
         if seat.gpus:
             argv += ["--memory-share", f"{seat.share:g}", *(["--shared-gpu"] if seat.is_shared else [])]

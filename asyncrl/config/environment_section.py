@@ -105,7 +105,7 @@ def _is_rollout(uses: str | tuple[str, ...]) -> bool:
 
 def _source_of(module: str) -> str | None:
     """The file of a module, found without importing the packages that it is in."""
-    places: Iterable[str] | None = [str(Path.cwd()), *sys.path]
+    places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
     source = None
     for name in accumulate(module.split("."), "{}.{}".format):
         spec = PathFinder.find_spec(name, list(places)) if places else None

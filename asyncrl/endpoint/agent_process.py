@@ -17,7 +17,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
-from asyncrl.errors import EnvironmentFault
+from asyncrl.errors import EnvironmentFault, as_unicode
 from asyncrl.hosting.processes import bound_to_us, end_marked, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
 
@@ -191,7 +191,7 @@ def _read_result(path: Path) -> tuple[float | None, dict[str, float]]:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             value = json.loads(file.read(MAX_RESULT_BYTES))
         given = value if isinstance(value, dict) else {"reward": value}
-        parts = {str(name): _number(one) for name, one in given.items()}
+        parts = {as_unicode(str(name)): _number(one) for name, one in given.items()}
     except FileNotFoundError:
         return None, {}
     except (OSError, ValueError, OverflowError, RecursionError) as error:

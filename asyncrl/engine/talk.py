@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.environments.base import Answer, BudgetSpent, Message
-from asyncrl.errors import EngineError, EnvironmentFault, ResultError
+from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, ResultError
 from asyncrl.session.base import Request, Turn
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout
@@ -98,7 +98,10 @@ class SessionTalk:
         self._started += 1
         rollout = await self._sample(request.prompt_ids, replace(self._spec, max_response_tokens=room))
         self._spent += len(rollout.response_ids) + (len(request.delta_ids) if request.parent else 0)
-        answer = self._read(request.prompt_ids, rollout, tools)
+        try:
+            answer = self._read(request.prompt_ids, rollout, tools)
+        except ConfigError as error:  # only this row may have tools, which nothing parses
+            raise EnvironmentFault(str(error), reason="start") from error
         self.unparsed += answer.is_unparsed
         try:
             turn = self._session.record(request, rollout, answer.message, train=train)

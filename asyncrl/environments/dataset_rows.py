@@ -12,7 +12,9 @@ from asyncrl.errors import ConfigError
 # Libraries whose adapter has `rows(name, size, seed)`, each with an example.
 DATASETS = {"reasoning_gym": "reasoning_gym:chain_sum", "verifiers": "verifiers:gsm8k"}
 PLACE = str(Path(__file__).parents[2])
-START = f"import sys; sys.path.append(sys.argv[1]); from {__name__} import main; main()"
+# The library first: the working directory and our packages may have modules of the same name.
+BEGIN = "import os, sys; sys.path = [*filter(None, sys.path), os.getcwd(), sys.argv[1]]"
+START = f"{BEGIN}; from {__name__} import main; main()"
 
 
 def dataset_rows(target: str, *, size: int, seed: int, python: Path | None = None) -> Iterator[str]:

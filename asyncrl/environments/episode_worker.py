@@ -41,8 +41,11 @@ from asyncrl.hosting.processes import die_with_parent
 
 # Directory of this package, which the environment's Python need not have.
 PLACE = str(Path(__file__).parents[2])
+# Program text that finds this package first and the working directory last, whose files may be named like
+# modules of a library; older versions of Python have no -P. The argument behind it is PLACE.
+BEGIN = "import os, sys; sys.path = [sys.argv[1], *filter(None, sys.path), os.getcwd()]"
 # Program text, with arguments PLACE, the socket's descriptor, and the process id of the parent.
-START = f"import sys; sys.path.insert(0, sys.argv[1]); from {__name__} import main; main()"
+START = f"{BEGIN}; from {__name__} import main; main()"
 REAP_AGAIN_S = 0.02
 
 

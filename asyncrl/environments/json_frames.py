@@ -16,9 +16,10 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 def packed(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a message as bytes; `default` converts what is neither text, number, list nor dict.
 
-    Raises TypeError if it does not, and ValueError if the message is too long.
+    Half of a surrogate pair becomes a question mark. Raises TypeError for what `default` does not convert,
+    and ValueError if the message is too long.
     """
-    data = json.dumps(message, default=default or _plain).encode()
+    data = json.dumps(message, default=default or _plain, ensure_ascii=False).encode("utf-8", "replace")
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"found {len(data):,} bytes; at most {MAX_MESSAGE_BYTES:,} are allowed")
     return LENGTH.pack(len(data)) + data

@@ -118,11 +118,18 @@ def described(error: BaseException) -> dict[str, Any]:
     is_broken = isinstance(error, OSError) and error.errno in FAULT_NUMBERS
     is_fault = isinstance(error, FAULTS) or not isinstance(error, Exception) or is_broken
     return {
-        "error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS],
+        "error": f"{type(error).__name__}{_text(error)}"[:MAX_REASON_CHARACTERS],
         "where": "".join(f"{one.filename}:{one.lineno}" for one in last),
         "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f": {error}"
+    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
+        return ", which has no text"
 
 
 async def _awaited(value: Any) -> Any:

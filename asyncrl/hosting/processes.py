@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import psutil
 
 _REAP_S = 10.0
+# For processes that a library starts with `python -m`: see `module_argv`.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # Process, user and group of a peer, `struct ucred` of the kernel.
 _CREDENTIALS = struct.Struct("3i")
 # Instead of a preexec_fn, which is not safe in a process with threads.
@@ -54,13 +56,21 @@ def die_with_parent(parent_pid: int | None = None, how: signal.Signals = signal.
         os._exit(1)
 
 
+def module_argv(module: str, *words: str) -> list[str]:
+    """Return the command that runs one of our modules.
+
+    Without `-P` a file of the working directory would stand in for a library's module of the same name.
+    """
+    return [sys.executable, "-P", "-m", module, *words]
+
+
 def bound_to_us(command: Sequence[str]) -> list[str]:
     """Return the command that starts `command` so that the kernel kills it when our process dies.
 
     The first word of `command` is a path. Linux kills it with the *thread* that started it, so that thread
     must live as long.
     """
-    return [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
+    return [sys.executable, "-P", "-c", _BOUND_TO_PARENT, str(os.getpid()), *command]
 
 
 def ender_of(mark: str, directory: Path) -> list[str]:
@@ -68,7 +78,7 @@ def ender_of(mark: str, directory: Path) -> list[str]:
 
     Then it calls `end_marked`, and removes the directory.
     """
-    return [sys.executable, "-c", _END_AFTER_PARENT, mark, str(directory)]
+    return [sys.executable, "-P", "-c", _END_AFTER_PARENT, mark, str(directory)]
 
 
 def end_marked(mark: str) -> None:
@@ -139,11 +149,15 @@ def is_secret(name: str) -> bool:
 
 
 def public_environment(also: Sequence[str] = ()) -> dict[str, str]:
-    """Return our environment without secrets, except those whose names match a pattern in `also`."""
+    """Return our environment without secrets, except those whose names match a pattern in `also`.
+
+    Programs of a user find the modules next to them, unlike ours, see `SAFE_PATH`.
+    """
     return {
         name: value
         for name, value in os.environ.items()
-        if not is_secret(name) or any(fnmatchcase(name, pattern) for pattern in also)
+        if name not in SAFE_PATH
+        and (not is_secret(name) or any(fnmatchcase(name, pattern) for pattern in also))
     }
 
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from asyncrl.hosting.processes import ender_of, public_environment, stop_process
+from asyncrl.hosting.processes import ender_of, module_argv, public_environment, stop_process
 
 LENGTH = struct.Struct("<I")
 # Limit for `Scratch.end`.
@@ -93,7 +92,7 @@ class Worker(Channel):
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    module_argv(module, str(theirs.fileno()), str(os.getpid())),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env=public_environment() | {"OMP_NUM_THREADS": "1"},

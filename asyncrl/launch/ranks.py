@@ -7,6 +7,7 @@ import os
 import sys
 
 from asyncrl.config.load import load_config
+from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.rank_group import begin, end_ranks, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import run_role
@@ -26,7 +27,7 @@ def main() -> None:
         config = load_config(arguments.config)
         directory = RunDirectory(config.run.directory)
         setup_logging("learner", directory.logs, console=True)
-        command = [sys.executable, "-m", "asyncrl.launch.learner_process", FLAG]
+        command = module_argv("asyncrl.launch.learner_process", FLAG)
         command += ["--store", arguments.store, "--config", str(arguments.config)]
         command += [MEMORY_SHARE, str(arguments.memory_share)]
         ranks = config.learner.ranks

@@ -26,7 +26,7 @@ from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.hosting.environment import PARENT_VARIABLE, WITHOUT_CUDA
 from asyncrl.hosting.gpus import BY_BUS, VARIABLE, resolve_device, visible_devices
-from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent, module_argv
 from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.hosting.workers import ending
 from asyncrl.launch.players import Players
@@ -36,7 +36,7 @@ from asyncrl.results.free_gpus import room_on_gpus
 def ask(module: str, config: Path, overrides: Sequence[str], *words: str) -> Any:
     """Run a module that calls `serve`, and return its answer. Raises its AsyncRLError, and RunError."""
     with tempfile.NamedTemporaryFile("r", prefix="asyncrl-", suffix=".json", encoding="utf-8") as answer:
-        argv = [sys.executable, "-m", module, answer.name, str(len(words)), *words, str(config), *overrides]
+        argv = module_argv(module, answer.name, str(len(words)), *words, str(config), *overrides)
         status = _status_of(argv)
         said = json.loads(answer.read() or "{}")
     if "error" in said:

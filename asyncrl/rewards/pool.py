@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import struct
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import msgpack
 from asyncrl.algo.trainable import MOST_REWARD
 from asyncrl.config.sections import RewardConfig
 from asyncrl.errors import RewardError
+from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.sandbox import sandbox_of
@@ -191,7 +191,7 @@ class _Worker:
 
     async def _fork(self) -> asyncio.subprocess.Process:
         parent = PARENT_PID if self._sandbox else os.getpid()
-        command = [sys.executable, "-m", "asyncrl.rewards.worker", str(parent)]
+        command = module_argv("asyncrl.rewards.worker", str(parent))
         with contextlib.ExitStack() as stack:
             filters = []
             if self._sandbox:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from asyncrl.errors import RewardError
+from asyncrl.errors import RewardError, as_unicode
 from asyncrl.hosting.processes import close_to_others, die_with_parent
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
@@ -112,9 +112,9 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return work(*arguments)
     except RewardError as error:
-        return str(error)[:MAX_REASON_CHARACTERS]
+        return as_unicode(str(error)[:MAX_REASON_CHARACTERS])
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which fails the ticket
-        return f"raised {described(error)}"[:MAX_REASON_CHARACTERS]
+        return as_unicode(f"raised {described(error)}"[:MAX_REASON_CHARACTERS])
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

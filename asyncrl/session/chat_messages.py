@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from asyncrl.errors import as_unicode
 from asyncrl.session.base import Message
 
 
@@ -88,8 +89,7 @@ class Breaker:
 
         Half of a surrogate pair, which JSON can have and no tokenizer accepts, becomes a question mark.
         """
-        text = text.encode("utf-8", "replace").decode()
-        broken, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        broken, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", as_unicode(text))
         self.broken += count
         return broken
 

@@ -73,10 +73,13 @@ class Frame:
 def encode_frame(
     limits: Limits, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], *, key: bytes = b""
 ) -> bytes:
-    """Return one frame. Raises WireError if it exceeds `limits`, because the receiver would refuse it."""
+    """Return one frame. Raises WireError if the receiver would refuse it, or MessagePack cannot hold it."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     table = [_entry(name, array) for name, array in ordered]
-    packed: bytes = msgpack.packb({**meta, "arrays": table})
+    try:
+        packed: bytes = msgpack.packb({**meta, "arrays": table})
+    except (ValueError, TypeError, OverflowError) as error:  # for example, half of a surrogate pair
+        raise WireError(f"the meta cannot be packed: {type(error).__name__}: {error}") from error
     body = b"".join(array.tobytes() for _, array in ordered)
     _check_sizes(limits, len(packed), len(body))
     _unpack(limits, packed)

@@ -1,5 +1,5 @@
 """The command line as a process."""
 
-import sys
+from asyncrl.hosting.processes import module_argv
 
-ASYNCRL = [sys.executable, "-m", "asyncrl.cli.main"]
+ASYNCRL = module_argv("asyncrl.cli.main")

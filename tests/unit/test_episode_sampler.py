@@ -19,7 +19,7 @@ from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.environments.base import Answer, BudgetSpent, Outcome
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.loops import play_text
-from asyncrl.errors import EngineError, EnvironmentFault, RewardError
+from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RewardError
 from asyncrl.lineage import Weights
 from asyncrl.rewards.base import Score
 from asyncrl.types import Prompt
@@ -444,6 +444,24 @@ def test_what_is_neither_text_nor_a_message_is_a_fault_and_does_not_end_the_gene
 
     made, _ = sampler(play, replays=0)
     with pytest.raises(RewardError, match=r"cannot be used \(AttributeError"):
+        group_of(made)
+
+
+def test_tools_without_a_parser_are_the_episodes_fault_and_do_not_end_the_run():
+    async def offers(talk, episode):
+        await talk.complete("ab")
+        if episode == 1:
+            await talk.chat([{"role": "user", "content": "ab"}], tools=[{"function": {"name": "rare"}}])
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    def read_strictly(prompt_ids, rollout, tools):
+        if tools:
+            raise ConfigError("model.tool_parser: there are tools")
+        return read(prompt_ids, rollout, tools)
+
+    made, _ = sampler(offers, replays=1)
+    made._read = read_strictly
+    with pytest.raises(RewardError, match=r"all 2 attempts at an episode: 2 x model.tool_parser: there are"):
         group_of(made)
 
 

@@ -22,7 +22,7 @@ from asyncrl.control.base import Heartbeat, Hello, Stop, Welcome
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
 from asyncrl.engine.sampler import Sampler
-from asyncrl.errors import EngineError, RewardError, StoreError, TransferError, WireError
+from asyncrl.errors import ConfigError, EngineError, RewardError, StoreError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.rewards.base import RewardInput, Score
@@ -316,6 +316,37 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
     assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
     groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
     assert [group.ticket_id for group in groups if group.dead_reason] == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RewardError("no such item: \ud83d"), "no such item: ?"),
+        (ConfigError("model.tool_parser: there are tools"), "model.tool_parser: there are tools"),
+        (UnicodeError("\udc80"), "UnicodeError: ?"),
+        (ExceptionGroup("two", [ExceptionGroup("one", [TypeError("\udc80")])]), "TypeError: ?"),
+    ],
+)
+def test_whatever_a_ticket_raises_is_its_failed_attempt_and_the_generator_lives_on(error, reason):
+    world = World()
+    group = world.generator.sampler.group
+
+    async def poisonous(prompt: Prompt, *arguments: Any, **options: Any) -> Group:
+        if prompt.token_ids == (2,):
+            raise error
+        return await group(prompt, *arguments, **options)
+
+    world.generator.sampler.group = poisonous  # type: ignore[method-assign]
+
+    async def script(world: World) -> None:
+        await until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    counters = world.learner.audit().counters
+    assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
+    groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
+    (dead,) = [group for group in groups if group.dead_reason]
+    assert (dead.ticket_id, dead.dead_reason) == (2, reason)
 
 
 def test_an_encoder_that_refuses_a_group_fails_its_ticket(monkeypatch):

@@ -66,13 +66,17 @@ def test_what_a_file_defines_can_be_pickled(file):
 def test_files_of_one_name_are_two_modules_and_none_replaces_a_library(file):
     other = file.parent / "other"
     other.mkdir()
-    for name in ("plugin_of_mine", "random"):
+    sys.modules.pop("colorsys", None)
+    for name in ("plugin_of_mine", "random", "colorsys"):
         (other / f"{name}.py").write_text("def reward(prompt, response):\n    return 2.0\n")
     load(f"{file}:reward")
-    for name in ("plugin_of_mine", "random"):
+    for name in ("plugin_of_mine", "random", "colorsys"):
         assert load(f"{other}/{name}.py:reward")("p", "r") == 2.0
     assert load(f"{file}:reward")("p", "r") == 1.0
     assert sys.modules["random"] is random
+    from colorsys import rgb_to_hsv
+
+    assert rgb_to_hsv(0, 0, 0) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

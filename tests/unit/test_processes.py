@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
+import asyncrl
+from asyncrl.hosting.processes import module_argv
 from tests.support.waiting import HANG, wait_until_ended
 
 PARENT = """
@@ -25,3 +28,9 @@ def test_a_bound_process_dies_with_a_parent_that_is_killed() -> None:
         assert child.cmdline()[:2] == [sys.executable, "-c"] and "bound" not in str(child.cmdline())
         parent.kill()
     wait_until_ended([child])
+
+
+def test_no_process_of_ours_takes_modules_of_the_working_directory() -> None:
+    sources = {path: path.read_text() for path in Path(asyncrl.__path__[0]).rglob("*.py")}
+    assert [path.name for path, text in sources.items() if '"-m"' in text] == ["processes.py"]
+    assert module_argv("a.b", "c") == [sys.executable, "-P", "-m", "a.b", "c"]

@@ -565,6 +565,19 @@ def test_answers_that_lie_about_their_length_are_refused():
             decode_group(encode_frame(GROUP_LIMITS, frame.meta, {**frame.arrays, **lie}))
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        Group.dead(1, "no such item: \ud83d", generator_id="g", version=0),
+        Group.dead(2**70, "fails", generator_id="g", version=0),
+        dataclasses.replace(group_of(np.random.default_rng(0)), missing={"\udc80": 1}),
+    ],
+)
+def test_what_no_frame_can_hold_is_a_wire_error(group):
+    with pytest.raises(WireError, match="cannot be packed"):
+        encode_group(group)
+
+
 def test_a_long_reason_is_cut():
     decoded = decode_group(encode_group(Group.dead(1, "é" * 100_000, generator_id="g", version=0)))
     assert decoded.dead_reason == "é" * REASON_CHARACTERS

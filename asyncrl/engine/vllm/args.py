@@ -7,6 +7,7 @@ from asyncrl.builds import CPU, build_of
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV, Device
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
+from asyncrl.hosting.processes import SAFE_PATH
 
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2
@@ -68,6 +69,7 @@ def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, devic
     # A forked process could not use CUDA after any library here had asked for it, and would inherit our
     # refusal of pickles, which vLLM's tensor-parallel workers send to each other.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ.update(SAFE_PATH)  # vLLM looks at the model's class with `python -m`
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never exit by themselves

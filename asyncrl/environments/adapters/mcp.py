@@ -84,7 +84,7 @@ async def _listed(server: str) -> list[types.Tool]:
 def _parameters(server: str) -> str | StdioServerParameters:
     if _is_url(server):
         return server
-    words = ["-c", BOUND, str(os.getpid()), *shlex.split(server)]
+    words = ["-I", "-c", BOUND, str(os.getpid()), *shlex.split(server)]
     return StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
 
 

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from asyncrl.builds import COMPANIONS, foreign_builds
 from asyncrl.hosting.gpus import count_gpus, count_together, has_instances
-from asyncrl.hosting.processes import stop_process
+from asyncrl.hosting.processes import module_argv, stop_process
 from asyncrl.hosting.workers import ending
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 
@@ -187,7 +187,7 @@ def gpus() -> Finding:
 
 def broadcast() -> Finding:
     """Check that 16 MiB reach another process: over NCCL with two or more GPUs, otherwise over Gloo."""
-    command = [sys.executable, "-m", "asyncrl.preflight.checks.broadcast"]
+    command = module_argv("asyncrl.preflight.checks.broadcast")
     return broadcast_over("nccl" if count_together() > 1 else "gloo", command)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,6 +20,7 @@ from asyncrl.engine.open import open_bare, open_engine
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import Seat, placement_of
+from asyncrl.hosting.processes import module_argv
 from asyncrl.launch.generator_process import allotted
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in, judged, noted
 from asyncrl.preflight.gpu.sampling_rate import Load, prompts, sampled_per_s
@@ -126,7 +126,7 @@ def _floor(sequences: Sequence[list[int]], config: Config, engines: Sequence[Sco
 
 def generator(place: Place) -> Iterator[Figure]:
     """Compare the engine's tokens per second with those of vLLM alone."""
-    command = [sys.executable, "-m", "asyncrl.preflight.gpu.row_process", "vllm", f"{__name__}:bare"]
+    command = module_argv("asyncrl.preflight.gpu.row_process", "vllm", f"{__name__}:bare")
     if subprocess.run([*command, str(place.directory)], check=False).returncode:
         raise DataError("vLLM alone did not sample; this row's log says why")
     load = _load(place)

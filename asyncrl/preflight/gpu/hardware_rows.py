@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,7 +12,7 @@ import xxhash
 
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_together
-from asyncrl.hosting.processes import bound_to_us, stop_processes
+from asyncrl.hosting.processes import bound_to_us, module_argv, stop_processes
 from asyncrl.preflight.checks import gpu
 from asyncrl.preflight.checks import stack as software
 from asyncrl.preflight.checks.base import Finding
@@ -125,7 +124,7 @@ def links(place: Place) -> Iterator[Figure]:
 
 def pair_rate(backend: str, directory: Path) -> float:
     """Return GB/s of a bare transfer between two new processes. Raises DataError."""
-    command = [sys.executable, "-m", "asyncrl.preflight.gpu.pair", backend]
+    command = module_argv("asyncrl.preflight.gpu.pair", backend)
     answer = directory / f"pair-{backend}"
     processes = [subprocess.Popen(bound_to_us([*command, str(rank), str(answer)])) for rank in range(2)]
     try:

@@ -11,7 +11,6 @@ Rows are in the order of risk. One that hangs or dies costs only what it has not
 import json
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import replace_text
 from asyncrl.hosting.environment import WITHOUT_CUDA
 from asyncrl.hosting.gpus import BY_BUS, count_gpus
-from asyncrl.hosting.processes import public_environment, stop_process
+from asyncrl.hosting.processes import module_argv, public_environment, stop_process
 from asyncrl.hosting.workers import ending
 from asyncrl.preflight.gpu.figures import Figure, Place, figures_in
 from asyncrl.version import __version__
@@ -138,7 +137,7 @@ class _Runner:
         """Run a row to its end or its limit."""
         directory, started_s = self._place.directory, time.monotonic()
         log = directory / f"{row.name}.log"
-        command = [sys.executable, "-m", f"{HERE}.row_process", row.name, row.target, str(directory)]
+        command = module_argv(f"{HERE}.row_process", row.name, row.target, str(directory))
         environment = BY_BUS | public_environment() | WITHOUT_CUDA
         environment |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
         if not self._place.on_gpu:

@@ -5,7 +5,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from asyncrl.errors import RunError
-from asyncrl.hosting.processes import bound_to_us, stop_process
+from asyncrl.hosting.processes import bound_to_us, module_argv, stop_process
 from asyncrl.preflight.gpu.figures import Figure, Place, judged, noted
 from asyncrl.run.directory import RunDirectory
 
@@ -72,7 +71,7 @@ def task(place: Place) -> Iterator[Figure]:
 def loop(place: Place) -> Iterator[Figure]:
     """Run the task for some steps; then kill a generator."""
     run = RunDirectory(place.directory / RUN)
-    command = [sys.executable, "-m", "asyncrl.cli.main", "up", "--plain"]
+    command = module_argv("asyncrl.cli.main", "up", "--plain")
     # So that it fits next to a generator on a GPU of 24 GB; the row `learner` measures without it.
     command += ["--config", str(place.directory / "task.yaml"), "learner.gradient_checkpointing=true"]
     process = subprocess.Popen(bound_to_us(command))
