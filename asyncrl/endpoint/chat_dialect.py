@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Refused, now_s
+from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -16,18 +16,19 @@ DONE: Event = ("", "[DONE]")
 class ChatDialect:
     """`/v1/chat/completions`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys(
+        "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "n",
+        "stream", "logprobs", "top_logprobs", "modalities", "prediction",
+    )  # fmt: skip
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
-        if body.get("functions") or body.get("function_call"):
-            raise wrong("`functions` is the old form of `tools`; send `tools`")
-        if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-            raise reading.constrained("`response_format`")
+        has_form = (body.get("response_format") or {"type": "text"}) != {"type": "text"}
         choice = body.get("tool_choice") or "auto"
-        if choice not in ("auto", "none"):
-            raise reading.constrained(f"`tool_choice` {json.dumps(choice):.60}")
+        is_forced = choice not in ("auto", "none")
         tools = [
             reading.function_tool(one.get("name"), one.get("description"), one.get("parameters"))
-            for one in (tool.get("function") or {} for tool in reading.list_of(body, "tools"))
+            for one in (reading.object_of(tool, "function") for tool in reading.list_of(body, "tools"))
         ]
         return Call(
             model=reading.model_of(body),
@@ -35,7 +36,8 @@ class ChatDialect:
                 [_message(one, f"messages[{i}]") for i, one in enumerate(reading.list_of(body, "messages"))]
             ),
             tools=tuple(tools),
-            calls_tools=choice == "auto",
+            calls_tools=choice != "none",
+            constraints=("response_format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
             choices=reading.choices_of(body),
             streams=reading.flag(body, "stream"),
@@ -79,15 +81,15 @@ class ChatDialect:
 class CompletionsDialect(ChatDialect):
     """`/v1/completions`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys("prompt", "max_tokens", "n", "stream", "logprobs")
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
         if not isinstance(prompt, str):
             raise wrong("`prompt` must be one text")
-        if body.get("suffix") or body.get("echo"):
-            raise wrong("`suffix` and `echo` are not served; leave them out")
         return Call(
             model=reading.model_of(body),
             prompt=prompt,
@@ -134,6 +136,8 @@ def _message(message: Json, where: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES)}")
+    if held := [name for name in ("audio", "function_call") if message.get(name)]:
+        raise wrong(f"{where}: `{held[0]}` is not served; send text, and `tool_calls`")
     read: dict[str, Any] = {
         # Templates know no developers.
         "role": "system" if role == "developer" else role,

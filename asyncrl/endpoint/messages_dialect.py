@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Refused
+from asyncrl.endpoint.base import Call, Event, Json, Past, Recall, Refused
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -22,26 +22,34 @@ _ERRORS = {
 class MessagesDialect:
     """`/v1/messages`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys(
+        "messages", "system", "tools", "tool_choice", "output_config", "output_format", "max_tokens",
+        "stream", "thread", "thinking", "cache_control", "diagnostics", "inference_geo", "speed",
+        "user_profile_id", "workspace_id", "billing_policy",
+    )  # fmt: skip
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
         choice = reading.object_of(body, "tool_choice").get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise reading.constrained(f"`tool_choice` {choice!r:.40}")
-        if body.get("output_config") or body.get("output_format"):
-            raise reading.constrained("`output_config`")
-        tools = [
-            reading.function_tool(one.get("name"), one.get("description"), one.get("input_schema"))
-            for one in reading.list_of(body, "tools")
-        ]
+        has_form = body.get("output_format") or reading.object_of(body, "output_config").get("format")
+        past = _continued(body, recall)
+        tools = [_tool(one) for one in reading.list_of(body, "tools")]
+        if past and (tools or body.get("system")):
+            raise wrong(
+                "`thread` continues a conversation, which has its `system` and `tools`; leave them out"
+            )
         system = reading.text_in(body.get("system"), "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for index, message in enumerate(reading.list_of(body, "messages")):
             messages += _messages(message, f"messages[{index}]")
+        before = (*past.call.messages, past.message) if past else ()
         return Call(
             model=reading.model_of(body),
-            messages=reading.require_messages(messages),
-            tools=tuple(tools),
-            calls_tools=choice == "auto",
+            messages=(*before, *reading.require_messages(messages)),
+            tools=past.call.tools if past else tuple(tools),
+            calls_tools=choice != "none",
+            constraints=("output_config",) * bool(has_form)
+            + ("tool_choice",) * (choice not in ("auto", "none")),
             max_tokens=reading.limit_of(body, "max_tokens"),
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
@@ -99,6 +107,22 @@ class MessagesDialect:
             text = f"prompt is too long: {text}"
         server = "api_error" if refused.status >= 500 else "invalid_request_error"
         return {"type": "error", "error": {"type": _ERRORS.get(refused.status, server), "message": text}}
+
+
+def _continued(body: Json, recall: Recall) -> Past | None:
+    """The call that a thread goes on from; the client sends only what is new."""
+    thread = reading.object_of(body, "thread")
+    kind = thread.get("type", "create")
+    if kind not in ("create", "continue"):
+        raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
+    return recall(thread.get("previous_message_id", "")) if kind == "continue" else None
+
+
+def _tool(tool: Json) -> Message:
+    """A tool of the agent; tools of Anthropic's servers bring no schema, and would not be run."""
+    if (kind := tool.get("type") or "custom") != "custom":
+        raise wrong(f"a tool is of type {kind!r:.40}; this endpoint serves tools with an `input_schema` only")
+    return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _messages(message: Json, where: str) -> list[Message]:

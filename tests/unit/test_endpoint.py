@@ -59,6 +59,20 @@ def post(endpoint: Endpoint, key: str, body, path: str = "/v1/chat/completions",
     return httpx.AsyncClient(timeout=LONG_S).post(f"{endpoint.url}{path}", content=content, headers=headers)
 
 
+def asking(path: str) -> dict:
+    """The body of a question in the dialect of a path."""
+    return {
+        "/v1/chat/completions": {"messages": QUESTION},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": {"messages": QUESTION, "max_tokens": 9},
+    }[path]
+
+
+def recall_nothing(number):
+    raise Refused(400, "unknown", "unknown_id")
+
+
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
 
 
@@ -237,8 +251,8 @@ def test_answers_of_a_frozen_model_are_not_trained(path):
         try:
             key = endpoint.open(talk).key
             for model in ("judge", "policy"):
-                body = {"model": model, "messages": QUESTION, "input": "x", "max_tokens": 9}
-                body |= {"prompt": "two words" * (model == "policy")} if "/completions" in path else {}
+                body = {"model": model, **asking(path)}
+                body |= {"prompt": "two words" * (model == "policy")} if "prompt" in body else {}
                 assert (await post(endpoint, key, body, path)).status_code == 200
         finally:
             await endpoint.close()
@@ -360,7 +374,7 @@ def test_a_turn_without_calls_continues_the_conversation(path, question, tool, n
         said = list(QUESTION)
         for choice in ("auto", none, "auto"):
             more = {} if choice == "auto" else {"tool_choice": choice}
-            body = {question: said, "tools": [tool], "max_tokens": 5} | more
+            body = asking(path) | {question: said, "tools": [tool]} | more
             answer = await post(endpoint, episode.key, body, path)
             assert answer.status_code == 200, answer.text
             said += [*echo(answer.json()), *QUESTION]
@@ -395,20 +409,186 @@ def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
         ("/v1/chat/completions", {"tool_choice": "required"}),
         ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "add"}}}),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
-        ("/v1/responses", {"tool_choice": "required", "input": "x"}),
-        ("/v1/responses", {"text": {"format": {"type": "json_object"}}, "input": "x"}),
+        ("/v1/responses", {"tool_choice": "required"}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}),
         ("/v1/messages", {"tool_choice": {"type": "any"}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}),
     ],
     ids=str,
 )
-def test_constrained_decoding_is_refused_and_fails_the_episode(path, more):
+def test_constrained_decoding_is_refused_as_a_mistake_or_ignored_and_counted(path, more):
     async def play(endpoint, episode):
-        answer = await post(endpoint, episode.key, {"model": "m", "messages": QUESTION, **more}, path)
+        answer = await post(endpoint, episode.key, {"model": "m", **asking(path), **more}, path)
         assert answer.status_code == 400
         assert "constrains what the model may sample" in answer.json()["error"]["message"]
-        assert "constrains" in episode.fault
+        assert ("constrains" in episode.mistake, episode.fault, episode.refused) == (True, "", 1)
+        episode._is_free = True
+        answer = await post(endpoint, episode.key, {"model": "m", **asking(path), **more}, path)
+        assert (answer.status_code, episode.overridden, episode.refused) == (200, 1, 1)
+
+    (name,) = more
+    counts = serve(ScriptedTalk(TEXT), play).episodes.counts
+    assert counts[f"overridden/{'text.format' if name == 'text' else name}"] == 1
+
+
+CONTEXT = {
+    "/v1/messages": {
+        "container": "c", "context_management": {"edits": [{"type": "clear_tool_uses"}]}, "compaction": {"type": "auto"},
+        "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}], "thread": {"type": "other"},
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+    },
+    "/v1/responses": {
+        "conversation": "conv_1", "background": True, "prompt": {"id": "p"}, "context_management": [{"type": "compaction"}],
+        "previous_response_id": "resp_1",
+    },
+    "/v1/chat/completions": {
+        "functions": [{"name": "add"}], "web_search_options": {"search_context_size": "low"}, "audio": {"voice": "x"},
+        "chat_template_kwargs": {"enable_thinking": True}, "a_parameter_of_tomorrow": 1,
+        "messages": [{"role": "assistant", "audio": {"id": "audio_1"}}],
+    },
+    "/v1/completions": {"suffix": "x", "echo": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, more in CONTEXT.items() for name in more])
+def test_context_that_the_endpoint_does_not_serve_is_refused_by_name(path, name):
+    """Otherwise the model would answer, and be trained on, a conversation with a hole."""
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, asking(path) | {name: CONTEXT[path][name]}, path)
+        assert answer.status_code == 400
+        assert "is not the id of" in episode.fault or any(
+            word in episode.fault for word in (f"`{name}`", "`audio`", "web_search")
+        )
 
     serve(ScriptedTalk(), play)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_parameter_of_a_client_library_is_known_or_brings_context(path):
+    """A parameter that a new release of a library adds is decided about here, and until then refused."""
+    decided = {
+        "/v1/chat/completions": (
+            openai.types.chat.completion_create_params.CompletionCreateParamsStreaming,
+            {"audio", "function_call", "functions", "moderation", "web_search_options"},
+        ),
+        "/v1/completions": (
+            openai.types.completion_create_params.CompletionCreateParamsStreaming,
+            {"echo", "suffix"},
+        ),
+        "/v1/responses": (
+            openai.types.responses.response_create_params.ResponseCreateParamsStreaming,
+            {
+                "access_programs", "background", "background_options", "context_management", "conversation", "image",
+                "moderation", "prompt",
+            },
+        ),
+        "/v1/messages": (
+            anthropic.types.beta.message_create_params.MessageCreateParamsStreaming,
+            {
+                "compaction", "container", "context_management", "fallbacks", "fallback_credit_token", "mcp_servers",
+                "betas",
+            },
+        ),
+    }  # fmt: skip
+    parameters, refused = decided[path]
+    known = parameters.__required_keys__ | parameters.__optional_keys__
+    assert known - DIALECTS[path].keys == refused
+
+
+def test_a_thread_of_anthropics_library_is_one_conversation():
+    """Its tool runner sends the tool's result only, with the id of the answer before it."""
+
+    def read(prompt_ids, rollout, tools):
+        return CALLS if len(session.turns) < 2 else TEXT
+
+    async def play(endpoint, episode):
+        @anthropic.beta_async_tool
+        async def add(a: int, b: int) -> str:
+            """Add.
+
+            Args:
+                a: one
+                b: the other
+            """
+            return str(a + b)
+
+        client = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=episode.key)
+        runner = client.beta.messages.tool_runner(
+            model="any", max_tokens=50, system="Add.", tools=[add], messages=QUESTION
+        )
+        last = await runner.until_done()
+        assert (last.content[0].text, episode.calls, episode.refused) == ("two words", 3, 0)
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+    talk._read = read
+    serve(talk, play)
+    first, second, third = session.turns
+    assert second.parent is first and third.parent is second
+    said = [message["role"] for message in third.messages]
+    assert said == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_a_thread_goes_on_from_any_of_its_answers_and_an_unknown_id_is_refused():
+    talk = ScriptedTalk(*[TEXT] * 3)
+
+    async def play(endpoint, episode):
+        created = asking("/v1/messages") | {"thread": {"type": "create"}, "system": "Add."}
+        first = (await post(endpoint, episode.key, created, "/v1/messages")).json()["id"]
+        for number, status in ((first, 200), (first, 200), ("msg_" + "0" * 24, 400), (7, 400)):
+            more = {"thread": {"type": "continue", "previous_message_id": number}}
+            answer = await post(endpoint, episode.key, asking("/v1/messages") | more, "/v1/messages")
+            assert answer.status_code == status
+        assert "is not the id of an answer in this episode" in episode.fault
+
+    serve(talk, play)
+    said = [{"role": "system", "content": "Add."}, *QUESTION, TEXT.message, *QUESTION]
+    assert [asked["messages"] for asked in talk.asked] == [said[:2], said, said]
+
+
+def test_responses_go_on_from_the_id_of_one_with_other_instructions():
+    talk = ScriptedTalk(TEXT, CALLS, TEXT)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        first = await client.responses.create(model="any", input="1+2?", instructions="Add.")
+        more = {"model": "any", "instructions": "Be kind.", "previous_response_id": first.id}
+        second = await client.responses.create(**more, input="again")
+        result = {"type": "function_call_output", "call_id": CALL.id, "output": "3"}
+        more["previous_response_id"] = second.id
+        await client.responses.create(**more, input=[result])
+        assert not episode.fault
+
+    serve(talk, play)
+    again, *_, result = talk.asked[2]["messages"][3:]
+    assert talk.asked[1]["messages"] == [
+        {"role": "system", "content": "Be kind."}, *QUESTION, TEXT.message, {"role": "user", "content": "again"}
+    ]  # fmt: skip
+    assert talk.asked[2]["messages"][:4] == talk.asked[1]["messages"]
+    assert (again["content"], result["tool_call_id"]) == ("again", CALL.id)
+
+
+def test_references_to_our_items_are_the_items():
+    """Vercel's SDK sends them by default."""
+    talk = ScriptedTalk(CALLS, CALLS)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        first = await client.responses.create(model="any", input=QUESTION)
+        result = {"type": "function_call_output", "call_id": CALL.id, "output": "3"}
+        for echo in (first.output, [{"type": "item_reference", "id": item.id} for item in first.output]):
+            items = [one if isinstance(one, dict) else one.model_dump() for one in echo]
+            talk.answers.append(TEXT)
+            await client.responses.create(model="any", input=[*QUESTION, *items, result])
+        assert not episode.fault
+        unknown = {"type": "item_reference", "id": first.output[0].id + "0"}
+        with pytest.raises(openai.BadRequestError, match="send the item"):
+            await client.responses.create(model="any", input=[*QUESTION, unknown])
+
+    serve(talk, play)
+    assert talk.asked[1]["messages"] == talk.asked[2]["messages"]
+    assert talk.asked[1]["messages"][1]["tool_calls"]
 
 
 def test_an_overflow_has_the_code_that_agents_know_and_fails_nothing():
@@ -529,10 +709,20 @@ def test_nothing_else_is_served(path):
     serve(ScriptedTalk(), play)
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+def test_paths_are_served_without_the_version_too(path):
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, asking(path), path.removeprefix("/v1"))
+        assert answer.status_code == 200
+
+    serve(ScriptedTalk(TEXT), play)
+
+
 def test_the_list_of_models():
     async def play(endpoint, episode):
         models = await chat_client(endpoint, episode).models.list()
         assert [model.id for model in models.data] == ["policy"]
+        assert (await chat_client(endpoint, episode).models.retrieve("org/any")).id == "org/any"
         assert (await post(endpoint, episode.key, {}, "/v1/models")).status_code == 405
 
     serve(ScriptedTalk(), play)
@@ -551,6 +741,7 @@ BAD = {
     "max_tokens": b'{"messages":[{"role":"user","content":"x"}],"max_tokens":-1}',
     "stream": b'{"messages":[{"role":"user","content":"x"}],"stream":"yes"}',
     "tools": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":7}}]}',
+    "a function that is text": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":"x"}]}',
 }
 
 
@@ -560,6 +751,21 @@ def test_a_malformed_body_is_refused(name):
         answer = await post(endpoint, episode.key, BAD[name])
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
+        assert episode.fault
+
+    serve(ScriptedTalk(), play)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_body_that_no_dialect_foresaw_is_refused_and_is_a_fault(path, monkeypatch):
+    def read(body, recall):
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(DIALECTS[path], "read", read)
+
+    async def play(endpoint, episode):
+        assert (await post(endpoint, episode.key, asking(path), path)).status_code == 400
+        assert "unforeseen" in episode.fault
 
     serve(ScriptedTalk(), play)
 
@@ -569,18 +775,22 @@ def test_a_dialect_reads_or_refuses_every_shape_of_every_member(path):
     shapes = [None, True, 7, "x", [], [7], {}, [{}], [{"type": "text"}], {"type": "x"}, [[]], {"x": {}}]
     shapes += [[{"role": role, "content": shape}] for role in ("user", "assistant") for shape in shapes]
     shapes += [
-        [{"type": kind}] for kind in ("function", "function_call", "function_call_output", "reasoning")
+        [{"type": kind}]
+        for kind in ("function", "function_call", "function_call_output", "reasoning", "item_reference")
     ]
+    shapes += [[{"type": "function", "function": shape}] for shape in shapes]
+    shapes += [{"type": "continue"}, {"type": "continue", "previous_message_id": []}]
     members = (
         "messages", "tools", "input", "prompt", "system", "instructions", "tool_choice", "stream", "n", "text",
         "stream_options", "max_tokens", "response_format", "stop", "functions", "output_config", "model",
+        "thread", "previous_response_id", "logprobs", "include",
     )  # fmt: skip
     good = {"messages": QUESTION, "input": "x", "prompt": "x"}
     read = 0
     for member in members:
         for shape in shapes:
             try:
-                DIALECTS[path].read({**good, member: shape})
+                DIALECTS[path].read({**good, member: shape}, recall_nothing)
                 read += 1
             except Refused as refused:
                 assert refused.status == 400
