@@ -22,7 +22,9 @@ class Call:
     calls_tools: bool = True  # otherwise the calls in the answer stay text
     prompt: str | None = None  # plain text instead of messages
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # texts that end the answer
     choices: int = 1
+    logprobs: bool = False  # whether the answer has the log-probabilities of its tokens
     streams: bool = False
     streams_usage: bool = False  # whether a stream ends with the usage
     overridden: tuple[str, ...] = ()  # parameters that have no effect, because sampling is the run's

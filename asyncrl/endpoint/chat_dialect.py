@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from asyncrl.endpoint import reading
@@ -18,7 +19,7 @@ class ChatDialect:
 
     keys = reading.keys(
         "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "n",
-        "stream", "logprobs", "top_logprobs", "modalities", "prediction",
+        "stop", "stream", "logprobs", "top_logprobs", "modalities", "prediction",
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
@@ -39,7 +40,9 @@ class ChatDialect:
             calls_tools=choice != "none",
             constraints=("response_format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
+            stop=reading.stops_of(body, "stop"),
             choices=reading.choices_of(body),
+            logprobs=reading.flag(body, "logprobs"),
             streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
             overridden=reading.overridden(body),
@@ -52,7 +55,7 @@ class ChatDialect:
                 "index": index,
                 "message": _written(answer),
                 "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
-                "logprobs": None,
+                "logprobs": {"content": token_logprobs(answer), "refusal": None} if call.logprobs else None,
             }
             for index, answer in enumerate(answers)
         ]
@@ -66,9 +69,10 @@ class ChatDialect:
             delta = dict(choice["message"])
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": index, **one} for index, one in enumerate(calls)]
-            ends = {"delta": {}, "finish_reason": choice["finish_reason"]}
-            for part in ({"delta": delta, "finish_reason": None}, ends):
-                yield "", {**head, "choices": [{"index": choice["index"], "logprobs": None, **part}]}
+            said = {"delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+            ends = {"delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+            for part in (said, ends):
+                yield "", {**head, "choices": [{"index": choice["index"], **part}]}
         if call.streams_usage:
             yield "", {**head, "choices": [], "usage": usage}
         yield DONE
@@ -81,7 +85,7 @@ class ChatDialect:
 class CompletionsDialect(ChatDialect):
     """`/v1/completions`."""
 
-    keys = reading.keys("prompt", "max_tokens", "n", "stream", "logprobs")
+    keys = reading.keys("prompt", "max_tokens", "n", "stop", "stream", "logprobs")
 
     def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
@@ -90,19 +94,31 @@ class CompletionsDialect(ChatDialect):
             (prompt,) = prompt
         if not isinstance(prompt, str):
             raise wrong("`prompt` must be one text")
+        if reading.choices_of(body) > 1:
+            text = (
+                "the next prompt would continue only one of them; call once for each, or use chat completions"
+            )
+            raise wrong(f"`n` is {body['n']}, and plain text has one answer: {text}")
         return Call(
             model=reading.model_of(body),
             prompt=prompt,
             max_tokens=reading.limit_of(body, "max_tokens"),
+            stop=reading.stops_of(body, "stop"),
+            logprobs=str(body.get("logprobs")) not in ("None", "False"),
             streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
-            overridden=reading.overridden(body) + (("n",) if reading.choices_of(body) > 1 else ()),
+            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion."""
         choices = [
-            {"index": index, "text": one.text, "finish_reason": one.finish_reason, "logprobs": None}
+            {
+                "index": index,
+                "text": one.text,
+                "finish_reason": one.finish_reason,
+                "logprobs": _text_logprobs(one) if call.logprobs else None,
+            }
             for index, one in enumerate(answers)
         ]
         return _completion(call, answers, "text_completion", f"cmpl-{number}", choices)
@@ -115,6 +131,24 @@ class CompletionsDialect(ChatDialect):
         if call.streams_usage:
             yield "", {**head, "choices": [], "usage": usage}
         yield DONE
+
+
+def token_logprobs(answer: Answer) -> list[Json]:
+    """Return the sampled tokens with their log-probabilities; those of other tokens are not known."""
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in answer.logprobs()
+    ]
+
+
+def _text_logprobs(answer: Answer) -> Json:
+    texts = [text for text, _ in answer.logprobs()]
+    return {
+        "tokens": texts,
+        "token_logprobs": [value for _, value in answer.logprobs()],
+        "top_logprobs": None,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+    }
 
 
 def openai_error(refused: Refused) -> Json:

@@ -24,8 +24,8 @@ class MessagesDialect:
 
     keys = reading.keys(
         "messages", "system", "tools", "tool_choice", "output_config", "output_format", "max_tokens",
-        "stream", "thread", "thinking", "cache_control", "diagnostics", "inference_geo", "speed",
-        "user_profile_id", "workspace_id", "billing_policy",
+        "stop_sequences", "stream", "thread", "thinking", "cache_control", "diagnostics", "inference_geo",
+        "speed", "user_profile_id", "workspace_id", "billing_policy",
     )  # fmt: skip
 
     def read(self, body: Json, recall: Recall) -> Call:
@@ -51,6 +51,7 @@ class MessagesDialect:
             constraints=("output_config",) * bool(has_form)
             + ("tool_choice",) * (choice not in ("auto", "none")),
             max_tokens=reading.limit_of(body, "max_tokens"),
+            stop=reading.stops_of(body, "stop_sequences"),
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
         )
@@ -65,21 +66,23 @@ class MessagesDialect:
             {"type": "tool_use", "id": one.id, "name": one.name, "input": _input(one.arguments)}
             for one in answer.tool_calls
         ]
+        reason = _ENDS.get(answer.finish_reason, "max_tokens")
+        reason = "stop_sequence" if answer.stop else "tool_use" if answer.tool_calls else reason
         return {
             "id": f"msg_{number}",
             "type": "message",
             "role": "assistant",
             "model": call.model,
             "content": content,
-            "stop_reason": "tool_use" if answer.tool_calls else _ENDS.get(answer.finish_reason, "max_tokens"),
-            "stop_sequence": None,
+            "stop_reason": reason,
+            "stop_sequence": answer.stop or None,
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
         }
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
         """Yield the events of a whole message in Anthropic's order."""
         usage = {**answer["usage"], "output_tokens": 0}
-        begun = {**answer, "content": [], "stop_reason": None, "usage": usage}
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(answer["content"]):
             if block["type"] == "text":
@@ -93,7 +96,7 @@ class MessagesDialect:
                 {"type": "content_block_delta", "index": index, "delta": delta},
                 {"type": "content_block_stop", "index": index},
             ]
-        end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        end = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
         spent = {"output_tokens": answer["usage"]["output_tokens"]}
         events.append({"type": "message_delta", "delta": end, "usage": spent})
         events.append({"type": "message_stop"})

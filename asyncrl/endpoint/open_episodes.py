@@ -45,7 +45,8 @@ class OpenEpisode:
         self._counts = counts
         self._recent: OrderedDict[bytes, asyncio.Task[Json]] = OrderedDict()
         self._running: set[asyncio.Task[Json]] = set()
-        self._completed = ""  # the text of a conversation without a chat template
+        # The text of a conversation without a chat template, with and without what ended the last answer.
+        self._completed = ("", "")
         self._is_closed = False
         self._requests = 0
 
@@ -151,16 +152,15 @@ class OpenEpisode:
     async def _answers(self, call: Call, train: bool) -> list[Answer]:
         if self._is_closed or self.spent:
             raise over()
-        limit = call.max_tokens
+        limits: dict[str, Any] = {"max_tokens": call.max_tokens, "stop": call.stop, "train": train}
         try:
             if call.prompt is not None:
-                text = self._new_text(call.prompt)
-                answer = await self._talk.complete(text, max_tokens=limit, train=train)
-                self._completed = call.prompt + answer.text
+                answer = await self._talk.complete(self._new_text(call.prompt), **limits)
+                text = call.prompt + answer.text
+                self._completed = (text + answer.stop, text)
                 return [answer]
             chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
-            chats = [chat(call.messages, max_tokens=limit, train=train) for _ in range(call.choices)]
-            return await _all(chats)
+            return await _all(chat(call.messages, **limits) for _ in range(call.choices))
         except BudgetSpent as spent:
             if spent.finish_reason == "length":
                 self.overflowed = True
@@ -180,10 +180,12 @@ class OpenEpisode:
 
     def _new_text(self, prompt: str) -> str:
         """What a prompt adds to the text so far, which it must begin with."""
-        if not prompt.startswith(self._completed):
-            text = "the prompt must begin with the text of the episode so far: all prompts and answers"
-            raise Refused(400, text, "invalid_request")
-        return prompt[len(self._completed) :]
+        for text in self._completed:
+            if prompt.startswith(text):
+                return prompt[len(text) :]
+        raise reading.wrong(
+            "the prompt must begin with the text of the episode so far: all prompts and answers"
+        )
 
 
 class OpenEpisodes:

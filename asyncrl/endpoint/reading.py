@@ -10,7 +10,7 @@ from asyncrl.environments.base import Message
 # Parameters of any dialect that would change the distribution which is sampled from.
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "logit_bias", "stop", "stop_sequences", "best_of",
+    "seed", "logit_bias", "best_of",
 )  # fmt: skip
 # Parameters of any dialect that change neither the conversation nor what is sampled.
 _HARMLESS = (
@@ -19,6 +19,7 @@ _HARMLESS = (
     "reasoning_effort", "verbosity",
 )  # fmt: skip
 MOST_CHOICES = 16
+MOST_STOPS, LONGEST_STOP = 16, 256  # texts, and characters of one
 CONSTRAINED = "constrained_decoding"  # the code of that refusal
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -77,6 +78,20 @@ def limit_of(body: Json, *names: str) -> int | None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise wrong(f"{' or '.join(names)} is {value!r:.40}; it must be a whole number of at least 1")
     return min(limits, default=None)
+
+
+def stops_of(body: Json, name: str) -> tuple[str, ...]:
+    """Return the texts that end the answer."""
+    given = body.get(name)
+    texts = [given] if isinstance(given, str) else ([] if given is None else given)
+    if (
+        not isinstance(texts, list)
+        or len(texts) > MOST_STOPS
+        or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in texts)
+    ):
+        allowed = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        raise wrong(f"`{name}` is {given!r:.40}; allowed are {allowed}")
+    return tuple(texts)
 
 
 def choices_of(body: Json) -> int:

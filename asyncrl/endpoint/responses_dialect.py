@@ -5,9 +5,11 @@ from typing import Any
 
 from asyncrl.endpoint import reading
 from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
-from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error
+from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
+
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class ResponsesDialect:
@@ -42,6 +44,7 @@ class ResponsesDialect:
             calls_tools=choice != "none",
             constraints=("text.format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_output_tokens"),
+            logprobs=isinstance(wanted := body.get("include"), list) and _LOGPROBS in wanted,
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
         )
@@ -53,7 +56,8 @@ class ResponsesDialect:
         status = "incomplete" if is_cut else "completed"
         output: list[Json] = []
         if answer.text or not answer.tool_calls:
-            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            logprobs = token_logprobs(answer) if call.logprobs else []
+            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": logprobs}
             head = {"type": "message", "id": f"msg_{number}", "status": status, "role": "assistant"}
             output.append({**head, "content": [part]})
         output += [
@@ -177,8 +181,8 @@ def _text_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
     place, text = {"content_index": 0}, part["text"]
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
     if text:
-        yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
-    yield "response.output_text.done", {**place, "text": text, "logprobs": []}
+        yield "response.output_text.delta", {**place, "delta": text, "logprobs": part["logprobs"]}
+    yield "response.output_text.done", {**place, "text": text, "logprobs": part["logprobs"]}
     yield "response.content_part.done", {**place, "part": part}
 
 

@@ -394,12 +394,12 @@ def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
 
     async def play(endpoint, episode):
         await chat_client(endpoint, episode).chat.completions.create(
-            model="any", messages=QUESTION, temperature=0.1, seed=7, stop=["x"]
+            model="any", messages=QUESTION, temperature=0.1, seed=7
         )
 
     counts = serve(talk, play).episodes.counts
-    assert {name: counts[f"overridden/{name}"] for name in ("temperature", "seed", "stop", "top_p")} == {
-        "temperature": 1, "seed": 1, "stop": 1, "top_p": 0,
+    assert {name: counts[f"overridden/{name}"] for name in ("temperature", "seed", "top_p")} == {
+        "temperature": 1, "seed": 1, "top_p": 0,
     }  # fmt: skip
 
 
@@ -429,6 +429,135 @@ def test_constrained_decoding_is_refused_as_a_mistake_or_ignored_and_counted(pat
     (name,) = more
     counts = serve(ScriptedTalk(TEXT), play).episodes.counts
     assert counts[f"overridden/{'text.format' if name == 'text' else name}"] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_an_answer_ends_before_a_text_that_the_agent_names(path):
+    """A ReAct agent asks for it, so that the model does not invent what its tool says."""
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000, stop=("~~",)))
+    talk._read = lambda ids, rollout, tools: Answer(text="Act: look\nObservation:", tokens=5)
+
+    async def play(endpoint, episode):
+        name = "stop_sequences" if path == "/v1/messages" else "stop"
+        body = asking(path) | {name: ["Observation:", "never"]}
+        answer = (await post(endpoint, episode.key, body, path)).json()
+        said = answer["choices"][0] if "choices" in answer else answer["content"][0]
+        assert (said.get("text") or said["message"]["content"]) == "Act: look\n"
+        assert answer.get("stop_reason", "stop_sequence") == "stop_sequence"
+        assert answer.get("stop_sequence", "Observation:") == "Observation:"
+        if "prompt" in body:
+            body["prompt"] += said["text"] + "Observation: a door"
+        else:
+            body["messages"] = [*QUESTION, {"role": "assistant", "content": "Act: look\n"}, *QUESTION]
+        assert (await post(endpoint, episode.key, body, path)).status_code == 200
+        assert (episode.overridden, episode.fault) == (0, "")
+        for wrong in ("", [""], [7], ["x"] * 17, ["x" * 300], {}):
+            assert (await post(endpoint, episode.key, body | {name: wrong}, path)).status_code == 400
+
+    asked = []
+    sample = engine.sample
+
+    async def keep(prompt_ids, count, spec, **more):
+        asked.append(spec.stop)
+        return await sample(prompt_ids, count, spec, **more)
+
+    engine.sample = keep
+    serve(talk, play)
+    assert asked == [("~~", "Observation:", "never")] * 2
+    first, second = session.turns
+    assert second.parent is first, "the ids of the text that ended the answer stay, and it is not repeated"
+    if path == "/v1/completions":
+        assert CHARACTERS[second.delta_ids[0] - 2] == " "
+
+
+def test_log_probabilities_are_those_that_were_sampled():
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        answer = await client.chat.completions.create(
+            model="any", messages=QUESTION, max_tokens=20, logprobs=True, top_logprobs=3
+        )
+        chat = [(one.token, one.logprob) for one in answer.choices[0].logprobs.content]
+        stream = await client.chat.completions.create(
+            model="any", messages=QUESTION, max_tokens=20, logprobs=True, stream=True
+        )
+        streamed = [one.choices[0].logprobs.content async for one in stream if one.choices[0].logprobs]
+        include = ["message.output_text.logprobs"]
+        response = await client.responses.create(
+            model="any", input=QUESTION, max_output_tokens=20, include=include
+        )
+        part = response.output[0].content[0]
+        answers = [
+            chat,
+            *([(one.token, one.logprob) for one in found] for found in (*streamed, part.logprobs)),
+        ]
+        for turn, found in zip(session.turns, answers, strict=True):
+            values = turn.rollout.behaviour_logprobs[: len(found)]
+            assert [value for _, value in found] == values.tolist()
+            assert "".join(text for text, _ in found) == turn.message["content"]
+        assert chat
+
+    serve(talk, play)
+
+
+def test_plain_text_has_log_probabilities_and_one_answer():
+    talk = ScriptedTalk(Answer(text="ab c", logprobs=lambda: [("ab", -0.5), (" c", -1.0)]))
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        answer = await client.completions.create(model="any", prompt="x", logprobs=0)
+        found = answer.choices[0].logprobs
+        assert (found.tokens, found.token_logprobs, found.text_offset) == (["ab", " c"], [-0.5, -1.0], [0, 2])
+        with pytest.raises(openai.BadRequestError, match="plain text has one answer"):
+            await client.completions.create(model="any", prompt="xab c", n=3)
+
+    serve(talk, play)
+
+
+def test_calls_at_the_same_time_share_the_budget():
+    """Each gets the room that it would have if the calls before it had ended."""
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+    spent, rooms, running = [], [], [0]
+    sample = engine.sample
+
+    async def keep(prompt_ids, count, spec, **more):
+        rooms.append(spec.max_response_tokens)
+        running[0] += spec.max_response_tokens
+        assert sum(spent) + running[0] <= 400
+        (rollout,) = await sample(prompt_ids, count, spec, **more)
+        running[0] -= spec.max_response_tokens
+        spent.append(len(rollout.response_ids))
+        return [rollout]
+
+    engine.sample = keep
+
+    async def play():
+        calls = [talk.chat(QUESTION, max_tokens=300) for _ in range(16)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(play())
+    assert sum(spent) == sum(len(turn.sampled_ids) for turn in session.turns) <= 400
+    failed = [one for one in answers if not isinstance(one, Answer)]
+    assert all(isinstance(one, BudgetSpent) and one.finish_reason == "length" for one in failed)
+    assert (not failed) or sum(spent) == 400
+    assert rooms[0] == 300 and len(spent) > 1
+
+
+def test_closing_a_talk_ends_the_calls_that_wait_for_tokens():
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3, token_s=0.01)
+    talk, _ = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+
+    async def play():
+        calls = [asyncio.create_task(talk.chat(QUESTION)) for _ in range(3)]
+        await until(lambda: engine.stats().running_requests == 1)
+        talk.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [type(one) for one in asyncio.run(play())] == [BudgetSpent] * 3
 
 
 CONTEXT = {
