@@ -33,6 +33,9 @@ class EnvironmentConfig(Part):
     frozen: tuple[str, ...] = ()
     """Names of models whose calls an agent makes without being trained on the answers, such as a judge's: the
     policy answers them, and samples show the answers."""
+    constraints: Literal["refuse", "ignore"] = "refuse"
+    """Calls of an agent that ask for JSON or force a tool: `refuse` answers 400, and `ignore` samples freely,
+    so that the agent's own check of the answer decides. Both are counted; sampling stays the run's."""
     python: Path | None = None
     """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
     that of the run. In `command`, the program `python` is this interpreter; by default the one on PATH."""

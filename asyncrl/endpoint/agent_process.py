@@ -30,7 +30,7 @@ class AgentEnvironment:
 
     def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
         """`variables` are patterns of environment variables, `run.environment`, that agents get."""
-        self.endpoint = Endpoint(config.address, frozen=config.frozen)
+        self.endpoint = Endpoint(config.address, frozen=config.frozen, is_free=config.constraints == "ignore")
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
         self._variables = variables
@@ -55,7 +55,7 @@ class AgentEnvironment:
         """Run the program for one episode, as `base.Environment` says.
 
         The episode fails if a call failed and the program went on, if it called nothing, or if its status is
-        not 0; but not if a budget was spent.
+        not 0; but not if a budget was spent. Refused constraints do not fail it if it gave a result.
         """
         assert self._scratch is not None
         # Not in a thread: a cancelled wait for it would leave the directory.
@@ -162,6 +162,8 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
     """The end of an episode whose program ended with `status`. Raises EnvironmentFault."""
     if episode.fault:
         raise EnvironmentFault(f"{episode.fault}{printed.note}", reason="returned")
+    if episode.mistake and (status or not episode.calls or not result.exists()):
+        raise EnvironmentFault(f"{episode.mistake}{printed.note}", reason="returned")
     cut = episode.spent or ("length" if episode.is_cut or (episode.overflowed and status) else "")
     if not episode.calls and not cut:
         raise EnvironmentFault(

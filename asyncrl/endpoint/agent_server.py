@@ -47,9 +47,14 @@ _STREAM = (b"content-type", b"text/event-stream")
 class Endpoint:
     """Serves the episodes of one generator."""
 
-    def __init__(self, address: str = "127.0.0.1", *, frozen: Collection[str] = ()) -> None:
-        """Listen on `address` after `start`, on a free port. Answers of `frozen` models are not trained."""
-        self.episodes = OpenEpisodes()
+    def __init__(
+        self, address: str = "127.0.0.1", *, frozen: Collection[str] = (), is_free: bool = False
+    ) -> None:
+        """Listen on `address` after `start`, on a free port. Answers of `frozen` models are not trained.
+
+        If it `is_free`, constraints of sampling have no effect; otherwise they are refused.
+        """
+        self.episodes = OpenEpisodes(is_free=is_free)
         self.url = ""  # without a path
         self._address = address
         self._frozen = frozenset(frozen)
@@ -95,7 +100,9 @@ class Endpoint:
 
     async def _serve(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request, as ASGI has it."""
-        path, headers = scope["path"], _headers(scope)
+        headers, path = _headers(scope), scope["path"]
+        # Some libraries expect the version in the base URL of Anthropic, too.
+        path = path if path.startswith("/v1/") else f"/v1{path}"
         dialect = DIALECTS.get(path)
         exchange = _Exchange(receive, send)
         try:
@@ -112,15 +119,17 @@ class Endpoint:
         self, exchange: "_Exchange", method: str, path: str, headers: Mapping[str, str]
     ) -> None:
         dialect = DIALECTS.get(path)
-        if dialect is None and path != MODELS:
+        is_model = path.startswith(f"{MODELS}/") and len(path) > len(MODELS) + 1
+        if dialect is None and path != MODELS and not is_model:
             allowed = ", ".join([*DIALECTS, MODELS])
             raise Refused(404, f"there is nothing at {path}; there are {allowed}", "not_found")
         if method != ("POST" if dialect else "GET"):
             raise Refused(405, f"{method} is not allowed at {path}", "method_not_allowed")
         episode = self.episodes.find(headers)
         if dialect is None:
-            model = {"id": "policy", "object": "model", "created": now_s(), "owned_by": "asyncrl"}
-            await exchange.json(200, {"object": "list", "data": [model]})
+            name = path.removeprefix(f"{MODELS}/") if is_model else "policy"
+            model = {"id": name, "object": "model", "created": now_s(), "owned_by": "asyncrl"}
+            await exchange.json(200, model if is_model else {"object": "list", "data": [model]})
             return
         with episode.request():
             await self._answer(exchange, episode, dialect, path, headers)

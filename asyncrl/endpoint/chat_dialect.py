@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Refused, now_s
+from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -16,18 +17,19 @@ DONE: Event = ("", "[DONE]")
 class ChatDialect:
     """`/v1/chat/completions`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys(
+        "messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens", "n",
+        "stop", "stream", "logprobs", "top_logprobs", "modalities", "prediction",
+    )  # fmt: skip
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
-        if body.get("functions") or body.get("function_call"):
-            raise wrong("`functions` is the old form of `tools`; send `tools`")
-        if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
-            raise reading.constrained("`response_format`")
+        has_form = (body.get("response_format") or {"type": "text"}) != {"type": "text"}
         choice = body.get("tool_choice") or "auto"
-        if choice not in ("auto", "none"):
-            raise reading.constrained(f"`tool_choice` {json.dumps(choice):.60}")
+        is_forced = choice not in ("auto", "none")
         tools = [
             reading.function_tool(one.get("name"), one.get("description"), one.get("parameters"))
-            for one in (tool.get("function") or {} for tool in reading.list_of(body, "tools"))
+            for one in (reading.object_of(tool, "function") for tool in reading.list_of(body, "tools"))
         ]
         return Call(
             model=reading.model_of(body),
@@ -35,9 +37,12 @@ class ChatDialect:
                 [_message(one, f"messages[{i}]") for i, one in enumerate(reading.list_of(body, "messages"))]
             ),
             tools=tuple(tools),
-            calls_tools=choice == "auto",
+            calls_tools=choice != "none",
+            constraints=("response_format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_tokens", "max_completion_tokens"),
+            stop=reading.stops_of(body, "stop"),
             choices=reading.choices_of(body),
+            logprobs=reading.flag(body, "logprobs"),
             streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
             overridden=reading.overridden(body),
@@ -50,7 +55,7 @@ class ChatDialect:
                 "index": index,
                 "message": _written(answer),
                 "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
-                "logprobs": None,
+                "logprobs": {"content": token_logprobs(answer), "refusal": None} if call.logprobs else None,
             }
             for index, answer in enumerate(answers)
         ]
@@ -64,9 +69,10 @@ class ChatDialect:
             delta = dict(choice["message"])
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": index, **one} for index, one in enumerate(calls)]
-            ends = {"delta": {}, "finish_reason": choice["finish_reason"]}
-            for part in ({"delta": delta, "finish_reason": None}, ends):
-                yield "", {**head, "choices": [{"index": choice["index"], "logprobs": None, **part}]}
+            said = {"delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+            ends = {"delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+            for part in (said, ends):
+                yield "", {**head, "choices": [{"index": choice["index"], **part}]}
         if call.streams_usage:
             yield "", {**head, "choices": [], "usage": usage}
         yield DONE
@@ -79,28 +85,40 @@ class ChatDialect:
 class CompletionsDialect(ChatDialect):
     """`/v1/completions`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys("prompt", "max_tokens", "n", "stop", "stream", "logprobs")
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
         if not isinstance(prompt, str):
             raise wrong("`prompt` must be one text")
-        if body.get("suffix") or body.get("echo"):
-            raise wrong("`suffix` and `echo` are not served; leave them out")
+        if reading.choices_of(body) > 1:
+            text = (
+                "the next prompt would continue only one of them; call once for each, or use chat completions"
+            )
+            raise wrong(f"`n` is {body['n']}, and plain text has one answer: {text}")
         return Call(
             model=reading.model_of(body),
             prompt=prompt,
             max_tokens=reading.limit_of(body, "max_tokens"),
+            stop=reading.stops_of(body, "stop"),
+            logprobs=str(body.get("logprobs")) not in ("None", "False"),
             streams=reading.flag(body, "stream"),
             streams_usage=reading.flag(reading.object_of(body, "stream_options"), "include_usage"),
-            overridden=reading.overridden(body) + (("n",) if reading.choices_of(body) > 1 else ()),
+            overridden=reading.overridden(body),
         )
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer as a completion."""
         choices = [
-            {"index": index, "text": one.text, "finish_reason": one.finish_reason, "logprobs": None}
+            {
+                "index": index,
+                "text": one.text,
+                "finish_reason": one.finish_reason,
+                "logprobs": _text_logprobs(one) if call.logprobs else None,
+            }
             for index, one in enumerate(answers)
         ]
         return _completion(call, answers, "text_completion", f"cmpl-{number}", choices)
@@ -113,6 +131,24 @@ class CompletionsDialect(ChatDialect):
         if call.streams_usage:
             yield "", {**head, "choices": [], "usage": usage}
         yield DONE
+
+
+def token_logprobs(answer: Answer) -> list[Json]:
+    """Return the sampled tokens with their log-probabilities; those of other tokens are not known."""
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in answer.logprobs()
+    ]
+
+
+def _text_logprobs(answer: Answer) -> Json:
+    texts = [text for text, _ in answer.logprobs()]
+    return {
+        "tokens": texts,
+        "token_logprobs": [value for _, value in answer.logprobs()],
+        "top_logprobs": None,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+    }
 
 
 def openai_error(refused: Refused) -> Json:
@@ -134,6 +170,8 @@ def _message(message: Json, where: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{where}: the role is {role!r:.40}; allowed are {', '.join(ROLES)}")
+    if held := [name for name in ("audio", "function_call") if message.get(name)]:
+        raise wrong(f"{where}: `{held[0]}` is not served; send text, and `tool_calls`")
     read: dict[str, Any] = {
         # Templates know no developers.
         "role": "system" if role == "developer" else role,

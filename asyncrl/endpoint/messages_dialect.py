@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Refused
+from asyncrl.endpoint.base import Call, Event, Json, Past, Recall, Refused
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
@@ -22,27 +22,36 @@ _ERRORS = {
 class MessagesDialect:
     """`/v1/messages`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys(
+        "messages", "system", "tools", "tool_choice", "output_config", "output_format", "max_tokens",
+        "stop_sequences", "stream", "thread", "thinking", "cache_control", "diagnostics", "inference_geo",
+        "speed", "user_profile_id", "workspace_id", "billing_policy",
+    )  # fmt: skip
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
         choice = reading.object_of(body, "tool_choice").get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise reading.constrained(f"`tool_choice` {choice!r:.40}")
-        if body.get("output_config") or body.get("output_format"):
-            raise reading.constrained("`output_config`")
-        tools = [
-            reading.function_tool(one.get("name"), one.get("description"), one.get("input_schema"))
-            for one in reading.list_of(body, "tools")
-        ]
+        has_form = body.get("output_format") or reading.object_of(body, "output_config").get("format")
+        past = _continued(body, recall)
+        tools = [_tool(one) for one in reading.list_of(body, "tools")]
+        if past and (tools or body.get("system")):
+            raise wrong(
+                "`thread` continues a conversation, which has its `system` and `tools`; leave them out"
+            )
         system = reading.text_in(body.get("system"), "system")
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for index, message in enumerate(reading.list_of(body, "messages")):
             messages += _messages(message, f"messages[{index}]")
+        before = (*past.call.messages, past.message) if past else ()
         return Call(
             model=reading.model_of(body),
-            messages=reading.require_messages(messages),
-            tools=tuple(tools),
-            calls_tools=choice == "auto",
+            messages=(*before, *reading.require_messages(messages)),
+            tools=past.call.tools if past else tuple(tools),
+            calls_tools=choice != "none",
+            constraints=("output_config",) * bool(has_form)
+            + ("tool_choice",) * (choice not in ("auto", "none")),
             max_tokens=reading.limit_of(body, "max_tokens"),
+            stop=reading.stops_of(body, "stop_sequences"),
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
         )
@@ -57,21 +66,23 @@ class MessagesDialect:
             {"type": "tool_use", "id": one.id, "name": one.name, "input": _input(one.arguments)}
             for one in answer.tool_calls
         ]
+        reason = _ENDS.get(answer.finish_reason, "max_tokens")
+        reason = "stop_sequence" if answer.stop else "tool_use" if answer.tool_calls else reason
         return {
             "id": f"msg_{number}",
             "type": "message",
             "role": "assistant",
             "model": call.model,
             "content": content,
-            "stop_reason": "tool_use" if answer.tool_calls else _ENDS.get(answer.finish_reason, "max_tokens"),
-            "stop_sequence": None,
+            "stop_reason": reason,
+            "stop_sequence": answer.stop or None,
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
         }
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
         """Yield the events of a whole message in Anthropic's order."""
         usage = {**answer["usage"], "output_tokens": 0}
-        begun = {**answer, "content": [], "stop_reason": None, "usage": usage}
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(answer["content"]):
             if block["type"] == "text":
@@ -85,7 +96,7 @@ class MessagesDialect:
                 {"type": "content_block_delta", "index": index, "delta": delta},
                 {"type": "content_block_stop", "index": index},
             ]
-        end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        end = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
         spent = {"output_tokens": answer["usage"]["output_tokens"]}
         events.append({"type": "message_delta", "delta": end, "usage": spent})
         events.append({"type": "message_stop"})
@@ -99,6 +110,22 @@ class MessagesDialect:
             text = f"prompt is too long: {text}"
         server = "api_error" if refused.status >= 500 else "invalid_request_error"
         return {"type": "error", "error": {"type": _ERRORS.get(refused.status, server), "message": text}}
+
+
+def _continued(body: Json, recall: Recall) -> Past | None:
+    """The call that a thread goes on from; the client sends only what is new."""
+    thread = reading.object_of(body, "thread")
+    kind = thread.get("type", "create")
+    if kind not in ("create", "continue"):
+        raise wrong(f"`thread` is of type {kind!r:.40}; allowed are create and continue")
+    return recall(thread.get("previous_message_id", "")) if kind == "continue" else None
+
+
+def _tool(tool: Json) -> Message:
+    """A tool of the agent; tools of Anthropic's servers bring no schema, and would not be run."""
+    if (kind := tool.get("type") or "custom") != "custom":
+        raise wrong(f"a tool is of type {kind!r:.40}; this endpoint serves tools with an `input_schema` only")
+    return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _messages(message: Json, where: str) -> list[Message]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from asyncrl.endpoint.base import Call, Dialect, Json, Refused
+from asyncrl.endpoint import reading
+from asyncrl.endpoint.base import Call, Dialect, Json, Past, Refused
 from asyncrl.environments.base import Answer, BudgetSpent, Talk
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderError
 
@@ -17,6 +19,7 @@ MOST_CALLS = 16  # of one episode at the same time
 MOST_REQUESTS = 32  # the same, with those that still arrive or repeat a call
 REMEMBERED = 32  # answers of one episode that a retry gets again
 MOST_CLOSED = 65536  # keys of ended episodes that are answered with 403
+_NUMBER = re.compile(r"_([0-9a-f]{24})")  # of an answer, in its id and in the ids of its items
 # Refusals that leave no hole in a conversation: the episode ends, or the call is repeated, maybe shorter.
 HARMLESS = ("context_length_exceeded", "episode_over", "too_many_calls", "body_too_slow", "body_too_long")
 
@@ -24,8 +27,8 @@ HARMLESS = ("context_length_exceeded", "episode_over", "too_many_calls", "body_t
 class OpenEpisode:
     """One episode: its key, its talk, and what became of its calls."""
 
-    def __init__(self, talk: Talk, counts: Counter[str]) -> None:
-        """Count into `counts`, which all episodes share."""
+    def __init__(self, talk: Talk, counts: Counter[str], *, is_free: bool = False) -> None:
+        """Count into `counts`, which all episodes share. If it `is_free`, constraints have no effect."""
         self.key = secrets.token_hex(16)
         self.calls = 0  # answers that the agent got
         self.spent = ""  # the budget that ended the episode: `turns`, `sequences` or `time`
@@ -35,11 +38,15 @@ class OpenEpisode:
         self.overflowed = False  # whether a conversation was too long
         self.is_cut = False  # whether the run, and not the agent, cut off the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
+        self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
+        self._is_free = is_free
+        self._past: dict[str, Past] = {}  # by the number of the answer
         self._talk = talk
         self._counts = counts
         self._recent: OrderedDict[bytes, asyncio.Task[Json]] = OrderedDict()
         self._running: set[asyncio.Task[Json]] = set()
-        self._completed = ""  # the text of a conversation without a chat template
+        # The text of a conversation without a chat template, with and without what ended the last answer.
+        self._completed = ("", "")
         self._is_closed = False
         self._requests = 0
 
@@ -58,11 +65,21 @@ class OpenEpisode:
     def read(self, dialect: Dialect, body: bytes, path: str) -> Call:
         """Return the call that a body is. Raises Refused."""
         try:
-            call = dialect.read(_parsed(body))
+            parsed = _parsed(body)
+            reading.require_known(parsed, dialect.keys)
+            call = dialect.read(parsed, self._recall)
+            if call.constraints and not self._is_free:
+                raise reading.constrained(call.constraints)
         except Refused as refused:
             raise self.noted(refused) from None
-        self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in call.overridden)])
-        self.overridden += bool(call.overridden)
+        except Exception as error:  # of a form that no dialect foresaw
+            text = (
+                f"the call cannot be read ({type(error).__name__}: {error}); see the documentation of {path}"
+            )
+            raise self.noted(reading.wrong(text)) from error
+        without_effect = (*call.overridden, *call.constraints)
+        self._counts.update([f"calls{path}", *(f"overridden/{one}" for one in without_effect)])
+        self.overridden += bool(without_effect)
         return call
 
     async def answer(
@@ -96,8 +113,11 @@ class OpenEpisode:
         """Count a refusal; after most the agent's conversation has a hole, which is a fault."""
         self._counts[f"refused/{refused.code}"] += 1
         self.refused += 1
-        if refused.code not in HARMLESS:
-            self.fault = self.fault or f"a call of the model was refused with {refused.status}: {refused}"
+        text = f"a call of the model was refused with {refused.status}: {refused}"
+        if refused.code == reading.CONSTRAINED:
+            self.mistake = self.mistake or text
+        elif refused.code not in HARMLESS:
+            self.fault = self.fault or text
         return refused
 
     def close(self) -> None:
@@ -117,21 +137,30 @@ class OpenEpisode:
         self.is_cut = any(
             one.finish_reason == "length" and (limit is None or one.tokens < limit) for one in answers
         )
-        return dialect.write(call, answers, secrets.token_hex(12))
+        number = secrets.token_hex(12)
+        written = dialect.write(call, answers, number)
+        self._past[number] = Past(call=call, message=answers[0].message, answer=written)
+        return written
+
+    def _recall(self, given: str) -> Past:
+        found = _NUMBER.search(given) if isinstance(given, str) else None
+        if found is None or (past := self._past.get(found[1])) is None:
+            text = f"{given!r:.60} is not the id of an answer in this episode; send the whole conversation"
+            raise reading.wrong(text, "unknown_id")
+        return past
 
     async def _answers(self, call: Call, train: bool) -> list[Answer]:
         if self._is_closed or self.spent:
             raise over()
-        limit = call.max_tokens
+        limits: dict[str, Any] = {"max_tokens": call.max_tokens, "stop": call.stop, "train": train}
         try:
             if call.prompt is not None:
-                text = self._new_text(call.prompt)
-                answer = await self._talk.complete(text, max_tokens=limit, train=train)
-                self._completed = call.prompt + answer.text
+                answer = await self._talk.complete(self._new_text(call.prompt), **limits)
+                text = call.prompt + answer.text
+                self._completed = (text + answer.stop, text)
                 return [answer]
             chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
-            chats = [chat(call.messages, max_tokens=limit, train=train) for _ in range(call.choices)]
-            return await _all(chats)
+            return await _all(chat(call.messages, **limits) for _ in range(call.choices))
         except BudgetSpent as spent:
             if spent.finish_reason == "length":
                 self.overflowed = True
@@ -151,17 +180,20 @@ class OpenEpisode:
 
     def _new_text(self, prompt: str) -> str:
         """What a prompt adds to the text so far, which it must begin with."""
-        if not prompt.startswith(self._completed):
-            text = "the prompt must begin with the text of the episode so far: all prompts and answers"
-            raise Refused(400, text, "invalid_request")
-        return prompt[len(self._completed) :]
+        for text in self._completed:
+            if prompt.startswith(text):
+                return prompt[len(text) :]
+        raise reading.wrong(
+            "the prompt must begin with the text of the episode so far: all prompts and answers"
+        )
 
 
 class OpenEpisodes:
     """All episodes of a generator by key, and the counts of their calls."""
 
-    def __init__(self) -> None:
-        """Begin without an episode."""
+    def __init__(self, *, is_free: bool = False) -> None:
+        """Begin without an episode. If they are free, constraints of sampling have no effect."""
+        self._is_free = is_free
         # Calls by dialect, parameters without effect, refusals by reason, retries.
         self.counts: Counter[str] = Counter()
         self._open: dict[str, OpenEpisode] = {}
@@ -169,7 +201,7 @@ class OpenEpisodes:
 
     def open(self, talk: Talk) -> OpenEpisode:
         """Return a new episode, which is called with its key until it is closed."""
-        episode = OpenEpisode(talk, self.counts)
+        episode = OpenEpisode(talk, self.counts, is_free=self._is_free)
         self._open[episode.key] = episode
         return episode
 

@@ -10,9 +10,17 @@ from asyncrl.environments.base import Message
 # Parameters of any dialect that would change the distribution which is sampled from.
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "logit_bias", "stop", "stop_sequences", "best_of",
+    "seed", "logit_bias", "best_of",
+)  # fmt: skip
+# Parameters of any dialect that change neither the conversation nor what is sampled.
+_HARMLESS = (
+    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "stream_options", "reasoning",
+    "reasoning_effort", "verbosity",
 )  # fmt: skip
 MOST_CHOICES = 16
+MOST_STOPS, LONGEST_STOP = 16, 256  # texts, and characters of one
+CONSTRAINED = "constrained_decoding"  # the code of that refusal
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -21,10 +29,28 @@ def wrong(text: str, code: str = "invalid_request") -> Refused:
     return Refused(400, text, code)
 
 
-def constrained(what: str) -> Refused:
+def keys(*served: str) -> frozenset[str]:
+    """Return the names of the parameters that a dialect reads, with those that may be ignored."""
+    return frozenset((*served, "model", *SAMPLING, *_HARMLESS))
+
+
+def require_known(body: Json, known: frozenset[str]) -> None:
+    """Refuse any other parameter that is set: it may bring context that the model would not read."""
+    if unknown := [name for name, value in body.items() if value and name not in known]:
+        text = (
+            f"{', '.join(f'`{name:.40}`' for name in unknown[:8])}: this endpoint does not know the parameter"
+        )
+        raise wrong(f"{text}, which may change what the model reads; leave it out", "unknown_parameter")
+
+
+def constrained(names: Sequence[str]) -> Refused:
     """Return the refusal of a call that would constrain what the model may sample."""
-    text = f"{what} constrains what the model may sample, and training needs its own distribution"
-    return wrong(f"{text}; leave it out, or ask for the form in the prompt", "constrained_decoding")
+    what = " and ".join(f"`{name}`" for name in names)
+    text = (
+        f"{what} constrains what the model may sample, and training needs its own distribution; leave it out"
+    )
+    text += ", ask for the form in the prompt, or set `environment.constraints: ignore`"
+    return wrong(text, CONSTRAINED)
 
 
 def overridden(body: Json) -> tuple[str, ...]:
@@ -52,6 +78,20 @@ def limit_of(body: Json, *names: str) -> int | None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise wrong(f"{' or '.join(names)} is {value!r:.40}; it must be a whole number of at least 1")
     return min(limits, default=None)
+
+
+def stops_of(body: Json, name: str) -> tuple[str, ...]:
+    """Return the texts that end the answer."""
+    given = body.get(name)
+    texts = [given] if isinstance(given, str) else ([] if given is None else given)
+    if (
+        not isinstance(texts, list)
+        or len(texts) > MOST_STOPS
+        or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in texts)
+    ):
+        allowed = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        raise wrong(f"`{name}` is {given!r:.40}; allowed are {allowed}")
+    return tuple(texts)
 
 
 def choices_of(body: Json) -> int:

@@ -1,42 +1,50 @@
 """OpenAI's Responses: its items are chat messages cut into pieces."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Refused, now_s
-from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error
+from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
+from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
+
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class ResponsesDialect:
     """`/v1/responses`."""
 
-    def read(self, body: Json) -> Call:
+    keys = reading.keys(
+        "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "stream", "include",
+        "previous_response_id", "max_tool_calls", "top_logprobs", "truncation",
+    )  # fmt: skip
+
+    def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
-        for name in ("previous_response_id", "conversation", "background", "prompt"):
-            if body.get(name):
-                raise wrong(f"`{name}` needs a memory that this endpoint lacks; send the whole input")
-        form = reading.object_of(body, "text").get("format") or {"type": "text"}
-        if form != {"type": "text"}:
-            raise reading.constrained("`text.format`")
+        has_form = (reading.object_of(body, "text").get("format") or {"type": "text"}) != {"type": "text"}
         choice = body.get("tool_choice") or "auto"
-        if choice not in ("auto", "none"):
-            raise reading.constrained(f"`tool_choice` {json.dumps(choice):.60}")
+        is_forced = choice not in ("auto", "none")
+        before: Sequence[Message] = ()
+        if previous := body.get("previous_response_id"):
+            past = recall(previous)
+            before = (*past.call.messages[past.call.openings :], past.message)
         tools = [_tool(one) for one in reading.list_of(body, "tools")]
         given = body.get("input")
         items = (
             [{"role": "user", "content": given}] if isinstance(given, str) else reading.list_of(body, "input")
         )
         start = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+        new = reading.require_messages(_messages([*_resolved(items, recall)]))
         return Call(
             model=reading.model_of(body),
-            messages=reading.require_messages(_messages([*start, *items])),
+            messages=(*_messages(start), *before, *new),
             tools=tuple(tools),
-            calls_tools=choice == "auto",
+            openings=len(start),
+            calls_tools=choice != "none",
+            constraints=("text.format",) * has_form + ("tool_choice",) * is_forced,
             max_tokens=reading.limit_of(body, "max_output_tokens"),
+            logprobs=isinstance(wanted := body.get("include"), list) and _LOGPROBS in wanted,
             streams=reading.flag(body, "stream"),
             overridden=reading.overridden(body),
         )
@@ -48,7 +56,8 @@ class ResponsesDialect:
         status = "incomplete" if is_cut else "completed"
         output: list[Json] = []
         if answer.text or not answer.tool_calls:
-            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            logprobs = token_logprobs(answer) if call.logprobs else []
+            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": logprobs}
             head = {"type": "message", "id": f"msg_{number}", "status": status, "role": "assistant"}
             output.append({**head, "content": [part]})
         output += [
@@ -123,6 +132,19 @@ def _tool(tool: Json) -> Message:
     return reading.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
+def _resolved(items: Sequence[Json], recall: Recall) -> Iterator[Json]:
+    """The items, with those of our answers in the place of references to them."""
+    for item in items:
+        if item.get("type") != "item_reference":
+            yield item
+            continue
+        output = recall(item.get("id", "")).answer.get("output", ())
+        found = [one for one in output if one["id"] == item["id"]]
+        if not found:
+            raise wrong(f"there is no item {item['id']:.60}; send the item")
+        yield found[0]
+
+
 def _messages(items: Sequence[Json]) -> list[Message]:
     """Chat messages from items: an answer's text and its calls, which are items of their own, are one."""
     messages: list[dict[str, Any]] = []
@@ -159,8 +181,8 @@ def _text_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
     place, text = {"content_index": 0}, part["text"]
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
     if text:
-        yield "response.output_text.delta", {**place, "delta": text, "logprobs": []}
-    yield "response.output_text.done", {**place, "text": text, "logprobs": []}
+        yield "response.output_text.delta", {**place, "delta": text, "logprobs": part["logprobs"]}
+    yield "response.output_text.done", {**place, "text": text, "logprobs": part["logprobs"]}
     yield "response.content_part.done", {**place, "part": part}
 
 

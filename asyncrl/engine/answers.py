@@ -7,6 +7,7 @@ text, and is counted.
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -72,6 +73,7 @@ class AnswerReader:
             tokens=len(rollout.response_ids),
             prompt_tokens=len(prompt_ids),
             reasoning=self._without_specials(parsed.reasoning),
+            logprobs=partial(self._logprobs, ids, rollout),
             is_unparsed=bool(tools and not calls and self._opener and self._opener in parsed.text),
         )
 
@@ -83,6 +85,10 @@ class AnswerReader:
             with suppress(ValueError, KeyError, TypeError, RuntimeError):
                 parsed = self._parse(text, ids, prompt_ids, tools)
         return parsed if tools or not parsed.calls else Parsed(text)
+
+    def _logprobs(self, ids: Sequence[int], rollout: Rollout) -> list[tuple[str, float]]:
+        texts = [self._renderer.decode([one]) for one in ids]
+        return list(zip(texts, rollout.behaviour_logprobs.tolist(), strict=False))
 
     def _without_specials(self, text: str) -> str:
         for special in self._renderer.special_texts:

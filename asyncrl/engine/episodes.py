@@ -201,7 +201,8 @@ class EpisodeSampler:
         """Let the environment play. First its turns are ended, then its process, each within a bound.
 
         When the episode's time is up, its next turn says so to the environment, which may still score. An
-        environment that does not even end is killed; its episode is cut off without a reward of its own.
+        environment that does not even end is killed. Then the reward functions score the episode; if there
+        are none, that is a fault.
         """
         opening = prompt.messages or prompt.text
         playing = asyncio.ensure_future(
@@ -215,9 +216,13 @@ class EpisodeSampler:
             if not playing.done():
                 playing.cancel()
                 await asyncio.wait({playing}, timeout=END_S)
-        if not playing.done() or playing.cancelled():
-            return Outcome(finish_reason="time")
-        return playing.result()
+        if playing.done() and not playing.cancelled():
+            return playing.result()
+        if self._scorer is None:
+            found = f"the environment neither ended within {bound_s:g} s nor gave a reward"
+            advice = "raise environment.episode_s, or bound what the environment waits for"
+            raise EnvironmentFault(f"{found}; {advice}", reason="hung")
+        return Outcome(finish_reason="time")
 
     async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Episode]:
         scores = [Score(total=0.0, parts={})] * len(episodes)

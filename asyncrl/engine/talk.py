@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from asyncrl.engine.base import Engine, SamplingSpec
@@ -44,6 +44,8 @@ class SessionTalk:
         self._running: set[asyncio.Task[list[Rollout]]] = set()
         self._started = 0  # turns
         self._spent = 0  # tokens behind the prompts
+        self._reserved = 0  # tokens that turns in progress may still spend
+        self._changed = asyncio.Event()  # set when a turn ends; then another one takes its place
         self._is_closed = False
         self._last: Turn | None = None
         # The engine's first error: the episode has a hole, even if the environment goes on.
@@ -60,19 +62,23 @@ class SessionTalk:
         tools: Sequence[Message] = (),
         calls_tools: bool = True,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         train: bool = True,
     ) -> Answer:
         with _usable("messages"):
             request = self._session.request(messages, tools=tools)
-        answer, turn = await self._turn(request, tools if calls_tools else (), max_tokens, train)
+        spec = self._limited(max_tokens, stop)
+        answer, turn = await self._turn(request, tools if calls_tools else (), spec, stop, train)
         if train:
             self.transcript = list(turn.messages)
         return answer
 
-    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+    async def complete(
+        self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True
+    ) -> Answer:
         with _usable("text"):
             request = self._session.request_text(text)
-        answer, _ = await self._turn(request, (), max_tokens, train)
+        answer, _ = await self._turn(request, (), self._limited(max_tokens, stop), stop, train)
         self.transcript += [{"role": "user", "content": text}, answer.message]
         return answer
 
@@ -88,18 +94,35 @@ class SessionTalk:
     def close(self) -> None:
         """Abort the requests; no further turn begins."""
         self._is_closed = True
+        self._wake()
         for task in self._running:
             task.cancel()
 
+    def _limited(self, max_tokens: int | None, stop: Sequence[str]) -> SamplingSpec:
+        """How one turn is sampled: neither limit changes the probability of a token."""
+        longest = min(max_tokens or sys.maxsize, self._budget.max_response_tokens)
+        return replace(self._spec, max_response_tokens=longest, stop=(*self._spec.stop, *stop))
+
     async def _turn(
-        self, request: Request, tools: Sequence[Message], max_tokens: int | None, train: bool
+        self,
+        request: Request,
+        tools: Sequence[Message],
+        spec: SamplingSpec,
+        stop: Sequence[str],
+        train: bool,
     ) -> tuple[Answer, Turn]:
-        room = min(self._room(request), max_tokens or sys.maxsize)
+        room = await self._room(request, spec.max_response_tokens)
+        added = len(request.delta_ids) if request.parent else 0
+        self._reserved += room + added
         self._started += 1
-        rollout = await self._sample(request.prompt_ids, replace(self._spec, max_response_tokens=room))
-        self._spent += len(rollout.response_ids) + (len(request.delta_ids) if request.parent else 0)
         try:
-            answer = self._read(request.prompt_ids, rollout, tools)
+            rollout = await self._sample(request.prompt_ids, replace(spec, max_response_tokens=room))
+            self._spent += len(rollout.response_ids) + added
+        finally:
+            self._reserved -= room + added
+            self._wake()
+        try:
+            answer = _cut(self._read(request.prompt_ids, rollout, tools), stop)
         except ConfigError as error:  # only this row may have tools, which nothing parses
             raise EnvironmentFault(str(error), reason="start") from error
         self.unparsed += answer.is_unparsed
@@ -111,8 +134,27 @@ class SessionTalk:
             self.response, self._last = answer.text, turn
         return answer, turn
 
-    def _room(self, request: Request) -> int:
-        """The number of tokens that the next answer may have. Raises BudgetSpent."""
+    async def _room(self, request: Request, wanted: int) -> int:
+        """Wait for the number of tokens that the next answer may have. Raises BudgetSpent.
+
+        It is the number that the answer would have if the turns in progress had ended before.
+        """
+        budget, given = self._budget, len(request.prompt_ids)
+        added = len(request.delta_ids) if request.parent else 0
+        longest = budget.max_prompt_tokens + budget.max_response_tokens
+        while True:
+            self._require_turn(request)
+            left = budget.max_response_tokens - self._spent - added
+            room = min(wanted, left, longest - given)
+            if room < 1:
+                raise BudgetSpent("length")
+            if room <= left - self._reserved or not self._reserved:
+                return room
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), budget.ends_at_s - time.monotonic())
+
+    def _require_turn(self, request: Request) -> None:
+        """Raise BudgetSpent if no turn may begin."""
         budget, given = self._budget, len(request.prompt_ids)
         if self._is_closed or time.monotonic() >= budget.ends_at_s:
             raise BudgetSpent("time")
@@ -128,12 +170,11 @@ class SessionTalk:
                 f"{budget.max_prompt_tokens}; raise it, or begin the episode with less text",
                 reason="start",
             )
-        behind = self._spent + (len(request.delta_ids) if request.parent else 0)
-        longest = budget.max_prompt_tokens + budget.max_response_tokens
-        room = min(budget.max_response_tokens - behind, longest - given)
-        if room < 1:
-            raise BudgetSpent("length")
-        return room
+
+    def _wake(self) -> None:
+        """Let the turns that wait for tokens look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _sample(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
         began_s = time.monotonic()
@@ -156,6 +197,12 @@ class SessionTalk:
             self.error = error
             raise
         return rollout
+
+
+def _cut(answer: Answer, stop: Sequence[str]) -> Answer:
+    """The answer up to the first text that ends it; the ids of that text were sampled, and stay."""
+    place, text = min(((answer.text.find(one), one) for one in stop if one in answer.text), default=(0, ""))
+    return replace(answer, text=answer.text[:place], stop=text) if text else answer
 
 
 @contextmanager

@@ -7,7 +7,7 @@ A failure of the environment is a fault (`EnvironmentFault`): the episode is pla
 mistake of the model, such as an unknown tool, is an observation: the model reads it and may do better.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,6 +51,10 @@ class Answer:
     prompt_tokens: int = 0
     # What a reasoning parser took out of the text.
     reasoning: str = ""
+    # The text of `stop` before which the answer was cut off; "" if there was none.
+    stop: str = ""
+    # Returns the text of each sampled token, without the stop token, and its log-probability in nats.
+    logprobs: Callable[[], Sequence[tuple[str, float]]] = field(default=tuple, compare=False, repr=False)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -96,6 +100,7 @@ class Talk(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         calls_tools: bool = True,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         train: bool = True,
     ) -> Answer:
         """Return the model's answer to the whole conversation.
@@ -103,12 +108,14 @@ class Talk(Protocol):
         The messages begin with those of an earlier call and its answer's `message`, and the turn extends that
         one; other messages begin a new sequence or a branch. `tools` are JSON schemas as chat templates take
         them; with `calls_tools=False` the model sees them, but a call in its answer stays text. `max_tokens`
-        may shorten the answer. With `train=False` it is context only. Raises BudgetSpent before sampling if
-        no turn is left, and EngineError.
+        may shorten the answer, and it ends before each text of `stop`. With `train=False` it is context only.
+        Raises BudgetSpent before sampling if no turn is left, and EngineError.
         """
         ...
 
-    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+    async def complete(
+        self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True
+    ) -> Answer:
         """Return the model's answer to everything before, with `text` appended as it is.
 
         This serves models without a chat template. Raises BudgetSpent before sampling if no turn is left, and

@@ -50,12 +50,15 @@ class ScriptedTalk:
         tools: Sequence[Message] = (),
         calls_tools: bool = True,
         max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         train: bool = True,
     ) -> Answer:
         asked = {"messages": [*messages], "tools": [*tools], "max_tokens": max_tokens, "train": train}
         return await self._next(asked | ({} if calls_tools else {"calls_tools": False}))
 
-    async def complete(self, text: str, *, max_tokens: int | None = None, train: bool = True) -> Answer:
+    async def complete(
+        self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True
+    ) -> Answer:
         return await self._next({"text": text, "max_tokens": max_tokens, "train": train})
 
     async def _next(self, asked: dict[str, Any]) -> Answer:

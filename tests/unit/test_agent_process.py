@@ -136,6 +136,26 @@ def test_a_failure_is_a_fault_and_never_a_score(tmp_path, message):
         play(tmp_path, ScriptedTalk(TEXT), FAULTS[message])
 
 
+@pytest.mark.parametrize(("constraints", "asked"), [("refuse", 1), ("ignore", 2)])
+def test_constraints_are_a_counted_mistake_of_an_agent_that_gives_a_result_all_the_same(
+    tmp_path, constraints, asked
+):
+    """DSPy asks for JSON only after a malformed answer: a fault would spare the policy its score of 0."""
+    program = """
+        ask('x')
+        try:
+            ask('y', response_format={"type": "json_object"})
+        except Exception:
+            pass
+        result(0)
+    """
+    talk = ScriptedTalk(TEXT, TEXT)
+    outcome = play(tmp_path, talk, program, constraints=constraints)
+    assert (outcome.finish_reason, outcome.reward, len(talk.asked)) == ("stop", 0.0, asked)
+    counts = outcome.metrics["refused_calls"], outcome.metrics["overridden_calls"]
+    assert counts == (2 - asked, asked - 1)
+
+
 @pytest.mark.parametrize("step", range(1, 6))
 def test_an_episode_that_is_cancelled_at_its_start_leaves_nothing(tmp_path, monkeypatch, step):
     """Neither a key, a directory nor a descriptor."""

@@ -59,6 +59,20 @@ def post(endpoint: Endpoint, key: str, body, path: str = "/v1/chat/completions",
     return httpx.AsyncClient(timeout=LONG_S).post(f"{endpoint.url}{path}", content=content, headers=headers)
 
 
+def asking(path: str) -> dict:
+    """The body of a question in the dialect of a path."""
+    return {
+        "/v1/chat/completions": {"messages": QUESTION},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": {"messages": QUESTION, "max_tokens": 9},
+    }[path]
+
+
+def recall_nothing(number):
+    raise Refused(400, "unknown", "unknown_id")
+
+
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
 
 
@@ -237,8 +251,8 @@ def test_answers_of_a_frozen_model_are_not_trained(path):
         try:
             key = endpoint.open(talk).key
             for model in ("judge", "policy"):
-                body = {"model": model, "messages": QUESTION, "input": "x", "max_tokens": 9}
-                body |= {"prompt": "two words" * (model == "policy")} if "/completions" in path else {}
+                body = {"model": model, **asking(path)}
+                body |= {"prompt": "two words" * (model == "policy")} if "prompt" in body else {}
                 assert (await post(endpoint, key, body, path)).status_code == 200
         finally:
             await endpoint.close()
@@ -360,7 +374,7 @@ def test_a_turn_without_calls_continues_the_conversation(path, question, tool, n
         said = list(QUESTION)
         for choice in ("auto", none, "auto"):
             more = {} if choice == "auto" else {"tool_choice": choice}
-            body = {question: said, "tools": [tool], "max_tokens": 5} | more
+            body = asking(path) | {question: said, "tools": [tool]} | more
             answer = await post(endpoint, episode.key, body, path)
             assert answer.status_code == 200, answer.text
             said += [*echo(answer.json()), *QUESTION]
@@ -380,12 +394,12 @@ def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
 
     async def play(endpoint, episode):
         await chat_client(endpoint, episode).chat.completions.create(
-            model="any", messages=QUESTION, temperature=0.1, seed=7, stop=["x"]
+            model="any", messages=QUESTION, temperature=0.1, seed=7
         )
 
     counts = serve(talk, play).episodes.counts
-    assert {name: counts[f"overridden/{name}"] for name in ("temperature", "seed", "stop", "top_p")} == {
-        "temperature": 1, "seed": 1, "stop": 1, "top_p": 0,
+    assert {name: counts[f"overridden/{name}"] for name in ("temperature", "seed", "top_p")} == {
+        "temperature": 1, "seed": 1, "top_p": 0,
     }  # fmt: skip
 
 
@@ -395,20 +409,315 @@ def test_the_runs_sampling_is_kept_and_what_it_overrides_is_counted():
         ("/v1/chat/completions", {"tool_choice": "required"}),
         ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "add"}}}),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
-        ("/v1/responses", {"tool_choice": "required", "input": "x"}),
-        ("/v1/responses", {"text": {"format": {"type": "json_object"}}, "input": "x"}),
+        ("/v1/responses", {"tool_choice": "required"}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}),
         ("/v1/messages", {"tool_choice": {"type": "any"}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}),
     ],
     ids=str,
 )
-def test_constrained_decoding_is_refused_and_fails_the_episode(path, more):
+def test_constrained_decoding_is_refused_as_a_mistake_or_ignored_and_counted(path, more):
     async def play(endpoint, episode):
-        answer = await post(endpoint, episode.key, {"model": "m", "messages": QUESTION, **more}, path)
+        answer = await post(endpoint, episode.key, {"model": "m", **asking(path), **more}, path)
         assert answer.status_code == 400
         assert "constrains what the model may sample" in answer.json()["error"]["message"]
-        assert "constrains" in episode.fault
+        assert ("constrains" in episode.mistake, episode.fault, episode.refused) == (True, "", 1)
+        episode._is_free = True
+        answer = await post(endpoint, episode.key, {"model": "m", **asking(path), **more}, path)
+        assert (answer.status_code, episode.overridden, episode.refused) == (200, 1, 1)
+
+    (name,) = more
+    counts = serve(ScriptedTalk(TEXT), play).episodes.counts
+    assert counts[f"overridden/{'text.format' if name == 'text' else name}"] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_an_answer_ends_before_a_text_that_the_agent_names(path):
+    """A ReAct agent asks for it, so that the model does not invent what its tool says."""
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000, stop=("~~",)))
+    talk._read = lambda ids, rollout, tools: Answer(text="Act: look\nObservation:", tokens=5)
+
+    async def play(endpoint, episode):
+        name = "stop_sequences" if path == "/v1/messages" else "stop"
+        body = asking(path) | {name: ["Observation:", "never"]}
+        answer = (await post(endpoint, episode.key, body, path)).json()
+        said = answer["choices"][0] if "choices" in answer else answer["content"][0]
+        assert (said.get("text") or said["message"]["content"]) == "Act: look\n"
+        assert answer.get("stop_reason", "stop_sequence") == "stop_sequence"
+        assert answer.get("stop_sequence", "Observation:") == "Observation:"
+        if "prompt" in body:
+            body["prompt"] += said["text"] + "Observation: a door"
+        else:
+            body["messages"] = [*QUESTION, {"role": "assistant", "content": "Act: look\n"}, *QUESTION]
+        assert (await post(endpoint, episode.key, body, path)).status_code == 200
+        assert (episode.overridden, episode.fault) == (0, "")
+        for wrong in ("", [""], [7], ["x"] * 17, ["x" * 300], {}):
+            assert (await post(endpoint, episode.key, body | {name: wrong}, path)).status_code == 400
+
+    asked = []
+    sample = engine.sample
+
+    async def keep(prompt_ids, count, spec, **more):
+        asked.append(spec.stop)
+        return await sample(prompt_ids, count, spec, **more)
+
+    engine.sample = keep
+    serve(talk, play)
+    assert asked == [("~~", "Observation:", "never")] * 2
+    first, second = session.turns
+    assert second.parent is first, "the ids of the text that ended the answer stay, and it is not repeated"
+    if path == "/v1/completions":
+        assert CHARACTERS[second.delta_ids[0] - 2] == " "
+
+
+def test_log_probabilities_are_those_that_were_sampled():
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        answer = await client.chat.completions.create(
+            model="any", messages=QUESTION, max_tokens=20, logprobs=True, top_logprobs=3
+        )
+        chat = [(one.token, one.logprob) for one in answer.choices[0].logprobs.content]
+        stream = await client.chat.completions.create(
+            model="any", messages=QUESTION, max_tokens=20, logprobs=True, stream=True
+        )
+        streamed = [one.choices[0].logprobs.content async for one in stream if one.choices[0].logprobs]
+        include = ["message.output_text.logprobs"]
+        response = await client.responses.create(
+            model="any", input=QUESTION, max_output_tokens=20, include=include
+        )
+        part = response.output[0].content[0]
+        answers = [
+            chat,
+            *([(one.token, one.logprob) for one in found] for found in (*streamed, part.logprobs)),
+        ]
+        for turn, found in zip(session.turns, answers, strict=True):
+            values = turn.rollout.behaviour_logprobs[: len(found)]
+            assert [value for _, value in found] == values.tolist()
+            assert "".join(text for text, _ in found) == turn.message["content"]
+        assert chat
+
+    serve(talk, play)
+
+
+def test_plain_text_has_log_probabilities_and_one_answer():
+    talk = ScriptedTalk(Answer(text="ab c", logprobs=lambda: [("ab", -0.5), (" c", -1.0)]))
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        answer = await client.completions.create(model="any", prompt="x", logprobs=0)
+        found = answer.choices[0].logprobs
+        assert (found.tokens, found.token_logprobs, found.text_offset) == (["ab", " c"], [-0.5, -1.0], [0, 2])
+        with pytest.raises(openai.BadRequestError, match="plain text has one answer"):
+            await client.completions.create(model="any", prompt="xab c", n=3)
+
+    serve(talk, play)
+
+
+def test_calls_at_the_same_time_share_the_budget():
+    """Each gets the room that it would have if the calls before it had ended."""
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+    spent, rooms, running = [], [], [0]
+    sample = engine.sample
+
+    async def keep(prompt_ids, count, spec, **more):
+        rooms.append(spec.max_response_tokens)
+        running[0] += spec.max_response_tokens
+        assert sum(spent) + running[0] <= 400
+        (rollout,) = await sample(prompt_ids, count, spec, **more)
+        running[0] -= spec.max_response_tokens
+        spent.append(len(rollout.response_ids))
+        return [rollout]
+
+    engine.sample = keep
+
+    async def play():
+        calls = [talk.chat(QUESTION, max_tokens=300) for _ in range(16)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(play())
+    assert sum(spent) == sum(len(turn.sampled_ids) for turn in session.turns) <= 400
+    failed = [one for one in answers if not isinstance(one, Answer)]
+    assert all(isinstance(one, BudgetSpent) and one.finish_reason == "length" for one in failed)
+    assert (not failed) or sum(spent) == 400
+    assert rooms[0] == 300 and len(spent) > 1
+
+
+def test_closing_a_talk_ends_the_calls_that_wait_for_tokens():
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3, token_s=0.01)
+    talk, _ = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+
+    async def play():
+        calls = [asyncio.create_task(talk.chat(QUESTION)) for _ in range(3)]
+        await until(lambda: engine.stats().running_requests == 1)
+        talk.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [type(one) for one in asyncio.run(play())] == [BudgetSpent] * 3
+
+
+CONTEXT = {
+    "/v1/messages": {
+        "container": "c", "context_management": {"edits": [{"type": "clear_tool_uses"}]}, "compaction": {"type": "auto"},
+        "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}], "thread": {"type": "other"},
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+    },
+    "/v1/responses": {
+        "conversation": "conv_1", "background": True, "prompt": {"id": "p"}, "context_management": [{"type": "compaction"}],
+        "previous_response_id": "resp_1",
+    },
+    "/v1/chat/completions": {
+        "functions": [{"name": "add"}], "web_search_options": {"search_context_size": "low"}, "audio": {"voice": "x"},
+        "chat_template_kwargs": {"enable_thinking": True}, "a_parameter_of_tomorrow": 1,
+        "messages": [{"role": "assistant", "audio": {"id": "audio_1"}}],
+    },
+    "/v1/completions": {"suffix": "x", "echo": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, more in CONTEXT.items() for name in more])
+def test_context_that_the_endpoint_does_not_serve_is_refused_by_name(path, name):
+    """Otherwise the model would answer, and be trained on, a conversation with a hole."""
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, asking(path) | {name: CONTEXT[path][name]}, path)
+        assert answer.status_code == 400
+        assert "is not the id of" in episode.fault or any(
+            word in episode.fault for word in (f"`{name}`", "`audio`", "web_search")
+        )
 
     serve(ScriptedTalk(), play)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_parameter_of_a_client_library_is_known_or_brings_context(path):
+    """A parameter that a new release of a library adds is decided about here, and until then refused."""
+    decided = {
+        "/v1/chat/completions": (
+            openai.types.chat.completion_create_params.CompletionCreateParamsStreaming,
+            {"audio", "function_call", "functions", "moderation", "web_search_options"},
+        ),
+        "/v1/completions": (
+            openai.types.completion_create_params.CompletionCreateParamsStreaming,
+            {"echo", "suffix"},
+        ),
+        "/v1/responses": (
+            openai.types.responses.response_create_params.ResponseCreateParamsStreaming,
+            {
+                "access_programs", "background", "background_options", "context_management", "conversation", "image",
+                "moderation", "prompt",
+            },
+        ),
+        "/v1/messages": (
+            anthropic.types.beta.message_create_params.MessageCreateParamsStreaming,
+            {
+                "compaction", "container", "context_management", "fallbacks", "fallback_credit_token", "mcp_servers",
+                "betas",
+            },
+        ),
+    }  # fmt: skip
+    parameters, refused = decided[path]
+    known = parameters.__required_keys__ | parameters.__optional_keys__
+    assert known - DIALECTS[path].keys == refused
+
+
+def test_a_thread_of_anthropics_library_is_one_conversation():
+    """Its tool runner sends the tool's result only, with the id of the answer before it."""
+
+    def read(prompt_ids, rollout, tools):
+        return CALLS if len(session.turns) < 2 else TEXT
+
+    async def play(endpoint, episode):
+        @anthropic.beta_async_tool
+        async def add(a: int, b: int) -> str:
+            """Add.
+
+            Args:
+                a: one
+                b: the other
+            """
+            return str(a + b)
+
+        client = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=episode.key)
+        runner = client.beta.messages.tool_runner(
+            model="any", max_tokens=50, system="Add.", tools=[add], messages=QUESTION
+        )
+        last = await runner.until_done()
+        assert (last.content[0].text, episode.calls, episode.refused) == ("two words", 3, 0)
+
+    engine = FakeEngine(vocabulary=len(CHARACTERS) + 2, seed=3)
+    talk, session = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=2000))
+    talk._read = read
+    serve(talk, play)
+    first, second, third = session.turns
+    assert second.parent is first and third.parent is second
+    said = [message["role"] for message in third.messages]
+    assert said == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_a_thread_goes_on_from_any_of_its_answers_and_an_unknown_id_is_refused():
+    talk = ScriptedTalk(*[TEXT] * 3)
+
+    async def play(endpoint, episode):
+        created = asking("/v1/messages") | {"thread": {"type": "create"}, "system": "Add."}
+        first = (await post(endpoint, episode.key, created, "/v1/messages")).json()["id"]
+        for number, status in ((first, 200), (first, 200), ("msg_" + "0" * 24, 400), (7, 400)):
+            more = {"thread": {"type": "continue", "previous_message_id": number}}
+            answer = await post(endpoint, episode.key, asking("/v1/messages") | more, "/v1/messages")
+            assert answer.status_code == status
+        assert "is not the id of an answer in this episode" in episode.fault
+
+    serve(talk, play)
+    said = [{"role": "system", "content": "Add."}, *QUESTION, TEXT.message, *QUESTION]
+    assert [asked["messages"] for asked in talk.asked] == [said[:2], said, said]
+
+
+def test_responses_go_on_from_the_id_of_one_with_other_instructions():
+    talk = ScriptedTalk(TEXT, CALLS, TEXT)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        first = await client.responses.create(model="any", input="1+2?", instructions="Add.")
+        more = {"model": "any", "instructions": "Be kind.", "previous_response_id": first.id}
+        second = await client.responses.create(**more, input="again")
+        result = {"type": "function_call_output", "call_id": CALL.id, "output": "3"}
+        more["previous_response_id"] = second.id
+        await client.responses.create(**more, input=[result])
+        assert not episode.fault
+
+    serve(talk, play)
+    again, *_, result = talk.asked[2]["messages"][3:]
+    assert talk.asked[1]["messages"] == [
+        {"role": "system", "content": "Be kind."}, *QUESTION, TEXT.message, {"role": "user", "content": "again"}
+    ]  # fmt: skip
+    assert talk.asked[2]["messages"][:4] == talk.asked[1]["messages"]
+    assert (again["content"], result["tool_call_id"]) == ("again", CALL.id)
+
+
+def test_references_to_our_items_are_the_items():
+    """Vercel's SDK sends them by default."""
+    talk = ScriptedTalk(CALLS, CALLS)
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode)
+        first = await client.responses.create(model="any", input=QUESTION)
+        result = {"type": "function_call_output", "call_id": CALL.id, "output": "3"}
+        for echo in (first.output, [{"type": "item_reference", "id": item.id} for item in first.output]):
+            items = [one if isinstance(one, dict) else one.model_dump() for one in echo]
+            talk.answers.append(TEXT)
+            await client.responses.create(model="any", input=[*QUESTION, *items, result])
+        assert not episode.fault
+        unknown = {"type": "item_reference", "id": first.output[0].id + "0"}
+        with pytest.raises(openai.BadRequestError, match="send the item"):
+            await client.responses.create(model="any", input=[*QUESTION, unknown])
+
+    serve(talk, play)
+    assert talk.asked[1]["messages"] == talk.asked[2]["messages"]
+    assert talk.asked[1]["messages"][1]["tool_calls"]
 
 
 def test_an_overflow_has_the_code_that_agents_know_and_fails_nothing():
@@ -529,10 +838,20 @@ def test_nothing_else_is_served(path):
     serve(ScriptedTalk(), play)
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+def test_paths_are_served_without_the_version_too(path):
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, asking(path), path.removeprefix("/v1"))
+        assert answer.status_code == 200
+
+    serve(ScriptedTalk(TEXT), play)
+
+
 def test_the_list_of_models():
     async def play(endpoint, episode):
         models = await chat_client(endpoint, episode).models.list()
         assert [model.id for model in models.data] == ["policy"]
+        assert (await chat_client(endpoint, episode).models.retrieve("org/any")).id == "org/any"
         assert (await post(endpoint, episode.key, {}, "/v1/models")).status_code == 405
 
     serve(ScriptedTalk(), play)
@@ -551,6 +870,7 @@ BAD = {
     "max_tokens": b'{"messages":[{"role":"user","content":"x"}],"max_tokens":-1}',
     "stream": b'{"messages":[{"role":"user","content":"x"}],"stream":"yes"}',
     "tools": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":7}}]}',
+    "a function that is text": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":"x"}]}',
 }
 
 
@@ -560,6 +880,21 @@ def test_a_malformed_body_is_refused(name):
         answer = await post(endpoint, episode.key, BAD[name])
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
+        assert episode.fault
+
+    serve(ScriptedTalk(), play)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_body_that_no_dialect_foresaw_is_refused_and_is_a_fault(path, monkeypatch):
+    def read(body, recall):
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(DIALECTS[path], "read", read)
+
+    async def play(endpoint, episode):
+        assert (await post(endpoint, episode.key, asking(path), path)).status_code == 400
+        assert "unforeseen" in episode.fault
 
     serve(ScriptedTalk(), play)
 
@@ -569,18 +904,22 @@ def test_a_dialect_reads_or_refuses_every_shape_of_every_member(path):
     shapes = [None, True, 7, "x", [], [7], {}, [{}], [{"type": "text"}], {"type": "x"}, [[]], {"x": {}}]
     shapes += [[{"role": role, "content": shape}] for role in ("user", "assistant") for shape in shapes]
     shapes += [
-        [{"type": kind}] for kind in ("function", "function_call", "function_call_output", "reasoning")
+        [{"type": kind}]
+        for kind in ("function", "function_call", "function_call_output", "reasoning", "item_reference")
     ]
+    shapes += [[{"type": "function", "function": shape}] for shape in shapes]
+    shapes += [{"type": "continue"}, {"type": "continue", "previous_message_id": []}]
     members = (
         "messages", "tools", "input", "prompt", "system", "instructions", "tool_choice", "stream", "n", "text",
         "stream_options", "max_tokens", "response_format", "stop", "functions", "output_config", "model",
+        "thread", "previous_response_id", "logprobs", "include",
     )  # fmt: skip
     good = {"messages": QUESTION, "input": "x", "prompt": "x"}
     read = 0
     for member in members:
         for shape in shapes:
             try:
-                DIALECTS[path].read({**good, member: shape})
+                DIALECTS[path].read({**good, member: shape}, recall_nothing)
                 read += 1
             except Refused as refused:
                 assert refused.status == 400

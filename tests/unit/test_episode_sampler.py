@@ -292,7 +292,7 @@ def test_at_the_deadline_the_turn_is_aborted_and_the_environment_may_still_score
     assert all(one.reward == 4.0 for one in group.rollouts) and engine.stats().running_requests == 0
 
 
-def test_an_environment_that_does_not_end_is_killed_and_its_episode_is_cut_off_without_its_reward():
+def test_an_environment_that_does_not_end_is_killed_and_its_episode_scored_by_functions_or_a_fault():
     ended = []
 
     async def play(talk, episode):
@@ -302,10 +302,14 @@ def test_an_environment_that_does_not_end_is_killed_and_its_episode_is_cut_off_w
         finally:
             ended.append(episode)
 
-    made, _ = sampler(play, episode_s=0.1, step_s=0.05)
+    made, _ = sampler(play, scorer=Lengths(), episode_s=0.1, step_s=0.05)
     group = group_of(made)
     assert {one.finish_reason for one in group.rollouts} == {"time"} and sorted(ended) == [0, 1, 2]
-    assert all(one.reward_parts == {} for one in group.rollouts)
+    assert all(one.reward_parts == {"turns": 1} for one in group.rollouts)
+    made, _ = sampler(play, episode_s=0.1, step_s=0.05, replays=0)
+    with pytest.raises(RewardError, match=r"neither ended within 0\.25 s nor gave a reward"):
+        group_of(made)
+    assert made.faults["hung"]
 
 
 def test_a_faulted_episode_is_played_again_alone_and_never_scored():
