@@ -6,15 +6,13 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.base import Mistake
+from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import divisors
 from asyncrl.extras import install_command
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-WEIGHTS = ("*.safetensors", "*.bin")
 # Suffixes by which a name is recognised as a file. Only the first three formats can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
@@ -74,16 +72,13 @@ def _model(config: Config) -> Iterator[Mistake]:
             cure = "give a Hugging Face model directory or a hub name"
             yield Mistake(("model.path",), f"{unusable(path)}; {cure}")
         return
-    if not any((directory / name).is_file() for name in TOKENIZERS):
-        needed = f"needed is one of {', '.join(TOKENIZERS)}; save it there"
-        yield Mistake(("model.path",), f"found no tokenizer in {directory}; {needed}")
-    if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
-        needed = f"needed is {' or '.join(WEIGHTS)}; download or save them there"
-        yield Mistake(("model.path",), f"found no weights in {directory}; {needed}")
+    if found := model_problems(directory, remote_code=config.model.trust_remote_code):
+        # One message per key.
+        yield Mistake(("model.path",), "; and ".join(found[:SHOWN]))
     if config.model.chat_template and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
-    yield from _architecture(config, directory / "config.json")
+    yield from _sizes(config, directory)
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -94,13 +89,11 @@ def has_chat_template(directory: Path) -> bool:
     )
 
 
-def _architecture(config: Config, path: Path) -> Iterator[Mistake]:
+def _sizes(config: Config, directory: Path) -> Iterator[Mistake]:
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield Mistake(("model.path",), f"cannot read {path}: {error}; give a Hugging Face model directory")
+        text = read_settings(directory)
+    except Unusable:  # reported by `model_problems`
         return
-    text: dict[str, Any] = {**model, **model.get("text_config", {})}
     sampling, positions = config.sampling, text.get("max_position_embeddings")
     if positions and sampling.max_tokens > positions:
         yield Mistake(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from asyncrl.config.model_files import require_loadable
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.gpus import count_gpus, has_instances
@@ -24,7 +25,11 @@ def require_fit(config: Config, *, generators: bool) -> list[str]:
 
 
 def require_room(config: Config, count: int) -> None:
-    """Raise the errors of `require_fit` for `count` generators that join a run from this machine."""
+    """Raise the errors of `require_fit` for `count` generators that join a run from this machine.
+
+    Raise DataError if the model's directory on this machine cannot be loaded.
+    """
+    require_loadable(config.model.path, remote_code=config.model.trust_remote_code)
     placed = partial(placement_of, config, generators=count, has_learner=False)
     gpus = count_gpus() if config.learner.device != "cpu" else 0
     wrong = misplaced_generators(config, gpus, placed(gpus), instances=has_instances()) if gpus else ()

@@ -1,12 +1,15 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.trainer.attention import choose_attention
@@ -16,6 +19,11 @@ from asyncrl.trainer.sequence_parallel import require_divisible
 
 # Tensors that a message lists.
 MOST_NAMED = 3
+# What transformers raises, apart from RuntimeError, if it cannot load a model: a restart would not help.
+CANNOT_LOAD = (
+    *(OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, EOFError),
+    *(SafetensorError, UnpicklingError),
+)
 
 
 def load_model(
@@ -30,6 +38,7 @@ def load_model(
 
     With `sharers`, those ranks load parts of the model together, and all of them raise what one has found.
     """
+    require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -56,7 +65,7 @@ def load_model(
         # With shards only rank 0 reads the checkpoint, and only its transformers raises.
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         misfit = "; ".join(lines[:MOST_NAMED])
-    except (OSError, ValueError) as error:
+    except CANNOT_LOAD as error:
         raise DataError(
             f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
             "give a Hugging Face directory with config.json and safetensors, or a hub name"

@@ -23,6 +23,7 @@ import yaml
 
 from asyncrl.cli.app import app
 from asyncrl.run.lock import RunLock
+from tests.support.model_files import model_files
 from tests.support.synthetic_run import SyntheticRun
 from tests.support.waiting import HANG, LONG_S, comes_true, let_pass, wait_until
 
@@ -64,13 +65,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "score.py").write_text(
         "import threading\ndef slow(prompt, response, **row):\n    threading.Event().wait(5)\n    return 0.0\n"
     )
-    (root / "model").mkdir()
-    for name, content in (
-        ("config.json", '{"num_attention_heads": 4}'),
-        ("tokenizer.json", "{}"),
-        ("model.safetensors", ""),
-    ):
-        (root / "model" / name).write_text(content)
+    model_files(root / "model", num_attention_heads=4)
     values = {
         "run": {"name": "mine"},
         "model": {"path": "model", "chat_template": False},

@@ -16,6 +16,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.cli.main import main
 from tests.support.command import ASYNCRL
+from tests.support.model_files import model_files
 from tests.support.waiting import let_pass
 
 GOOD = """\
@@ -161,13 +162,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def right(prompt, response, answer):\n    return float(answer in response)\n"
     )
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    (tmp_path / "model").mkdir()
-    for name, content in (
-        ("config.json", '{"num_attention_heads": 4}'),
-        ("tokenizer.json", "{}"),
-        ("model.safetensors", ""),
-    ):
-        (tmp_path / "model" / name).write_text(content)
+    model_files(tmp_path / "model", num_attention_heads=4)
     files = tmp_path / "files"
     files.mkdir()
     (files / "list.yaml").write_text("- run\n")

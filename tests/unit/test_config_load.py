@@ -13,6 +13,7 @@ from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
+from tests.support.model_files import model_files
 
 GOOD = """\
 run: {name: first}
@@ -401,21 +402,9 @@ def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
     assert base not in hashes and len(set(hashes)) == len(hashes)
 
 
-def make_model(directory: Path, **settings: object) -> Path:
-    import json
-
-    directory.mkdir()
-    (directory / "config.json").write_text(
-        json.dumps({"max_position_embeddings": 128, "num_attention_heads": 6, **settings})
-    )
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
-    return directory
-
-
 def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model")
+    model_files(tmp_path / "model", max_position_embeddings=128, num_attention_heads=6)
     write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
     path = write(tmp_path, GOOD)
     fits = ["model.path=./model", "sampling.max_prompt_tokens=64", "sampling.max_response_tokens=64"]

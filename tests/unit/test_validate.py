@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
+from tests.support.model_files import model_files
 
 GOOD = """\
 run:
@@ -156,10 +157,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train", "test"):
         (tmp_path / f"data/{name}.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     (tmp_path / "score.py").write_text(SCORE)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 128, "num_attention_heads": 8}')
-    (tmp_path / "model/tokenizer.json").write_text("{}")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    model_files(tmp_path / "model", max_position_embeddings=128, num_attention_heads=8)
     return tmp_path
 
 
