@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.results.samples import sample_head
+from asyncrl.rewards.base import ABSTAINED
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.text import number, visible, visible_lines
@@ -149,6 +150,8 @@ def show_trial(trial: "Trial") -> None:
     for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *map(_doubts, trial.parts)):
         for text in line:
             console.print(text, soft_wrap=True)
+    if trial.unscored:
+        console.print(Text(f"{trial.unscored} responses without a score: {ABSTAINED}", "red"), soft_wrap=True)
 
 
 def show_environment(trial: "EnvironmentTrial") -> None:
@@ -200,6 +203,8 @@ def _answers(part: "Tried") -> Iterator[Text]:
 def _failures(part: "Tried") -> Iterator[Text]:
     from asyncrl.preflight.reward_trial import TIMEOUTS
 
+    if part.abstained:
+        yield Text(f"{part.function.part} abstains for {len(part.abstained)} responses: it returned None")
     for message, amount in part.failures.most_common():
         yield Text(f"{amount} x on {visible(message)}", "red")
     if part.untried:

@@ -184,7 +184,7 @@ def _read_parquet(path: Path) -> list[Row]:
     except ImportError as error:
         raise DataError(f"{path}: reading parquet needs pyarrow; run: {install_command('data')}") from error
     try:
-        rows: list[Row] = parquet.read_table(path).to_pylist()
+        rows: list[Row] = [_with_sparse_messages(row) for row in parquet.read_table(path).to_pylist()]
     except ArrowInvalid as error:
         cure = "give a parquet, JSON or JSONL file"
         raise DataError(f"{path}: not a parquet file ({error}); {cure}") from error
@@ -203,4 +203,19 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         rows: Iterable[Row] = datasets.load_dataset(name, part or None, split=split)
     except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
-    return list(rows)
+    return [_with_sparse_messages(row) for row in rows]
+
+
+def _with_sparse_messages(row: Row) -> Row:
+    """The row with chat messages without nulls: a column of Arrow gives each message the keys of all."""
+    return {name: _sparse(value) if _is_chat(value) else value for name, value in row.items()}
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
+def _sparse(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _sparse(one) for name, one in value.items() if one is not None}
+    return [_sparse(one) for one in value] if isinstance(value, list) else value

@@ -18,7 +18,10 @@ from asyncrl.data.curriculum import Curriculum, rows_of
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.sample_plan import SamplePlan
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, RenderError
+from asyncrl.session.base import without_stop
+from asyncrl.session.chat_messages import Message
+from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -27,38 +30,55 @@ _SHOWN = 5  # rows that a message names
 
 
 @dataclass(frozen=True, slots=True)
-class _Renderer:
+class RowRenderer:
     """Renders rows as prompts."""
 
     reader: PromptReader
+    renderer: TemplateRenderer
     tokenizer: Any
 
     def prompts(self, rows: Rows) -> list[Prompt]:
+        """Return the prompt of each row. Raises DataError that names the first row without one."""
         return [self._prompt(row, rows.place(index)) for index, row in enumerate(rows)]
 
     def _prompt(self, row: Row, where: str) -> Prompt:
         value = self.reader.read(row, where)
-        messages = self._messages(value) if self.reader.chat_template else []
-        text = self._chat(messages) if messages else str(value)
+        messages = () if isinstance(value, str) else tuple(value)
+        text = value if isinstance(value, str) else self.chat(value, where)
         bos = self.tokenizer.bos_token
-        add_special = not self.reader.chat_template and not (bos and text.startswith(bos))
+        add_special = not messages and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
         # Some tokenizers append an end token to every text, after which a response would be empty.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
-        return Prompt(token_ids=tuple(ids), text=text, row=row, messages=tuple(messages))
+        return Prompt(token_ids=tuple(ids), text=text, row=row, messages=messages)
 
-    def _messages(self, value: str | list[Mapping[str, str]]) -> list[Mapping[str, str]]:
-        messages: list[Mapping[str, str]] = (
-            [{"role": "user", "content": value}] if isinstance(value, str) else value
-        )
-        system = self.reader.data.system
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        return messages
+    def chat(self, messages: Sequence[Message], where: str) -> str:
+        """Return what the template writes, with the opening of the answer. Raises DataError."""
+        try:
+            return self.renderer.render(messages, generation=True)
+        except RenderError as error:
+            cure = ""
+            if messages[0]["role"] == "system":
+                system = messages[0]["content"] == self.reader.data.system
+                given = "data.system and put its text" if system else "the system message and put its text"
+                cure = f"; for example, leave out {given} into the first user message"
+            raise DataError(f"{where}: {error}{cure}") from error
 
-    def _chat(self, messages: list[Mapping[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
+    """Return what renders rows with the tokenizer.json of the model's directory; torch is not imported.
+
+    Raises DataError if the config wants a chat template, and the tokenizer has no usable one.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model.path)
+    except Exception:  # noqa: BLE001 - loading the model says what is wrong with its files
+        return None
+    require_template(model, tokenizer)
+    return RowRenderer(PromptReader(data, model.chat_template), TemplateRenderer(tokenizer), tokenizer)
 
 
 class PromptSource:
@@ -67,10 +87,9 @@ class PromptSource:
     def __init__(self, data: DataConfig, model: ModelConfig, sampling: SamplingConfig, *, seed: int) -> None:
         """Load and tokenise all prompts. Raises DataError that names the unusable rows."""
         self.tokenizer = load_tokenizer(model)
-        if model.chat_template and not self.tokenizer.chat_template:
-            found = f"model.chat_template is true, but the tokenizer of {model.path} has none"
-            raise DataError(f"{found}; set it to false")
-        render = _Renderer(PromptReader(data, model.chat_template), self.tokenizer)
+        require_template(model, self.tokenizer)
+        self.renderer = TemplateRenderer(self.tokenizer, stop_ids(model))
+        render = RowRenderer(PromptReader(data, model.chat_template), self.renderer, self.tokenizer)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
         # Learner and generators must have read the same data; they compare this.
@@ -101,10 +120,14 @@ class PromptSource:
         """Return the first `count` held-out prompts, or all if there are fewer."""
         return self._eval[:count]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of response tokens, exactly as sampled but without special tokens."""
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """Return the text of response tokens, exactly as sampled: without special tokens, and with them.
+
+        The stop token at the end is in neither.
+        """
         decode = self.tokenizer.decode
-        return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return text, self.renderer.decode(without_stop(self.renderer, token_ids))
 
 
 def make_plan(data: DataConfig, rows: int, *, seed: int) -> SamplePlan:
@@ -122,6 +145,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
+
+
+def require_template(model: ModelConfig, tokenizer: Any) -> None:
+    """Raise DataError unless the tokenizer has the chat template that the config asks for."""
+    found = tokenizer.chat_template
+    if model.chat_template and not found:
+        text = f"model.chat_template is true, but the tokenizer of {model.path} has none"
+        raise DataError(f"{text}; set it to false")
+    if model.chat_template and isinstance(found, dict) and "default" not in found:
+        text = f"the tokenizer of {model.path} has the chat templates {', '.join(sorted(found))}"
+        cure = "write the one to use to chat_template.jinja in the model's directory"
+        raise DataError(f"{text}, of which none is called `default`; {cure}")
 
 
 def stop_ids(model: ModelConfig) -> list[int]:

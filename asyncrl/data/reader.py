@@ -1,7 +1,7 @@
 """Reads the text or the chat messages of a prompt from a row, without a tokenizer."""
 
+import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config.data_section import DataConfig
 from asyncrl.data.dataset import Row
 from asyncrl.errors import DataError
+from asyncrl.session.chat_messages import Message, is_begun, plain
 
 MOST_WIDTH = 1000  # of a template's field; with a larger one a prompt would be far longer than its row
 
@@ -33,18 +34,16 @@ class PromptReader:
     data: DataConfig
     chat_template: bool
 
-    def read(self, row: Row, where: str) -> str | list[Mapping[str, str]]:
-        """Return the text, or, with a chat template, messages. Raises DataError that begins with `where`."""
+    def read(self, row: Row, where: str) -> str | list[Message]:
+        """Return the text, or, with a chat template, messages in the form of episodes, as `plain` gives it.
+
+        Raises DataError that begins with `where`.
+        """
         value = self._value(row, where)
         if self.chat_template and not isinstance(value, str):
-            messages = value if isinstance(value, list) else []
-            if not messages or not all(
-                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-            ):
-                allowed = "a chat prompt is text or a list of messages with `role` and `content`"
-                raise DataError(f"{where}: found `{str(value)[:80]}`; {allowed}")
-            _require_unicode(*(str(part) for message in messages for part in message.values()), where=where)
-            return messages
+            messages = _messages(value, where)
+            _require_unicode(json.dumps(messages, ensure_ascii=False, default=str), where=where)
+            return self._with_system(messages)
         if not isinstance(value, str):
             is_list = isinstance(value, list)
             cure = "set model.chat_template: true for chat messages" if is_list else "write it as text"
@@ -54,7 +53,12 @@ class PromptReader:
         if not value.strip():
             raise DataError(f"{where}: the prompt is empty; remove the row")
         _require_unicode(value, where=where)
-        return value
+        return self._with_system([{"role": "user", "content": value}]) if self.chat_template else value
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        system = self.data.system
+        has_own = system is None or messages[0]["role"] == "system"
+        return messages if has_own else [{"role": "system", "content": system}, *messages]
 
     def _value(self, row: Row, where: str) -> Any:
         template = self.data.template
@@ -69,12 +73,36 @@ class PromptReader:
             raise DataError(f"data.template is not a valid template ({error}); {cure}") from error
 
 
-def _require_unicode(*texts: str, where: str) -> None:
+def _messages(value: Any, where: str) -> list[Message]:
+    messages = value if isinstance(value, list) else []
+    if not messages or not all(_has_form(message) for message in messages):
+        allowed = "a chat prompt is text or a list of messages with `role` and `content`, which is text"
+        raise DataError(f"{where}: found `{str(value)[:80]}`; {allowed} or a list of parts of type `text`")
+    try:
+        found: list[Message] = [plain(message) for message in messages]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: the messages cannot be used: {error}; correct or remove the row"
+        ) from error
+    if found[-1]["role"] == "assistant" and not is_begun(found):
+        cure = "add the message with the tool's result, or remove the row"
+        raise DataError(f"{where}: the prompt ends with a tool call of the assistant; {cure}")
+    return found
+
+
+def _has_form(message: Any) -> bool:
+    """Whether the message has a role, and text as content, or calls instead."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return bool(message.get("tool_calls")) if content is None else isinstance(content, str | list)
+
+
+def _require_unicode(text: str, *, where: str) -> None:
     """Raise DataError for half of a surrogate pair: JSON may hold one, but no tokenizer accepts it."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start : error.end].encode("unicode_escape").decode()
-            cure = "correct the text or remove the row"
-            raise DataError(f"{where}: the prompt holds {half}, half of a character; {cure}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.end].encode("unicode_escape").decode()
+        cure = "correct the text or remove the row"
+        raise DataError(f"{where}: the prompt holds {half}, half of a character; {cure}") from error

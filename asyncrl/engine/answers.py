@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.engine.open import open_parser
 from asyncrl.environments.base import Answer, Message, ToolCall
 from asyncrl.errors import ConfigError, RenderError
-from asyncrl.session.base import Parse, Parsed
+from asyncrl.session.base import Parse, Parsed, without_stop
 from asyncrl.session.chat_template import PROBE, TemplateRenderer
 from asyncrl.types import Rollout
 
@@ -56,9 +56,7 @@ class AnswerReader:
         """
         if tools:
             self._require_calls()
-        ids = rollout.response_ids.tolist()
-        if ids[-1:] and ids[-1] in self._renderer.stop_ids:
-            ids.pop()
+        ids = without_stop(self._renderer, rollout.response_ids.tolist())
         parsed = self._parsed(ids, prompt_ids, tools)
         digest = blake2b(repr((prompt_ids, ids)).encode(), digest_size=4).hexdigest()
         calls = tuple(

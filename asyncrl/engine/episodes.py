@@ -20,8 +20,8 @@ from asyncrl.engine.sampler import finished_version
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
-from asyncrl.rewards.base import EPISODE_COLUMNS, RewardInput, Score, Scorer
-from asyncrl.session.base import Renderer
+from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
+from asyncrl.session.base import Renderer, without_stop
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout, Turns
 
@@ -40,6 +40,7 @@ class Episode:
     outcome: Outcome
     messages: Sequence[Message]
     response: str  # the last answer
+    raw_response: str  # its text with special tokens, calls and reasoning
     turns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -155,7 +156,8 @@ class EpisodeSampler:
 
     async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
         config, began_s = self._config, time.monotonic()
-        session = Session(self._renderer, history=config.history)
+        own_text = "" if prompt.messages else prompt.text
+        session = Session(self._renderer, history=config.history, own_text=own_text)
         budget = Budget(
             max_prompt_tokens=self._max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,
@@ -179,6 +181,7 @@ class EpisodeSampler:
         if self._scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
             found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"
             raise EnvironmentFault(f"{found}; give a reward, or name a function", reason="returned")
+        last_ids = talk.last.sampled_ids.tolist() if talk.last else []
         counts = {f"chat/{name}": float(count) for name, count in session.counts.items()}
         played_s = time.monotonic() - began_s
         return Episode(
@@ -186,6 +189,7 @@ class EpisodeSampler:
             outcome=outcome,
             messages=talk.transcript,
             response=talk.response,
+            raw_response=self._renderer.decode(without_stop(self._renderer, last_ids)),
             turns=len(session.turns),
             metrics={
                 **counts,
@@ -232,6 +236,8 @@ class EpisodeSampler:
 
     def _with_score(self, episode: Episode, score: Score) -> Episode:
         total, parts, own = score.total, dict(score.parts), episode.outcome.reward
+        if own is None and self._scorer is not None and not parts:
+            raise RewardError(ABSTAINED)
         if own is not None:
             total, parts[ENVIRONMENT_PART] = total + self._config.weight * own, own
         rollouts = tuple(
@@ -306,6 +312,7 @@ def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,
         response=episode.response,
+        raw_response=episode.raw_response,
         row={**prompt.row, **played},
         truncated=outcome.finish_reason != "stop",
     )

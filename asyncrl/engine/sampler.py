@@ -10,8 +10,8 @@ from typing import Protocol
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
-from asyncrl.errors import ResultError
-from asyncrl.rewards.base import RewardInput, Scorer
+from asyncrl.errors import ResultError, RewardError
+from asyncrl.rewards.base import ABSTAINED, RewardInput, Scorer
 from asyncrl.types import Group, Prompt, Rollout
 
 
@@ -44,8 +44,13 @@ class Sampler:
     """Samples and scores whole groups of single responses."""
 
     def __init__(
-        self, engine: Engine, scorer: Scorer, decode: Callable[[Sequence[int]], str], generator_id: str
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], tuple[str, str]],
+        generator_id: str,
     ) -> None:
+        """Take `decode`, which gives the text of a response without and with special tokens."""
         self._engine = engine
         self._scorer = scorer
         self._decode = decode
@@ -99,16 +104,20 @@ class Sampler:
         return [rollout for rollouts in answers for rollout in rollouts]
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        texts = [self._decode(rollout.response_ids.tolist()) for rollout in rollouts]
         inputs = [
             RewardInput(
                 prompt=prompt.text,
-                response=self._decode(rollout.response_ids.tolist()),
+                response=text,
+                raw_response=raw,
                 row=prompt.row,
                 truncated=rollout.truncated,
             )
-            for rollout in rollouts
+            for rollout, (text, raw) in zip(rollouts, texts, strict=True)
         ]
         scores = await self._scorer.score(inputs)
+        if not all(score.parts for score in scores):
+            raise RewardError(ABSTAINED)
         return tuple(
             replace(rollout, reward=score.total, reward_parts=score.parts, answer=score.answer)
             for rollout, score in zip(rollouts, scores, strict=True)

@@ -47,7 +47,7 @@ class SessionTalk:
         self._reserved = 0  # tokens that turns in progress may still spend
         self._changed = asyncio.Event()  # set when a turn ends; then another one takes its place
         self._is_closed = False
-        self._last: Turn | None = None
+        self.last: Turn | None = None  # the last one that is trained
         # The engine's first error: the episode has a hole, even if the environment goes on.
         self.error: EngineError | None = None
         self.model_s = 0.0  # seconds in which at least one turn was sampled, if turns do not overlap
@@ -83,13 +83,13 @@ class SessionTalk:
         return answer
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
-        if self._last is None:
+        if self.last is None:
             raise EnvironmentFault("the environment scored a turn before the first answer of the model")
         if state is not None and not isinstance(state, int):
             text = f"the state of a turn is {state!r:.40}; allowed is a whole number, such as a hash"
             raise EnvironmentFault(text, reason="returned")
         # Python's own hashes are negative for half of all states.
-        self._last.reward, self._last.state = reward, state if state is None else state % 2**64
+        self.last.reward, self.last.state = reward, state if state is None else state % 2**64
 
     def close(self) -> None:
         """Abort the requests; no further turn begins."""
@@ -131,7 +131,7 @@ class SessionTalk:
         except (ValueError, RecursionError) as error:
             raise ResultError(str(error)) from error
         if train:
-            self.response, self._last = answer.text, turn
+            self.response, self.last = answer.text, turn
         return answer, turn
 
     async def _room(self, request: Request, wanted: int) -> int:

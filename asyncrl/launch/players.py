@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import PromptSource, stop_ids
+from asyncrl.data.prompts import PromptSource
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
@@ -16,7 +16,6 @@ from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.delta import rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
@@ -72,7 +71,7 @@ class Players:
             return Sampler(engine, self.scorer, prompts.decode, generator_id)
 
         model = self.config.model
-        renderer = TemplateRenderer(prompts.tokenizer, stop_ids(model))
+        renderer = prompts.renderer
         if model.chat_template and (places := rewritten(renderer)):
             kept = HISTORY[self.config.environment.history]
             log.warning("the chat template rewrites history behind %s; %s", " and ".join(places), kept)

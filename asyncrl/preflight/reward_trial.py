@@ -48,6 +48,7 @@ class Tried:
     answers: list[str | None] = field(default_factory=list)  # `Rollout.answer` of each scored response
     seconds: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
+    abstained: set[int] = field(default_factory=set)  # places of the cases for which it returned None
     untried: int = 0
     printed: str = ""  # the end of what the function printed
 
@@ -58,6 +59,7 @@ class Trial:
 
     cases: Sequence[Case]
     parts: Sequence[Tried]
+    unscored: int  # responses for which every function abstained, and nothing else scores them
 
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> Trial:
@@ -67,7 +69,8 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     if not cases:
         raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
     parts = [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions]
-    return Trial(cases, parts)
+    unscored = set() if config.environment.is_used else set.intersection(*(part.abstained for part in parts))
+    return Trial(cases, parts, len(unscored))
 
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
@@ -132,8 +135,11 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.failures[f"{case.kind}: {error}"] += 1
                 timeouts += "took longer than" in str(error)
             else:
-                tried.scores.setdefault(case.kind, []).append(score.parts[function.part])
-                tried.answers.append(score.answer)
+                if score.parts:
+                    tried.scores.setdefault(case.kind, []).append(score.parts[function.part])
+                    tried.answers.append(score.answer)
+                else:
+                    tried.abstained.add(index)
             tried.seconds.append(time.perf_counter() - started_s)
             if timeouts == TIMEOUTS:
                 tried.untried = len(cases) - index - 1

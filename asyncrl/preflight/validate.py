@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
@@ -27,6 +28,9 @@ from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompts import RowRenderer
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SHOWN = 3  # rows that a message names
@@ -208,7 +212,14 @@ def _is_bound(tree: ast.Module, name: str) -> bool:
 
 def _row_problems(config: Config) -> Iterator[Mistake]:
     """Find files that cannot be read, and rows without a usable prompt or a column that a reward needs."""
-    forms = _forms(config)
+    forms, chat = _forms(config), None
+    try:
+        if config.model.chat_template and (Path(config.model.path) / "tokenizer.json").is_file():
+            from asyncrl.data.prompts import light_renderer  # it imports transformers
+
+            chat = light_renderer(config.data, config.model)
+    except DataError as error:
+        yield Mistake(("model.chat_template",), str(error))
     for key, source, split in (
         ("data.train", config.data.train, config.data.split),
         ("data.eval", config.data.eval, config.data.eval_split),
@@ -226,7 +237,8 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(error))
         else:
             found: dict[tuple[str, ...], list[str]] = {}
-            for keys, text in (*_lacking(config, key, rows, forms), *_without_prompt(config, key, rows)):
+            without = _without_prompt(config, key, rows, chat)
+            for keys, text in (*_lacking(config, key, rows, forms), *without):
                 found.setdefault(keys, []).append(text)
             # One message per key.
             yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
@@ -275,14 +287,20 @@ def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
     return form.lacking({**row, **played})
 
 
-def _without_prompt(config: Config, key: str, rows: Rows) -> Iterator[Mistake]:
-    """Find rows whose prompt column holds no prompt."""
+def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
+    """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
     for index, row in enumerate(rows):
         if all(column in row for column in columns):
             try:
-                reader.read(row, rows.place(index))
+                value = reader.read(row, where := rows.place(index))
+                if chat and not isinstance(value, str):
+                    shape = tuple((one["role"], not one["content"], *sorted(one)) for one in value)
+                    if shape not in rendered:
+                        rendered.add(shape)
+                        chat.chat(value, where)
             except DataError as error:
                 found[str(error)] = None
     if found:

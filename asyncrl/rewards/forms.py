@@ -21,8 +21,8 @@ ALLOWED = (
 )
 # Stands for the answer if a function returns no answers. (None means that the response contains none.)
 UNSAID = object()
-# Argument in addition to the row's columns: whether the response was cut off.
-TRUNCATED = "truncated"
+# Arguments in addition to the row's columns, of `RewardInput`.
+GIVEN = frozenset({"truncated", "raw_response"})
 # Arguments that TRL's trainer passes to reward functions, but asyncrl does not have.
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -44,7 +44,7 @@ class Form:
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function requires and the row does not have."""
-        return sorted(self.required - row.keys() - {TRUNCATED})
+        return sorted(self.required - row.keys() - GIVEN)
 
     def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
         """Positional and named arguments of the call for one response."""

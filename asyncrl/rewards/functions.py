@@ -36,8 +36,9 @@ def load_function(name: str) -> Callable[..., Any]:
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
     """Wrap a function of any form, async or not, as (prompt, response, columns) -> (reward, answer).
 
-    Raises RewardError for an unknown form. The wrapper raises it for a missing column, and for a returned
-    value that is not a finite number or not an answer; exceptions of the function itself pass through.
+    The reward is NaN if the function returns None: it abstains. Raises RewardError for an unknown form. The
+    wrapper raises it for a missing column, and for a returned value that is not a finite number or not an
+    answer; exceptions of the function itself pass through.
     """
     try:
         form = form_of(list(inspect.signature(function).parameters.values()))
@@ -50,16 +51,18 @@ def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]]
         positional, named = form.arguments(prompt, response, columns)
         value = function(*positional, **named)
         reward, answer = form.read(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        if reward is None:
+            return math.nan, None
         return checked_reward(reward), None if answer is UNSAID else checked_answer(answer)
 
     return call
 
 
 def checked_reward(value: object) -> float:
-    """`value` as a float, or RewardError: a bool, None, text, NaN or infinity is a mistake, not a reward."""
+    """`value` as a float, or RewardError: a bool, text, NaN or infinity is a mistake, not a reward."""
     if isinstance(value, bool) or not isinstance(value, Real):
         found = f"{type(value).__name__} `{str(value)[:80]}`"
-        raise RewardError(f"returned {found}; a reward is one finite number (float or int)")
+        raise RewardError(f"returned {found}; a reward is one finite number, or None to abstain")
     try:
         number = float(value)
     except OverflowError:

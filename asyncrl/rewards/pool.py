@@ -9,6 +9,7 @@ be mistaken for that of another call. The next call starts another worker.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import struct
@@ -89,7 +90,8 @@ class RewardPool:
             parts, answer = await worker.call(one)
         finally:
             self._idle.put_nowait(worker)
-        total = sum(function.weight * parts[function.part] for function in self._config.functions)
+        weights = {function.part: function.weight for function in self._config.functions}
+        total = sum(weights[name] * value for name, value in parts.items())
         for name, value in (*parts.items(), ("weighted sum", total)):
             if not abs(value) <= MOST_REWARD:
                 raise RewardError(
@@ -110,9 +112,13 @@ class _Worker:
         self._readers: set[asyncio.Task[None]] = set()
 
     async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
-        """All reward parts of one response, and its answer. A worker that fails is killed."""
+        """The reward parts of one response, of functions that did not abstain, and its answer.
+
+        A worker that fails is killed.
+        """
         in_step = False
-        columns = {"truncated": one.truncated} | dict(one.row)
+        raw = one.response if one.raw_response is None else one.raw_response
+        columns = {"truncated": one.truncated, "raw_response": raw} | dict(one.row)
         request = _packed({"prompt": one.prompt, "response": one.response, "columns": columns})
 
         async def begin() -> None:
@@ -133,7 +139,8 @@ class _Worker:
                     # In a sandbox, the failed call may have filled /tmp or used up descriptors.
                     in_step = self._sandbox is None
                     raise RewardError(f"reward part `{function.part}` {reply['error']}")
-                parts[function.part] = reply["value"]
+                if not math.isnan(reply["value"]):
+                    parts[function.part] = reply["value"]
                 answer = reply.get("answer") if answer is None else answer
                 is_spent |= reply.get("spent", False)
             in_step = not is_spent

@@ -6,7 +6,8 @@ Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
     out  {ready: true} | {error: reason}
     in   {prompt, response, columns}                                                        each call
     out  {started: true}, then for each part, up to the first error,
-         {value: float, answer: text or nil} | {error: reason}, with {spent: true} to be replaced
+         {value: float, answer: text or nil} | {error: reason}, with {spent: true} to be replaced;
+         a part that abstains has the value NaN
 
 User code never sees these pipes: its standard input is empty, and its output goes to standard error.
 """

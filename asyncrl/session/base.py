@@ -1,16 +1,14 @@
 """The nouns of a session, and the interface to a tokenizer with its chat template."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.session.chat_messages import Message
 from asyncrl.types import Rollout
-
-Message = Mapping[str, Any]
-"""A message or a tool in the form of OpenAI's chat interface."""
 
 
 class Renderer(Protocol):
@@ -28,6 +26,7 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, generation: bool) -> str:
         """Return the template's text, with the opening of the next answer if `generation`.
 
+        If the last message is the beginning of an answer, the opening ends with it.
         Raises RenderError if the template refuses the messages.
         """
         ...
@@ -44,6 +43,12 @@ class Renderer(Protocol):
         ...
 
 
+def without_stop(renderer: Renderer, ids: Sequence[int]) -> list[int]:
+    """Return the ids of an answer without the stop token at their end, if there is one."""
+    found = list(ids)
+    return found[:-1] if found and found[-1] in renderer.stop_ids else found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """What the engine is asked: the ids before one answer, and where the answer stands in the tree."""
@@ -55,6 +60,7 @@ class Request:
     broken_specials: int = 0  # texts of special tokens in the messages that were broken
     messages: tuple[Message, ...] = ()  # the conversation before the answer; () for plain text
     key: bytes | None = None  # of the conversation before the answer; None for plain text
+    begun_key: bytes | None = None  # of the conversation before the beginning of the answer, if it has one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -3,18 +3,20 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from asyncrl.errors import as_unicode
-from asyncrl.session.base import Message
+
+Message = Mapping[str, Any]
+"""A message or a tool in the form of OpenAI's chat interface."""
 
 
 def text_of(content: Any) -> str:
     """Return the text of a message's content: None is "", and text parts are joined.
 
-    A part that is not text keeps its JSON, so that two different images are not the same.
+    Raises ValueError for a part that is not text.
     """
     if content is None:
         return ""
@@ -28,8 +30,10 @@ def text_of(content: Any) -> str:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    text = part.get("text") if isinstance(part, dict) else None
-    return text if isinstance(text, str) else _json(part)
+    kind, text = (part.get("type", "text"), part.get("text")) if isinstance(part, dict) else (None, None)
+    if isinstance(text, str) and str(kind).endswith("text"):
+        return text
+    raise ValueError(f"found the content part {_json(part):.80}; only parts of type `text` can be used")
 
 
 def calls_of(message: Message) -> list[tuple[str, Any]]:
@@ -37,8 +41,11 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
     return [_call(call) for call in message.get("tool_calls") or ()]
 
 
-def _call(call: Message) -> tuple[str, Any]:
-    function = call.get("function", call)
+def _call(call: Any) -> tuple[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        allowed = '{"function": {"name": ..., "arguments": ...}}'
+        raise ValueError(f"found the tool call {_json(call):.80}; allowed is {allowed}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(
@@ -76,6 +83,27 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def plain(message: Message) -> dict[str, Any]:
+    """Return the message as templates get it: text content, arguments as JSON values, no null keys.
+
+    Raises ValueError for content and calls that have no such form.
+    """
+    found = {name: value for name, value in message.items() if value is not None}
+    found["content"] = text_of(message.get("content"))
+    calls = [
+        {"id": given.get("id") or "call", "type": "function", "function": {"name": name, "arguments": value}}
+        for given, (name, value) in zip(found.pop("tool_calls", ()), calls_of(message), strict=True)
+    ]
+    if "reasoning" in found:  # vLLM's name of what templates call `reasoning_content`
+        found.setdefault("reasoning_content", found.pop("reasoning"))
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Return whether the last message is the beginning of an answer, which the model continues."""
+    return bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+
+
 class Breaker:
     """Breaks the texts of special tokens: text of a page or of a tool must not end a turn."""
 
@@ -84,14 +112,23 @@ class Breaker:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.broken = 0
 
-    def text(self, text: str) -> str:
+    def text(self, text: str, *, own: str = "") -> str:
         """Return `text` with a space after the first character of each special token's text.
 
-        Half of a surrogate pair, which JSON can have and no tokenizer accepts, becomes a question mark.
+        Those within the user's `own` text, where the text has it first, are kept. Half of a surrogate pair,
+        which JSON can have and no tokenizer accepts, becomes a question mark.
         """
-        broken, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", as_unicode(text))
-        self.broken += count
-        return broken
+        text = as_unicode(text)
+        begin = text.find(own)
+        end = begin + len(own) if begin >= 0 else -1
+
+        def broken(match: re.Match[str]) -> str:
+            if begin <= match.start() and match.end() <= end:
+                return match[0]
+            self.broken += 1
+            return f"{match[0][0]} {match[0][1:]}"
+
+        return self._pattern.sub(broken, text)
 
     def value(self, value: Any) -> Any:
         """Return a JSON value in which every text is broken."""
@@ -104,17 +141,5 @@ class Breaker:
         return value
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Return the message as templates get it: text content, arguments as JSON values, all broken."""
-        plain = {name: value for name, value in message.items() if value is not None}
-        plain["content"] = text_of(message.get("content"))
-        calls = [
-            {
-                "id": given.get("id") or "call",
-                "type": "function",
-                "function": {"name": name, "arguments": value},
-            }
-            for given, (name, value) in zip(plain.pop("tool_calls", ()), calls_of(message), strict=True)
-        ]
-        if "reasoning" in plain:  # vLLM's name of what templates call `reasoning_content`
-            plain.setdefault("reasoning_content", plain.pop("reasoning"))
-        return dict(self.value(plain | ({"tool_calls": calls} if calls else {})))
+        """Return the message as templates get it, with all texts broken. Raises ValueError as `plain`."""
+        return dict(self.value(plain(message)))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.errors import RenderError
-from asyncrl.session.base import Message
+from asyncrl.session.chat_messages import Message, is_begun
 
 # Forms of a message with calls: the content if it has no text, and whether arguments are JSON text. Templates
 # disagree, so the first form is taken in which the template writes a call.
@@ -57,6 +57,7 @@ class TemplateRenderer:
         *,
         generation: bool,
     ) -> str:
+        is_continued = generation and is_begun(messages)
         # A template is a program of the model's author; it raises what it likes.
         try:
             return str(
@@ -64,7 +65,8 @@ class TemplateRenderer:
                     [_in_form(message, *form) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
-                    add_generation_prompt=generation,
+                    add_generation_prompt=generation and not is_continued,
+                    continue_final_message=is_continued,
                 )
             )
         except Exception as error:

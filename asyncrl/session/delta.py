@@ -7,7 +7,8 @@ they are, whatever the template would write in their place.
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import RenderError
-from asyncrl.session.base import Message, Renderer
+from asyncrl.session.base import Renderer
+from asyncrl.session.chat_messages import Message
 from asyncrl.session.chat_template import PROBE
 
 STABLE = "stable"  # the template's text of the history is a prefix of its text of the longer history

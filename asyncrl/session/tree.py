@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrl.session.base import Message, Renderer, Request, Turn
-from asyncrl.session.chat_messages import Breaker, key_after, keys_of
+from asyncrl.session.base import Renderer, Request, Turn
+from asyncrl.session.chat_messages import Breaker, Message, is_begun, key_after, keys_of
 from asyncrl.session.delta import KEPT, RENDERED, SHORT, STABLE, delta
 from asyncrl.session.sequences import sequences_of
 from asyncrl.types import Rollout
@@ -26,8 +26,12 @@ class Session:
     begins a sequence.
     """
 
-    def __init__(self, renderer: Renderer, *, history: Literal["exact", "template"] = "exact") -> None:
+    def __init__(
+        self, renderer: Renderer, *, history: Literal["exact", "template"] = "exact", own_text: str = ""
+    ) -> None:
+        """Take the user's `own_text`: in the first text, special tokens within it stay what they are."""
         self._renderer = renderer
+        self._own_text = own_text
         self._history = history
         self._turns: list[Turn] = []
         self._found: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to the answer
@@ -54,12 +58,16 @@ class Session:
         Raises RenderError if the template refuses messages that continue no turn.
         """
         keys = list(keys_of(messages, tools))
-        parent = self._find(keys)
+        parent, known = self._find(keys)
         # The history is that of the record, because it has the reasoning that many agents do not send back.
         history = parent.messages if parent else ()
         breaker = Breaker(self._renderer.special_texts)
-        new = [breaker.message(message) for message in messages[len(history) :]]
-        rule, text = self._continued(parent, new, tools)
+        new = [breaker.message(message) for message in messages[known:]]
+        said = breaker.broken
+        shown = breaker.value(tools)
+        # Tools are part of the key, so those of a continued conversation have been counted.
+        broken = said if parent else breaker.broken
+        rule, text = self._continued(parent, new, shown)
         if rule in (_ROOT, RENDERED):
             parent = None
         ids = tuple(
@@ -70,9 +78,10 @@ class Session:
             parent=parent,
             delta_ids=ids,
             rule=rule,
-            broken_specials=breaker.broken,
+            broken_specials=broken,
             messages=(*history, *new),
             key=keys[-1],
+            begun_key=keys[-2] if is_begun((*history, *new)) else None,
         )
 
     def request_text(self, text: str) -> Request:
@@ -83,7 +92,8 @@ class Session:
         """
         breaker = Breaker(self._renderer.special_texts)
         parent = self._turns[-1] if self._turns else None
-        ids = tuple(self._renderer.encode(breaker.text(text) if parent else text, inside=parent is not None))
+        broken = breaker.text(text, own="" if parent else self._own_text)
+        ids = tuple(self._renderer.encode(broken, inside=parent is not None))
         opening = self._renderer.opening_ids
         if parent is None and ids[: len(opening)] != opening:
             ids = (*opening, *ids)
@@ -98,11 +108,18 @@ class Session:
     def record(self, request: Request, rollout: Rollout, message: Message, *, train: bool = True) -> Turn:
         """Add the answer to the tree as the engine gave it, and return its turn.
 
-        `message` is the answer as the agent gets it. With `train=False` its tokens are context only. Raises
-        ValueError if the answer has no tokens.
+        `message` is the answer as the agent gets it; if it continues a message, the agent may join the two.
+        With `train=False` its tokens are context only. Raises ValueError if the answer has no tokens.
         """
         if not len(rollout.response_ids):
             raise ValueError("the answer has no tokens; the engine must sample at least one")
+        conversation = (*request.messages, Breaker(self._renderer.special_texts).message(message))
+        keys = [key_after(request.key, message)] if request.key else []
+        if request.begun_key:
+            *before, begun, rest = conversation
+            conversation = (*before, {**rest, "content": begun["content"] + rest["content"]})
+            joined = {**message, "content": f"{begun['content']}{message.get('content') or ''}"}
+            keys.append(key_after(request.begun_key, joined))
         turn = Turn(
             index=len(self._turns),
             parent=request.parent,
@@ -110,14 +127,12 @@ class Session:
             prompt_digest=blake2b(rollout.prompt_ids.astype(np.int32).tobytes()).digest(),
             rollout=rollout,
             message=message,
-            messages=(*request.messages, Breaker(self._renderer.special_texts).message(message))
-            if request.key
-            else (),
+            messages=conversation if request.key else (),
             is_trained=train,
         )
         self._turns.append(turn)
-        if request.key:
-            self._found.setdefault(key_after(request.key, message), []).append(turn)
+        for key in keys:
+            self._found.setdefault(key, []).append(turn)
         self._count(request, turn)
         return turn
 
@@ -129,12 +144,15 @@ class Session:
         """
         return sequences_of(self._turns)
 
-    def _find(self, keys: Sequence[bytes]) -> Turn | None:
-        """The turn with the longest of these conversations; if there are several, one without a child."""
-        for key in reversed(keys):
-            if turns := self._found.get(key):
-                return next((turn for turn in reversed(turns) if not turn.children), turns[-1])
-        return None
+    def _find(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
+        """The turn with the longest of these conversations, and its number of messages.
+
+        If there are several, one without a child is taken.
+        """
+        for count in reversed(range(len(keys))):
+            if turns := self._found.get(keys[count]):
+                return next((turn for turn in reversed(turns) if not turn.children), turns[-1]), count
+        return None, 0
 
     def _continued(
         self, parent: Turn | None, new: Sequence[Message], tools: Sequence[Message]

@@ -447,7 +447,7 @@ def test_what_is_neither_text_nor_a_message_is_a_fault_and_does_not_end_the_gene
         await says(talk)
 
     made, _ = sampler(play, replays=0)
-    with pytest.raises(RewardError, match=r"cannot be used \(AttributeError"):
+    with pytest.raises(RewardError, match=r"cannot be used \((AttributeError|ValueError): "):
         group_of(made)
 
 

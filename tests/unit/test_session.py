@@ -119,12 +119,11 @@ REWRITING = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_template_that_rewrites_history_is_known_at_the_start(name, monkeypatch, caplog):
+def test_a_template_that_rewrites_history_is_known_at_the_start(name, caplog):
     renderer = renderer_of(name)
     assert len(rewritten(renderer)) == REWRITING.get(name, 0)
     config = config_of(environment={"uses": "game.py:Game", "history": "template"})
-    monkeypatch.setattr(players, "stop_ids", lambda model: renderer.stop_ids)
-    prompts = SimpleNamespace(tokenizer=renderer._tokenizer)
+    prompts = SimpleNamespace(tokenizer=renderer._tokenizer, renderer=renderer)
     players.Players.of(config, Path()).sampler(None, prompts, "g0")
     assert ("environment.history is template" in caplog.text) == (name in REWRITING)
 
