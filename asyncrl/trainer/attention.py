@@ -105,7 +105,7 @@ def varlen_attention(
     return output_NHD[None], None
 
 
-def _groups(kernel: Callable[..., Any]) -> dict[str, bool]:
+def _groups(kernel: Callable[..., Any]) -> dict[str, Any]:
     """Tell the kernel that several query heads share a key head. That of torch 2.11 always allows it."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 

@@ -138,7 +138,8 @@ class DeepSpeedTrainer:
                 temperature=1.0,
                 chunk=self._chunk,
             )
-        return logprobs_T.tolist()
+        values: list[float] = logprobs_T.tolist()  # one wait for the device, not one a number
+        return values
 
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
