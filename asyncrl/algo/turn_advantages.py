@@ -25,7 +25,7 @@ def turn_rloo(rewards: GroupRewards) -> Tensor:
     """
     turns = _turns(rewards)
     to_come_K = _exact(discounted_returns_T(rewards_T(turns), turns, 1.0))
-    advantages_K = to_come_K - _mean_of_others(to_come_K, _same_turn_K(turns))
+    advantages_K = to_come_K - _mean_of_others(to_come_K, _same_turn_K(turns), turns.sequence_T)[0]
     return _compared_T(advantages_K[rewards.column("turn_T")], rewards)
 
 
@@ -39,12 +39,12 @@ def gigpo(
 ) -> Tensor:
     """A^E + omega A^S: R among the episodes of the group, and G_k among its turns from the same state.
 
-    G_k is the sum of gamma^(j - k) r_j over the turns from k on. A turn whose state occurs once, or
-    that has no state, has A^S 0.
+    G_k is the sum of gamma^(j - k) r_j over the turns from k on. A turn whose state occurs in no other
+    episode, or that has no state, has A^S 0.
 
     Args:
-        norm: `none` compares with the mean of the others (leave-one-out); `std` divides the distance from the
-            mean by the standard deviation + std_eps.
+        norm: `none` compares with the mean over the other episodes; `std` divides the distance from the mean
+            by the standard deviation + std_eps, and counts the turn's own episode in both, as in the paper.
 
     Source: Feng et al. 2025 (arXiv:2505.10978) eq. 8.
     """
@@ -55,13 +55,15 @@ def gigpo(
     group_K = rewards.group_S[turns.sequence_T]
     _, cell_K = torch.unique(state_K * rewards.num_groups + group_K, return_inverse=True)
 
-    def compared(values: Tensor, cell: Tensor) -> Tensor:
+    def compared(values: Tensor, cell: Tensor, episode: Tensor) -> Tensor:
         if norm == "std":
             return _z_score(values, cell, std_eps)
-        return torch.where(_sizes(cell) > 1, values - _mean_of_others(values, cell), 0.0)
+        mean, others = _mean_of_others(values, cell, episode)
+        return torch.where(others > 0, values - mean, 0.0)
 
-    episode_S = compared(rewards.totals_S, rewards.group_S)
-    turn_K = torch.where(states_K == 0, 0.0, compared(to_come_K, cell_K))
+    every_S = torch.arange(rewards.num_sequences, device=rewards.group_S.device)
+    episode_S = compared(rewards.totals_S, rewards.group_S, every_S)
+    turn_K = torch.where(states_K == 0, 0.0, compared(to_come_K, cell_K, turns.sequence_T))
     return _compared_T(episode_S[rewards.sequence_T] + omega * turn_K[rewards.column("turn_T")], rewards)
 
 
@@ -193,9 +195,14 @@ def _sum(values: Tensor, cell: Tensor) -> Tensor:
     return segment_sum(values, cell, int(cell.max()) + 1 if cell.numel() else 0)[cell]
 
 
-def _mean_of_others(values: Tensor, cell: Tensor) -> Tensor:
-    """The mean of the other values of the cell, 0 where there are none."""
-    return (_sum(values, cell) - values) / (_sizes(cell) - 1).clamp(min=1)
+def _mean_of_others(values: Tensor, cell: Tensor, episode: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of the cell's values of other episodes, 0 where there are none, and their number.
+
+    A later value of the same episode depends on its earlier actions, so its use would bias the gradient.
+    """
+    _, own = torch.unique(torch.stack((cell, episode)), dim=1, return_inverse=True)
+    others = _sizes(cell) - _sizes(own)
+    return (_sum(values, cell) - _sum(values, own)) / others.clamp(min=1), others
 
 
 def _z_score(values: Tensor, cell: Tensor, std_eps: float) -> Tensor:

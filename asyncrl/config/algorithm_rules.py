@@ -26,6 +26,9 @@ WHOLE_GROUPS = {"grpo_passk"}
 # Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 
+# Corrections that keep tokens with a bounded weight.
+CAPPED = frozenset({"truncate", "reject", "veto"})
+
 # Estimators with the value of the plain one, but with a gradient of their own.
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
@@ -216,10 +219,19 @@ def _an_environment_scores_turns(
 
 
 def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    """A token that the current policy has just sampled has the ratio 1, so a bound must not exclude 1."""
+    """A token that the current policy has just sampled has the ratio 1, so it must be kept with weight 1."""
     chosen = {"correction": algorithm.correction}
     chosen |= {f"rejections.{index}": choice for index, choice in enumerate(algorithm.rejections)}
     for where, correction in chosen.items():
+        for key, sign, allowed in (("cap", 1.0, "at least"), ("floor", -1.0, "at most")):
+            bound = correction.params.get(key)
+            if correction.name in CAPPED and isinstance(bound, int | float) and sign * (bound - 1.0) < 0:
+                yield Mistake(
+                    (f"algorithm.{where}.{key}",),
+                    f"algorithm.{where}.{key} is {bound}, but the ratio of a fresh token is 1, so "
+                    f"`{correction.name}` would weigh every token by {bound}, like another learning rate; "
+                    f"set it to {allowed} 1, and learner.optimizer.lr for a smaller step",
+                )
         bounds_a_ratio = correction.params.get("divergence", "k1") == "k1"
         if correction.name not in ("mask", "reject", "veto") or not bounds_a_ratio:
             continue

@@ -35,27 +35,33 @@ def logits_of(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tenso
 
 
 def statistics(logits_CV: Tensor, target_C: Tensor, with_squares: bool) -> tuple[Tensor, Tensor]:
-    """The columns of `TokenLogprobs` for one chunk, and ln sum exp of the logits."""
+    """The columns of `TokenLogprobs` for one chunk, and [2, C]: the largest logit, ln sum exp(z - largest).
+
+    All columns come from the difference to the largest logit: its digits do not depend on what is common to
+    all logits of a token.
+    """
     peak_C = logits_CV.amax(-1)
-    exp_CV = (logits_CV - peak_C[:, None]).exp_()
+    shifted_CV = logits_CV - peak_C[:, None]
+    exp_CV = shifted_CV.exp()
     sum_C = exp_CV.sum(-1)
-    logsumexp_C = peak_C + sum_C.log()
-    columns = [logits_CV.gather(-1, target_C[:, None]).squeeze(-1) - logsumexp_C]
-    squares_C = exp_CV.square().sum(-1) / sum_C.square() if with_squares else None
-    columns.append(logsumexp_C - exp_CV.mul_(logits_CV).sum(-1) / sum_C)
-    return torch.stack(columns if squares_C is None else [*columns, squares_C]), logsumexp_C
+    log_sum_C = sum_C.log()
+    columns = [shifted_CV.gather(-1, target_C[:, None]).squeeze(-1) - log_sum_C]
+    columns.append(log_sum_C - shifted_CV.mul_(exp_CV).sum(-1) / sum_C)
+    if with_squares:
+        columns.append(exp_CV.square_().sum(-1) / sum_C.square())
+    return torch.stack(columns), torch.stack((peak_C, log_sum_C))
 
 
 def off_target_gradient(
     logits_CV: Tensor,
-    logsumexp_C: Tensor,
+    scale_2C: Tensor,
     gradient_C: Tensor,
     entropy_C: Tensor,
     by_entropy_C: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """-p (g + e (ln p + H)) [C, V] in `dtype`: dL/dz but for what g adds in the column of the target."""
-    log_p_CV = logits_CV - logsumexp_C[:, None]
+    log_p_CV = (logits_CV - scale_2C[0, :, None]).sub_(scale_2C[1, :, None])
     if by_entropy_C is None:
         return log_p_CV.exp_().mul_(-gradient_C[:, None]).to(dtype)
     p_CV = log_p_CV.exp()
@@ -119,19 +125,19 @@ class TokenLogprobs(torch.autograd.Function):
         rows = 3 if with_squares else 2
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         columns_RT = torch.empty(rows, len(target_T), dtype=dtype, device=hidden_TD.device)
-        logsumexp_T = torch.empty_like(columns_RT[0])
+        scale_2T = torch.empty_like(columns_RT[:2])
         of_chunk = fused(statistics, hidden_TD.device.type)
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
             logits_CV = logits_of(hidden_TD[part], weight_VD, temperature)
-            columns_RT[:, part], logsumexp_T[part] = of_chunk(logits_CV, target_T[part].clone(), with_squares)
-        ctx.save_for_backward(hidden_TD, weight_VD, target_T, logsumexp_T, columns_RT[:2].clone())
+            columns_RT[:, part], scale_2T[:, part] = of_chunk(logits_CV, target_T[part].clone(), with_squares)
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, scale_2T, columns_RT[:2].clone())
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
         return columns_RT
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, target_T, logsumexp_T, (logprob_T, entropy_T) = ctx.saved_tensors
+        hidden_TD, weight_VD, target_T, scale_2T, (logprob_T, entropy_T) = ctx.saved_tensors
         gradient_T, by_entropy_T = gradients[0][:2] / ctx.temperature  # now that of hidden @ weight.T
         # Computed beside the rest, in float32: near p = 1 a rounded p would leave nothing of g (1 - p).
         at_target_T = -gradient_T * logprob_T.expm1()
@@ -146,7 +152,7 @@ class TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
             by_entropy_C = by_entropy_T[part].clone() if ctx.entropy_gradient else None
-            columns = [column_T[part].clone() for column_T in (logsumexp_T, gradient_T, entropy_T)]
+            columns = [column_T[..., part].clone() for column_T in (scale_2T, gradient_T, entropy_T)]
             logit_gradient_CV = of_chunk(logits_CV, *columns, by_entropy_C, hidden_TD.dtype)
             logit_gradient_CV.scatter_(-1, target_T[part, None], at_target_T[part, None])
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])

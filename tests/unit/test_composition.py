@@ -22,7 +22,7 @@ from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import LOSS, StepResult
-from asyncrl.types import Group, Rollout
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from tests.support.fake_learner import SETTINGS, Batch, Meeting
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4
@@ -46,6 +46,48 @@ def groups() -> list[Group]:
     )
     batch.group(batch.rollout(3.0, [4, 4, 5, 5, 5, 5, 5], tools=[3]), batch.rollout(1.0, [5] * 6))
     return batch.groups
+
+
+SPLIT_REWARDS = (0.25, 0.5)
+
+
+def first_turn(actions: int) -> int:
+    """Of the two turns of an episode in branches, the number of actions of the first."""
+    return (actions + 1) // 2 if actions > 1 else 0
+
+
+def in_branches(groups: list[Group]) -> list[Group]:
+    """The same episodes in two sequences each: the second turn, whose context is the first, is stored first."""
+    found = []
+    for group in groups:
+        rollouts, episode_of = [], []
+        for episode, rollout in enumerate(group.rollouts):
+            size, first = len(rollout.response_ids), first_turn(rollout.actions)
+            cut = int(np.flatnonzero(rollout.action_mask)[first - 1]) + 1 if first else 0
+            parts = [branch(rollout, cut, size, order=1)]
+            if first:
+                parts.append(branch(rollout, 0, cut, order=0))
+            rollouts += parts
+            episode_of += [episode] * len(parts)
+        of = np.array(episode_of, dtype=np.int32)
+        found.append(replace(group, rollouts=tuple(rollouts), episode_of=of))
+    return found
+
+
+def branch(rollout: Rollout, start: int, end: int, *, order: int) -> Rollout:
+    mask = rollout.action_mask[:end] & (np.arange(end) >= start)
+    return replace(
+        rollout,
+        response_ids=rollout.response_ids[:end],
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:end], np.float32(0.0)),
+        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:end]),
+        turns=Turns(
+            ends=np.array([end], np.int32),
+            rewards=np.array([SPLIT_REWARDS[order]], np.float32),
+            order=np.array([order], np.int32),
+        ),
+    )
 
 
 def initial(seed: int, low: float, high: float) -> Flat:
@@ -107,7 +149,10 @@ class SummingTrainer:
         ]
 
     def step(self, microbatches, loss, *, entropy_gradient=True):
-        return self._step(microbatches, loss, self.model.logprobs, self.model.entropies)
+        def of_head(one, logprobs_T, entropies_T):
+            return loss(one, logprobs_T, entropies_T if entropy_gradient else entropies_T.detach())
+
+        return self._step(microbatches, of_head, self.model.logprobs, self.model.entropies)
 
     def critic_step(self, microbatches, loss):
         return self._step(microbatches, loss, self.model.values)
@@ -149,6 +194,8 @@ def trained(
     """Two batches in a row: the optimizer steps, the final KL coefficient, micro-batches of all ranks."""
     trainers = [SummingTrainer(meeting, rank) for meeting in [Meeting(ranks)] for rank in range(ranks)]
     coefficients: dict[int, float] = {}
+    known = {key: value for key, value in config.items() if key != "branches"}
+    batches = in_branches(groups()) if "branches" in config else groups()
 
     def run(trainer: SummingTrainer) -> None:
         mask_truncated = config.get("mask_truncated", False)
@@ -162,7 +209,7 @@ def trained(
             shares=ranks,
         )
         algorithm = make_recipe(
-            AlgorithmConfig.model_validate(config),
+            AlgorithmConfig.model_validate(known),
             BatchConfig(groups=4, **batch),
             CriticConfig(clip=CRITIC_CLIP),
             settings,
@@ -170,9 +217,9 @@ def trained(
             reward_parts=(),
         )
         for version in (VERSION, VERSION + 1):
-            sequences = algorithm.planner.assemble(groups(), version)
+            sequences = algorithm.planner.assemble(batches, version)
             measured = algorithm.planner.measure(trainer, sequences)
-            plan = algorithm.planner.plan(groups(), sequences, measured, algorithm.coefficients.kl)
+            plan = algorithm.planner.plan(batches, sequences, measured, algorithm.coefficients.kl)
             if algorithm.critic:
                 algorithm.critic.train(trainer, plan)
             algorithm.train_policy(trainer, plan, version)
@@ -230,7 +277,8 @@ def rows_of(config: dict[str, Any], version: int) -> list[list[list[Row]]]:
 
 
 def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta: float) -> None:
-    """Advantages and returns: reward minus the mean of the group, or generalised advantage estimation."""
+    """Advantages and returns: reward minus the mean of the group, turns likewise, or generalised advantage
+    estimation. A sequence is an episode here, however it is stored."""
     in_reward = config.get("kl", {}).get("placement") == "reward"
     for group in batch:
         paid = [
@@ -240,6 +288,8 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
         totals = [row.reward + sum(tokens) for row, tokens in zip(group, paid, strict=True)]
         for row, total, tokens in zip(group, totals, paid, strict=True):
             row.advantages = [total - sum(totals) / len(totals)] * len(row.tokens)
+            if config["advantage"]["name"] == "turn_rloo":
+                row.advantages = of_turns(row, tokens, list(zip(group, paid, strict=True)))
             if config["advantage"]["name"] == "gae":
                 gamma, lam = config["advantage"]["gamma"], config["advantage"]["gae_lambda"]
                 rewards = [*tokens[:-1], tokens[-1] + row.reward]
@@ -252,6 +302,24 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
                 row.advantages = discounted(deltas, gamma * lam)
                 gains = discounted(deltas, gamma * config["advantage"].get("critic_lambda", lam))
                 row.returns = [gain + value for gain, value in zip(gains, values, strict=True)]
+
+
+def to_come(row: Row, paid: list[float]) -> list[float]:
+    """What each turn and the later ones were paid; what no turn was given is paid with the last one."""
+    first = first_turn(len(row.tokens))
+    given = SPLIT_REWARDS if first else SPLIT_REWARDS[1:]
+    parts = [paid[:first], paid[first:]] if first else [paid]
+    turns = [reward + sum(part) for reward, part in zip(given, parts, strict=True)]
+    turns[-1] += row.reward - sum(given)
+    return [sum(turns[k:]) for k in range(len(turns))]
+
+
+def of_turns(row: Row, paid: list[float], group: list[tuple[Row, list[float]]]) -> list[float]:
+    first, own = first_turn(len(row.tokens)), to_come(row, paid)
+    others = [to_come(other, tokens) for other, tokens in group if other is not row]
+    compared = [[other[k] for other in others if k < len(other)] for k in range(len(own))]
+    turns = [g - (sum(among) / len(among) if among else 0.0) for g, among in zip(own, compared, strict=True)]
+    return [turns[0]] * first + [turns[-1]] * (len(row.tokens) - first)
 
 
 def discounted(values: list[float], discount: float) -> list[float]:
@@ -393,6 +461,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights normalised": {
         "correction": {"name": "truncate", "cap": CAP, "level": "sequence", "normalise": True}
     },
+    "turns in branches, steered KL in the reward": {
+        "branches": True,
+        "advantage": {"name": "turn_rloo"},
+        "aggregation": {"name": "seq-mean-token-mean"},
+        "kl": {**KL, **IN_REWARD},
+    },
+    "branches, critic": {"branches": True, "advantage": GAE, "kl": KL},
     "two criteria": {"rejections": [{"name": "reject", "high": 1.25, "level": "geometric"}]},
     **{
         f"aggregation {name}": {"aggregation": {"name": name, **params}, "kl": KL}
@@ -404,7 +479,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ]
     },
 }
-BATCHES = [{}, {"minibatches": 2}, {"minibatches": 2, "epochs": 2}]
+BATCHES = [{}, {"minibatches": 2}, {"epochs": 2}, {"minibatches": 2, "epochs": 2}]
 CUTS = [(1, 1000), (1, 12), (2, 24), (4, 20)]
 """(ranks, tokens per micro-batch); a sequence has up to 10."""
 

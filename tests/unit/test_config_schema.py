@@ -193,6 +193,20 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         )
         for name, key in [("mask", "low"), ("mask", "high"), ("veto", "low"), ("veto", "high")]
     ],
+    *[
+        (
+            algorithm(correction={"name": name, **more, key: bound}),
+            f"algorithm.correction.{key} is {bound}, but the ratio of a fresh token is 1, so `{name}` would",
+        )
+        for name, more, key, bound in [
+            ("truncate", {}, "cap", 0.5),
+            ("truncate", {}, "floor", 1.5),
+            ("reject", {"high": 2.0}, "cap", 0.5),
+            ("reject", {"high": 0.1, "divergence": "tv"}, "cap", 0.5),
+            ("veto", {}, "cap", 0.99),
+        ]
+    ],
+    (algorithm(correction={"name": "truncate", "cap": 1.0, "floor": 1.0}), None),
     (algorithm(correction={"name": "reject", "high": 1.0, "divergence": "k3"}), None),
     (algorithm(correction={"name": "reject", "high": 1.0}), "set it above 1"),
     (algorithm(proximal="log_linear"), "costs no forward pass; set proximal: recompute"),

@@ -183,6 +183,15 @@ def test_two_outcomes_diverge_by_what_the_paper_says(divergence):
         assert correct("reject", {"high": high, "divergence": divergence}, batch).keep_T.tolist() == [kept]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_that_the_engine_rounds_above_certainty_is_kept(level):
+    """Rounding gives log-probabilities of up to 0.01; the square root of a negative chance would be NaN."""
+    for behaviour, proximal in [(0.009, -0.001), (-0.001, 0.009), (0.009, 0.009)]:
+        batch = batch_of([behaviour, -1.0], [proximal, -1.0], [2])
+        params = {"high": 0.05, "divergence": "binary_kl", "level": level}
+        assert correct("reject", params, batch).keep_T.tolist() == [True, True]
+
+
 def batch_of(behaviour: list[float], proximal: list[float], lengths: list[int] | None = None) -> TokenBatch:
     lengths = lengths or [1] * len(behaviour)
     return TokenBatch(

@@ -15,7 +15,9 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.metrics import TURNS, finish, merge, policy_metrics
 from asyncrl.algo.shaping import soft_overlong
+from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner
 from asyncrl.batch.turn_columns import turn_columns, turn_parts
@@ -148,6 +150,7 @@ def rewards_without_episodes(groups: Sequence[Group], measured: dict[str, torch.
 def planned(groups: Sequence[Group], advantage: str = "grpo", **settings) -> Plan:
     estimator = Estimator(
         advantage=registry.resolve("advantage", advantage, PARAMETERS.get(advantage, {})),
+        targets=partial(turn_value_targets if advantage == "turn_gae" else value_targets, gae_lambda=0.7),
         max_response_tokens=8,
         parts=("good",),
         shaping=SHAPING,
@@ -205,6 +208,8 @@ def trained(plan: Plan) -> dict[int, tuple[float, ...]]:
     for minibatch in plan.minibatches:
         for one in minibatch.microbatches:
             columns = (one.tokens.advantages_T, one.tokens.behaviour_logprobs_T, one.tokens.lag_T)
+            assert one.tokens.returns_T is not None and one.tokens.values_T is not None
+            columns += (one.tokens.returns_T, one.tokens.values_T)
             for token, *numbers in zip(one.target_T.tolist(), *(c.tolist() for c in columns), strict=True):
                 assert token not in found, "a token is trained once"
                 found[token] = tuple(numbers)

@@ -91,6 +91,42 @@ def test_bfloat16_rounds_only_its_inputs_and_its_gradients() -> None:
         assert error < 1e-2
 
 
+def test_what_all_logits_of_a_token_have_in_common_costs_no_digits() -> None:
+    """Models without a final norm, and low temperatures, have logits of thousands."""
+    torch.manual_seed(0)
+    logits_CV, target_C = (torch.randn(TOKENS, VOCABULARY) * 3.0 + 1e4), torch.arange(TOKENS)
+    table = logits_CV.double().log_softmax(-1)
+    logprob_C, entropy_C = table[target_C, target_C], -(table.exp() * table).sum(-1)
+    columns, scale_2C = statistics(logits_CV, target_C, True)
+    exact = torch.stack((logprob_C, entropy_C, table.exp().square().sum(-1)))
+    torch.testing.assert_close(columns.double(), exact, atol=0, rtol=2e-6)
+    ones_C = torch.ones(TOKENS)
+    found = off_target_gradient(logits_CV, scale_2C, ones_C, entropy_C.float(), ones_C, torch.float32)
+    wanted = -table.exp() * (1.0 + table + entropy_C[:, None])
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=2e-6)
+
+
+def test_small_gradients_of_many_chunks_are_summed_in_float32() -> None:
+    """In bfloat16 the sum would stand still once it is 256 times as large as a chunk's part."""
+    tokens = 2048
+    hidden_TD = torch.ones(tokens, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
+    target_T = torch.zeros(tokens, dtype=torch.int64)
+    TokenLogprobs.apply(hidden_TD, weight_VD, target_T, 1.0, 2, False, False)[0].sum().backward()
+    expected = torch.tensor([0.75, -0.25, -0.25, -0.25])[:, None].expand(4, 2) * tokens
+    torch.testing.assert_close(weight_VD.grad.float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("gap", [8.0, 9.5, 11.0, 12.5, 14.0])
+def test_a_nearly_certain_token_keeps_the_digits_of_its_gradient(gap: float) -> None:
+    """d ln p / dz = 1 - p = -(exp(ln p) - 1), which is -ln p but for its square."""
+    hidden_TD = torch.tensor([[gap, 0.0]], requires_grad=True)
+    columns_RT = TokenLogprobs.apply(hidden_TD, torch.eye(2), torch.tensor([0]), 1.0, 1, False, False)
+    columns_RT[0].sum().backward()
+    logprob = columns_RT[0, 0].item()
+    assert float(hidden_TD.grad[0, 0]) == pytest.approx(-logprob - logprob**2 / 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("function", [statistics, off_target_gradient])
 def test_every_chunk_runs_one_trace_of_plain_operators(function: Callable[..., Any]) -> None:
     traces = []
@@ -104,7 +140,8 @@ def test_every_chunk_runs_one_trace_of_plain_operators(function: Callable[..., A
     for rows in (7, 4, 9):
         logits_CV = torch.randn(rows, VOCABULARY)
         row_C = torch.rand(rows)
-        rest: tuple[Any, ...] = (row_C, row_C, row_C, row_C, torch.float32)
+        scale_2C = torch.stack((row_C, row_C))
+        rest: tuple[Any, ...] = (scale_2C, row_C, row_C, row_C, torch.float32)
         if function is statistics:
             rest = (torch.arange(rows), True)
         before_CV = logits_CV.clone()

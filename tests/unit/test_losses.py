@@ -429,9 +429,9 @@ def test_other_metrics_count_what_they_say():
     assert evaluate("ppo_clip", {"dual_clip": 1.4}, case)[0].metrics["dual_clipped"] == sum(
         t.advantage < 0 and r > 1.4 for t, r in both
     )
-    assert evaluate("geo_mean", {}, case)[0].metrics == {
-        "clipped_low": sum(t.advantage < 0 and math.log(r) < -0.4 for t, r in both),
-        "clipped_high": sum(t.advantage > 0 and math.log(r) > 0.4 for t, r in both),
+    assert evaluate("geo_mean", {"clip_low": 0.3, "clip_high": 0.6}, case)[0].metrics == {
+        "clipped_low": sum(t.advantage < 0 and math.log(r) < -0.3 for t, r in both),
+        "clipped_high": sum(t.advantage > 0 and math.log(r) > 0.6 for t, r in both),
     }
     moved = [(t, math.exp(t.logprob) - math.exp(t.anchor)) for t in flat]
     assert evaluate("dppo_tv", {"limit_low": 0.1, "limit_high": 0.15, "cap": 1.2}, case)[0].metrics == {

@@ -120,7 +120,7 @@ def gigpo(
             episode = z_score(own.total, [one.total for one in group], std_eps)
             turn = z_score(own.to_come(k, gamma), [one.to_come(j, gamma) for one, j in same], std_eps)
         else:
-            others = [one.to_come(j, gamma) for one, j in same if not (one is own and j == k)]
+            others = [one.to_come(j, gamma) for one, j in same if one is not own]
             episode = own.total - mean([one.total for one in group if one is not own])
             turn = own.to_come(k, gamma) - mean(others) if others else 0.0
         return episode + omega * turn
@@ -340,7 +340,9 @@ def expected_gradient(advantages: Callable[[tuple[Path, Path]], list[list[float]
     return weighted_scores(weights)
 
 
-def by_name(name: str, params: Mapping[str, Any]) -> Callable[[tuple[Path, Path]], list[list[float]]]:
+def by_name(
+    name: str, params: Mapping[str, Any], states: Sequence[int] = (1, 2, 3)
+) -> Callable[[tuple[Path, Path]], list[list[float]]]:
     def advantages(group: tuple[Path, Path]) -> list[list[float]]:
         lengths = torch.tensor([len(path) for path in group])
         rewards = GroupRewards(
@@ -352,7 +354,7 @@ def by_name(name: str, params: Mapping[str, Any]) -> Callable[[tuple[Path, Path]
             episode_K=torch.repeat_interleave(torch.arange(2), lengths),
             turn_T=torch.arange(int(lengths.sum())),
             turn_rewards_K=torch.tensor([reward for path in group for reward in paid(path)]),
-            turn_states_K=torch.cat([torch.arange(1, len(path) + 1) for path in group]),
+            turn_states_K=torch.tensor([state for path in group for state in states[: len(path)]]),
         )
         return [list(row) for row in estimate(name, rewards, params).split(lengths.tolist())]
 
@@ -391,6 +393,20 @@ def norm(gradient: Gradient) -> float:
 def test_the_expected_gradient_is_the_true_one(name, params, factor):
     found = expected_gradient(by_name(name, params))
     assert norm(minus(found, true_gradient(), factor)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("states", "ratios"),
+    [((5, 5, 5), (2.0, 2.0, 2.0)), ((5, 5, 6), (2.0, 2.0, 1.25)), ((1, 2, 3), (2.0, 1.5, 1.25))],
+)
+def test_gigpo_only_weighs_turns_differently(states, ratios):
+    """In the expectation a turn counts 1 + omega P(the other episode meets its state) times the gradient.
+
+    A state that comes again within an episode must not compare an action with what follows from it.
+    """
+    found = expected_gradient(by_name("gigpo", {"gamma": 1.0}, states))
+    for row, true, ratio in zip(found, true_gradient(), ratios, strict=True):
+        assert norm(minus([[float(x) for x in row]], [[ratio * y for y in true]])) < 1e-6
 
 
 def test_centred_rewards_of_turns_miss_the_gradient_by_their_means_times_the_chance_to_go_on():
