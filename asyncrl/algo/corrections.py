@@ -88,7 +88,7 @@ def reject(
     *,
     high: Positive,
     low: Positive | None = None,
-    divergence: Literal["k1", "k2", "k3", "tv", "binary_kl"] = "k1",
+    divergence: Literal["k1", "k2", "k3", "tv", "binary_kl", "binary_kl_max"] = "k1",
     level: Level = "sequence",
     weights: Literal["none", "token", "sequence"] = "token",
     cap: Positive = 2.0,
@@ -97,15 +97,16 @@ def reject(
 
     Args:
         high: upper bound: on the ratio for k1; on l^2 / 2 for k2 and on exp(l) - 1 - l for k3, in nats; on
-            |p - q| for tv; on KL(q || p) of the sampled token against all others for binary_kl, in nats. q is
-            the token's probability under mu, p under pi_proximal.
+            |p - q| for tv; on KL(q || p) of the sampled token against all others for binary_kl, in nats, and
+            on the larger of KL(q || p) and KL(p || q) for binary_kl_max. q is the token's probability under
+            mu, p under pi_proximal.
         low: lower bound on the ratio for k1, 1 / high by default; the other divergences have no lower bound.
         divergence: the quantity that is bounded.
         level: measures the divergence at each token, summed over a sequence, or averaged (geometric).
         weights: level of the kept weights; with `none` they are 1.
 
     Source: Liu et al. 2025, "When speed kills stability", for geometric k1 at sequence level; Qi et al. 2026
-    (arXiv:2602.04879) for tv and binary_kl.
+    (arXiv:2602.04879) for tv and binary_kl; KPop of Ring-2.6 (2026) for binary_kl_max at token level.
     """
     keep_T = _within(batch, divergence, level, (1.0 / high if low is None else low, high))
     if weights == "none":
@@ -200,7 +201,10 @@ def _divergence_T(batch: TokenBatch, divergence: str) -> Tensor:
     if divergence == "k3":
         return torch.expm1(l_T) - l_T
     p_T, q_T = probabilities(batch.anchor_logprobs_T, batch.behaviour_logprobs_T)
-    return (p_T - q_T).abs() if divergence == "tv" else binary_kl(p_T, q_T)
+    if divergence == "tv":
+        return (p_T - q_T).abs()
+    kl_T = binary_kl(p_T, q_T)
+    return kl_T if divergence == "binary_kl" else torch.maximum(kl_T, binary_kl(q_T, p_T))
 
 
 def _all(batch: TokenBatch) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.losses import TokenLoss, clipped_surrogate
-from asyncrl.algo.ranges import NonNegative, Share
+from asyncrl.algo.ranges import Level, NonNegative, Share
 from asyncrl.algo.ratios import log_ratio, policy_ratio, sums
 from asyncrl.algo.tokens import TokenBatch
 
@@ -40,6 +40,20 @@ def geo_mean(
         clipped_low=(sign_T < 0) & (d_T < -clip_low), clipped_high=(sign_T > 0) & (d_T > clip_high)
     )
     return TokenLoss(batch.weighted(-objective_S[batch.sequence_T]), metrics)
+
+
+def topr(batch: TokenBatch, logprobs_T: Tensor, *, level: Level = "geometric") -> TokenLoss:
+    """-w c A ln pi, c a constant: 1 where A > 0, min(s, 1) where A < 0, s the ratio of the sequence.
+
+    A bad answer that the policy has left is pushed down no further; a good one is learnt however rare it is.
+    Source: Le Roux et al. 2025 (arXiv:2503.14286), which takes the product (`level: sequence`); the geometric
+    mean does not vanish with the length.
+    """
+    s_T = policy_ratio(batch, logprobs_T.detach(), level)
+    is_bad_T = batch.advantages_T < 0
+    c_T = torch.where(is_bad_T, s_T.clamp(max=1.0), 1.0)
+    metrics = sums(capped=is_bad_T & (s_T > 1.0))
+    return TokenLoss(batch.weighted(-c_T * batch.advantages_T * logprobs_T), metrics)
 
 
 def vespo(

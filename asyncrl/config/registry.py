@@ -43,7 +43,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "policy_loss": _table(
         {
             "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro",
-            "sequence_losses": "gspo geo_mean vespo",
+            "sequence_losses": "gspo geo_mean topr vespo",
             "divergence_losses": "dppo_tv dppo_kl",
             "covariance_losses": "clip_cov kl_cov",
         }

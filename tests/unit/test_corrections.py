@@ -107,9 +107,9 @@ def reject_probabilities(
         strict=True,
     ):
         p, q = math.exp(to), math.exp(of)
-        moved[s].append(
-            abs(p - q) if divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-        )
+        there = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        back = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        moved[s].append({"tv": abs(p - q), "binary_kl": there, "binary_kl_max": max(there, back)}[divergence])
     keep = [[d <= high for d in row] for row in spread(moved, level, lambda d: d)]
     return none(moved)[0], keep
 
@@ -162,7 +162,7 @@ def test_weights_are_the_formula_written_out(name, oracle, params, seed):
     assert not correction.weights_T.requires_grad
 
 
-@pytest.mark.parametrize("divergence", ["tv", "binary_kl"])
+@pytest.mark.parametrize("divergence", ["tv", "binary_kl", "binary_kl_max"])
 @pytest.mark.parametrize("level", LEVELS)
 @given(seed=st.integers(0, 10_000))
 def test_rejection_by_probabilities_is_the_formula_written_out(divergence, level, seed):
@@ -174,11 +174,11 @@ def test_rejection_by_probabilities_is_the_formula_written_out(divergence, level
     assert correction.weights_T.tolist() == correction.keep_T.tolist()
 
 
-@pytest.mark.parametrize("divergence", ["tv", "binary_kl"])
+@pytest.mark.parametrize("divergence", ["tv", "binary_kl", "binary_kl_max"])
 def test_two_outcomes_diverge_by_what_the_paper_says(divergence):
-    """q 0.2, p 0.3: |p - q| is 0.1, KL(q || p) is 0.2 ln(2/3) + 0.8 ln(8/7) = 0.02573."""
+    """q 0.2, p 0.3: |p - q| is 0.1, KL(q || p) is 0.2 ln(2/3) + 0.8 ln(8/7) = 0.02573, KL(p || q) is 0.02817."""
     batch = batch_of([math.log(0.2)], [math.log(0.3)])
-    value = {"tv": 0.1, "binary_kl": 0.0257314}[divergence]
+    value = {"tv": 0.1, "binary_kl": 0.0257314, "binary_kl_max": 0.0281680}[divergence]
     for high, kept in [(value + 1e-6, True), (value - 1e-6, False)]:
         assert correct("reject", {"high": high, "divergence": divergence}, batch).keep_T.tolist() == [kept]
 

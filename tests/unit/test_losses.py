@@ -183,6 +183,14 @@ def vespo(
     return found
 
 
+def topr(row: list[Token], level: str = "geometric") -> Values:
+    found = []
+    for t, moved in zip(row, at_level(row, level), strict=True):
+        c = min(math.exp(moved.logprob - moved.anchor), 1.0) if t.advantage < 0 else 1.0
+        found.append((-t.weight * c * t.advantage * t.logprob, -t.weight * c * t.advantage))
+    return found
+
+
 Oracle = Callable[..., Values]
 CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("ppo_clip", ppo_clip, {}),
@@ -196,6 +204,8 @@ CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("ppo_clip", ppo_of_sequences, {"level": "sequence", "dual_clip": 3.0}),
     ("sapo", sapo_of_sequences, {"level": "geometric"}),
     ("sapo", sapo_of_sequences, {"level": "sequence", "tau_positive": 2.0}),
+    ("topr", topr, {}),
+    ("topr", topr, {"level": "sequence"}),
     ("vespo", vespo, {}),
     ("vespo", vespo, {"k_positive": 1.0, "lambda_positive": 0.5, "k_negative": 0.0, "lambda_negative": 1.5}),
     ("reinforce", reinforce, {}),
