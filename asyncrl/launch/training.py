@@ -39,6 +39,7 @@ def train(
     data: DataFiles,
     rendezvous: Rendezvous,
     device: torch.device,
+    code: tuple[str, ...],
     logs: LogContext,
     stop: threading.Event,
 ) -> None:
@@ -72,6 +73,7 @@ def train(
                 coefficients=recipe.coefficients,
                 probe_ids=probe_ids,
                 initial_logprobs=initial_logprobs,
+                code=code,
                 logs=logs,
                 stop=stop,
             )
