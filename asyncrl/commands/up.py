@@ -37,6 +37,7 @@ from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
+from asyncrl.run.starts import code_variables
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
@@ -225,7 +226,7 @@ def learner_spec(
         name="learner",
         argv=argv,
         standby_argv=[*argv, STANDBY],
-        env=env | {SECRET_VARIABLE: directory.secret()},
+        env=env | {SECRET_VARIABLE: directory.secret()} | code_variables(config),
         log_path=directory.logs / "learner.out",
         ends_run=True,
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),

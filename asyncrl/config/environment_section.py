@@ -99,15 +99,15 @@ def _is_rollout(uses: str | tuple[str, ...]) -> bool:
         return len(uses) == 1 and _is_rollout(uses[0])
     place, _, name = uses.rpartition(":")
     try:
-        source = place if place.endswith(".py") else _source_of(place)
+        source = place if place.endswith(".py") else source_of(place)
         body = ast.parse(Path(source).read_bytes()).body if source else []
     except (ImportError, LookupError, OSError, SyntaxError, ValueError):  # `asyncrl validate` reports it
         return False
     return any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body)
 
 
-def _source_of(module: str) -> str | None:
-    """The file of a module, found without importing the packages that it is in."""
+def source_of(module: str) -> str | None:
+    """Return the file of a module, found without importing the packages that it is in."""
     places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
     source = None
     for name in accumulate(module.split("."), "{}.{}".format):

@@ -54,10 +54,13 @@ class Hello:
     host_digest: str = ""
     # Fingerprints of the data files, from `data.dataset.fingerprints`.
     rows: str = ""
+    # Names and digests of the files with user code, from `run.starts.code_of`.
+    code: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self.generator_id, self.incarnation)
         _check_texts(self.release, self.config_hash, self.host, self.host_digest, self.rows, *self.transports)
+        _check_texts(*self.code)
         if not 1 <= self.tensor_parallel <= 1024 or len(self.transports) > _MOST_ENTRIES:
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel}, with {len(self.transports)} transports"

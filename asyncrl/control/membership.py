@@ -67,12 +67,17 @@ class RunIdentity:
     config_hash: str
     host_digest: str = ""
     rows: str = ""
+    code: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, *, rows: str) -> Self:
-        """Return the identity of the learner with this config; `rows` is the fingerprint of its data."""
+    def of(cls, config: Config, *, rows: str, code: tuple[str, ...]) -> Self:
+        """Return the identity of the learner with this config, its data and its files of user code."""
         return cls(
-            release=__version__, config_hash=config_hash(config), host_digest=host_digest(config), rows=rows
+            release=__version__,
+            config_hash=config_hash(config),
+            host_digest=host_digest(config),
+            rows=rows,
+            code=code,
         )
 
 
@@ -181,6 +186,12 @@ class Membership:
                 f"generator read {hello.rows} from data.train and data.eval, the learner {self._run.rows}; "
                 "the file at this path differs between the hosts, or has changed; copy the learner's file to "
                 "the generator's host, and start the generator again"
+            )
+        if changed := sorted({*hello.code} - {*self._run.code}):
+            return (
+                f"generator found {', '.join(changed)} (name and digest), the run began with "
+                f"{', '.join(self._run.code)}: rewards of two meanings would mix; restore the file, or go on "
+                "with the new one by `asyncrl down` and `asyncrl up`"
             )
         return ""
 

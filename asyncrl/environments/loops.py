@@ -29,14 +29,15 @@ async def play_text(
     talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any], *, rewards: bool
 ) -> Outcome:
     """Play a text environment: an answer is the argument of `step`, whose observation comes next."""
-    observation, state = read_reset(await asked(ask, "reset", **start))
+    observation, state = read_reset(await asked(ask, "reset", **start, limit=conversation.max_characters))
     conversation.observe(observation)
     total: float | None = None
     finish_reason = ""
     try:
         while not finish_reason:
             answer = await conversation.answer()
-            step = read_step(await asked(ask, "step", text=answer.text))
+            reply = await asked(ask, "step", text=answer.text, limit=conversation.max_characters)
+            step = read_step(reply)
             if step.reward is not None:
                 total = (total or 0.0) + step.reward
             talk.score_turn(step.reward, state)
@@ -88,7 +89,7 @@ async def play_tool_class(
     After the calls of each answer the object is asked whether the episode is over, because `__init__`,
     `reset` or a tool may set the attribute that says so.
     """
-    observation, _ = read_reset(await asked(ask, "reset", **start))
+    observation, _ = read_reset(await asked(ask, "reset", **start, limit=conversation.max_characters))
     conversation.observe(observation)
 
     async def answer_calls(answer: Answer) -> bool:

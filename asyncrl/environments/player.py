@@ -1,9 +1,10 @@
 """A worker that answers requests in order: calls of tools, or the episode of one environment.
 
-in   {do: reset, columns, seed} | {do: step, text} | {do: call, name, arguments, limit}
+in   {do: reset, columns, seed, limit} | {do: step, text, limit} | {do: call, name, arguments, limit}
      {do: reward} | {do: done} | {do: close}
 out  {value, seconds}, with `tuple` if user code returned one, and for a call `length`, the number of
      characters before `value` was cut to `limit`
+     a `value` that no message can hold has texts of `limit` characters at most
      {error, where, fault, memory, seconds} if user code raised; `fault` if no argument can be the cause,
      `memory` if the process had no memory left; a worker of tools then ends
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from asyncrl.environments.json_frames import packed, read_frame
-from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS
+from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS, TOOLS
 
 MAX_REASON_CHARACTERS = 2000
 OURS = os.path.dirname(__file__) + os.sep
@@ -40,6 +41,7 @@ class Player:
         self._requests = channel.makefile("rb")
         self._tools = {tool.__name__: tool for tool in targets} if is_tools else None
         self._instance: Any = None
+        self._limit = sys.maxsize
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self) -> NoReturn:
@@ -52,10 +54,11 @@ class Player:
         while True:
             request = read_frame(self._requests)
             started_s = time.perf_counter()
+            self._limit = request.pop("limit", sys.maxsize)
             try:
                 reply = work[request.pop("do")](**request)
                 reply["seconds"] = time.perf_counter() - started_s
-                frame = packed(reply)
+                frame = self._packed(reply)
             except BaseException as error:  # noqa: BLE001 - reported to the parent
                 reply = described(error) | {"seconds": time.perf_counter() - started_s}
                 frame = packed(reply)
@@ -64,6 +67,13 @@ class Player:
             self._channel.sendall(frame)
             if reply.get("memory") and self._tools is not None:
                 os._exit(0)  # what filled the memory may still be there: another worker goes on
+
+    def _packed(self, reply: Mapping[str, Any]) -> bytes:
+        """Return the reply as a message. If that is too long, long texts are cut, as the parent would."""
+        try:
+            return packed(reply)
+        except ValueError:
+            return packed({**reply, "value": _shortened(reply["value"], self._limit)})
 
     def _reset(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         random.seed(seed)
@@ -75,11 +85,14 @@ class Player:
     def _step(self, text: str) -> dict[str, Any]:
         return self._returned(self._instance.step(text))
 
-    def _call(self, name: str, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
-        tool = self._tools[name] if self._tools is not None else getattr(self._instance, name)
-        value = self._result(tool(**arguments))
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if hasattr(self._target, TOOLS):
+            value = self._result(self._instance(name, arguments))
+        else:
+            tool = self._tools[name] if self._tools is not None else getattr(self._instance, name)
+            value = self._result(tool(**arguments))
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        return {"value": text[:limit], "length": len(text)}
+        return {"value": text[: self._limit], "length": len(text)}
 
     def _reward(self) -> dict[str, Any]:
         return self._returned(self._ask(REWARDS))
@@ -123,6 +136,15 @@ def described(error: BaseException) -> dict[str, Any]:
         "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
     }
+
+
+def _shortened(value: Any, limit: int) -> Any:
+    if isinstance(value, str) and len(value) > limit:
+        mark = f"\n[cut: at {limit:,} of {len(value):,} characters]"
+        return value[: max(limit - len(mark), 0)] + mark
+    if isinstance(value, dict):
+        return {key: _shortened(one, limit) for key, one in value.items()}
+    return [_shortened(one, limit) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _text(error: BaseException) -> str:

@@ -30,8 +30,8 @@ class Toolbox:
     """The tools of an environment: their schemas, and the check of the model's calls."""
 
     def __init__(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Make the schemas of what a worker described. Raises EnvironmentFault with file and line."""
-        self.schemas = [tool_schema(tool) for tool in described]
+        """Make the schemas of what a worker described, if they are none yet. Raises EnvironmentFault."""
+        self.schemas = [tool if "function" in tool else tool_schema(tool) for tool in described]
         self._parameters = {one["function"]["name"]: one["function"]["parameters"] for one in self.schemas}
 
     def mistake(self, call: ToolCall) -> str:
@@ -45,9 +45,9 @@ class Toolbox:
             if name not in call.arguments:
                 return f"{call.name} needs the argument {name}"
         for name, value in call.arguments.items():
-            if name not in properties:
+            if name not in properties and not parameters.get("additionalProperties"):
                 return f"{call.name} has no argument {name}; it has {', '.join(properties) or 'none'}"
-            if wrong := _wrong(value, properties[name]):
+            if wrong := _wrong(value, properties.get(name, {})):
                 return f"{name} must be {wrong}, got {json.dumps(value)[:80]}"
         return ""
 
@@ -55,7 +55,7 @@ class Toolbox:
 def example(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments that fit the parameters of a schema, for a trial."""
     required = parameters.get("required", ())
-    return {name: _example(parameters["properties"][name]) for name in required}
+    return {name: _example(parameters["properties"].get(name, {})) for name in required}
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
@@ -138,8 +138,8 @@ def _type(node: ast.expr) -> Any:
 
 
 def _wrong(value: Any, schema: Mapping[str, Any]) -> str:
-    """What a value of this schema is, if `value` is not one; else ""."""
-    if value is None and schema.get("nullable"):
+    """What a value of this schema is, if `value` is not one; else "". What it does not know, it lets pass."""
+    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
         return ""
     if "anyOf" in schema:
         wrong = [_wrong(value, one) for one in schema["anyOf"]]

@@ -5,6 +5,9 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+# The attribute of an adapter's class that has the schemas of its tools, instead of methods: their names and
+# those of their arguments are JSON. The object itself is called with name and arguments.
+TOOLS = "__tools__"
 # Public methods of a class that are not tools.
 REWARDS, ENDS, CLOSE = ("get_reward", "reward"), ("is_done", "done"), "close"
 NOT_TOOLS = frozenset({"reset", "step", *REWARDS, *ENDS, CLOSE})
@@ -21,7 +24,8 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
     # The first parameter is `self` or `session`.
     named = [one for one in taken[1:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     tools = list(targets) if kind == "tools" else []
-    if kind == "tool_class":
+    given = getattr(first, TOOLS, None)
+    if kind == "tool_class" and given is None:
         names = [name for name in dir(first) if name[0] != "_" and name not in NOT_TOOLS]
         tools = [getattr(first, name) for name in names if inspect.isroutine(getattr(first, name))]
     if len(known := {tool.__name__ for tool in tools}) < len(tools):
@@ -33,7 +37,8 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         "columns": [one.name for one in named if is_entered],
         "required": [one.name for one in named if is_entered and one.default is one.empty],
         "takes_all": is_entered and any(one.kind is one.VAR_KEYWORD for one in taken),
-        "tools": [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
+        "tools": given
+        or [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
         # Classes for TRL often have a reward as an attribute, which `__init__` or a tool sets.
         "rewards": kind == "tool_class" or any(hasattr(first, name) for name in REWARDS),
         "closes": inspect.isclass(first) and hasattr(first, CLOSE),

@@ -20,6 +20,7 @@ from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.hosting.processes import closed_to_us
 from asyncrl.run.keys import JoinKeys
+from asyncrl.run.starts import code_of
 from asyncrl.version import __version__
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder
 
@@ -36,6 +37,7 @@ def hello_of(config: Config, generator_id: str, *, confirm: bool) -> Hello:
         incarnation=uuid.uuid4().hex[:12],
         release=__version__,
         config_hash=config_hash(config),
+        code=code_of(config),
         version=0,
         tensor_parallel=config.generator.tensor_parallel,
         pid=os.getpid(),

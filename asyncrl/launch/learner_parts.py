@@ -41,6 +41,7 @@ def open_lead_run(
     coefficients: Coefficients,
     probe_ids: Sequence[int],
     initial_logprobs: Sequence[float],
+    code: tuple[str, ...],
     logs: LogContext,
     stop: threading.Event,
 ) -> LeadRun:
@@ -50,7 +51,7 @@ def open_lead_run(
     """
     wire_key, record_key = keys.join.wire, keys.join.record
     gpu = torch.cuda.get_device_name() if trainer.device.type == "cuda" else None
-    record_start(directory.starts, state.version, gpu)
+    record_start(directory.starts, state.version, gpu, code)
     begun = state.begun(config, rows=data.train)
     reporting = open_reporting(config, directory, key_id=key_id(record_key), step=state.version)
     stack.callback(reporting.close)
@@ -72,6 +73,7 @@ def open_lead_run(
         publisher,
         socket_path=directory.socket_path("control.sock"),
         rows=data.fingerprint,
+        code=code,
         wire_key=wire_key,
         keys=keys.control,
         on_dead=taking.revoke,

@@ -13,6 +13,7 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import forget_secrets, run_keys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import read_saved, refuse_changes
+from asyncrl.run.starts import code_at_start
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import choose_device, limit_memory
@@ -37,7 +38,8 @@ def main() -> None:
         limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started them holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
-            train(config, directory, store, keys, data, rendezvous, device, logs)
+            code = code_at_start(config, os.environ)
+            train(config, directory, store, keys, data, rendezvous, device, code, logs)
 
     run_role(role)
 

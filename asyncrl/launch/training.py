@@ -40,6 +40,7 @@ def train(
     data: DataFiles,
     rendezvous: Rendezvous,
     device: torch.device,
+    code: tuple[str, ...],
     logs: LogContext,
 ) -> None:
     """Load the newest checkpoint, train to the last step or until SIGTERM, and save.
@@ -76,6 +77,7 @@ def train(
                 coefficients=recipe.coefficients,
                 probe_ids=probe_ids,
                 initial_logprobs=initial_logprobs,
+                code=code,
                 logs=logs,
                 stop=stop,
             )

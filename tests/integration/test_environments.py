@@ -237,7 +237,7 @@ def test_only_columns_that_are_named_reach_user_code(tmp_path):
         ("text", "returned", "str `much`; allowed is a reward that is one finite number"),
         ("bool", "returned", "bool `True`; allowed"),
         ("object", "raised", "returned a value of type object"),
-        ("huge", "raised", "at most 16,777,216 are allowed"),
+        ("huge", "returned", "allowed is a reward that is one finite number"),
         ("_exit", "died", r"`step`: the process died \(exit status 3\)"),
         ("segfault", "died", "killed by SIGSEGV"),
         ("last words", "died", "exit status 5.*it last printed: the last words"),
@@ -251,6 +251,28 @@ def test_a_failure_in_a_step_is_a_fault_with_its_reason_and_never_a_score(tmp_pa
     assert isinstance(fault, EnvironmentFault) and fault.reason == reason, fault
     with pytest.raises(EnvironmentFault, match=f"(?s){says}"):
         raise fault
+
+
+def test_an_observation_that_no_message_can_hold_is_cut_and_no_fault(tmp_path):
+    code = """
+class Long:
+    def reset(self, how):
+        return [{"role": "user", "content": "é" * 20_000_000}] if how == "messages" else "é" * 20_000_000
+    def step(self, response):
+        return "x" * 64_000_000, 1.0, response == "end"
+"""
+
+    async def scenario():
+        async with environment(tmp_path, code, "Long", max_observation_characters=100) as played:
+            for how in ("messages", "text"):
+                talk = ScriptedTalk(["go", "end"])
+                outcome = await play(played, talk, {"how": how}, prompt=[])
+                first, second = talk.shown[0][-1]["content"], talk.shown[1][-1]["content"]
+                assert len(first) == len(second) == 100 and outcome.reward == 2.0
+                assert first.endswith("é\n[cut: at 100 of 20,000,000 characters]")
+                assert second.endswith("x\n[cut: at 100 of 64,000,000 characters]")
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

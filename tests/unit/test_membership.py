@@ -69,6 +69,18 @@ def test_a_host_with_other_data_under_the_same_path_is_refused():
     assert isinstance(members.hello(hello(rows="2 rows with digest a"), 0.0), Joined)
 
 
+def test_a_generator_whose_files_of_user_code_have_changed_within_the_run_is_refused():
+    members = Membership(
+        RunIdentity(release="1.0", config_hash="abc", code=("game.py 1", "odd.py 2")),
+        timeout_s=1.0,
+        challenge_s=1.0,
+    )
+    answer = members.hello(hello(code=("game.py 1", "odd.py 3")), 0.0)
+    assert isinstance(answer, Refused) and "found odd.py 3 (name" in answer.reason
+    assert "rewards of two meanings would mix" in answer.reason
+    assert isinstance(members.hello(hello(code=("game.py 1", "odd.py 2")), 0.0), Joined)
+
+
 def test_silence_is_death_and_a_heartbeat_from_the_dead_asks_for_a_hello():
     members = make()
     members.hello(hello(), 0.0)

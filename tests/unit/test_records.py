@@ -1,5 +1,6 @@
 """Which rollouts of a step are kept for people to read, and what is kept about each start."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -11,9 +12,10 @@ import pytest
 from asyncrl.learner import Step
 from asyncrl.report.reports import dropped_records
 from asyncrl.report.step_metrics import LONGEST_LAG, step_metrics
-from asyncrl.run.starts import read_starts, record_start
+from asyncrl.run.starts import CODE_VARIABLE, code_at_start, code_of, read_starts, record_start
 from asyncrl.types import Group, VersionSpan
 from tests.support.steps import group, rollout, step
+from tests.support.task_config import config_of
 
 
 def decode(ids: object) -> str:
@@ -101,3 +103,25 @@ def test_starts_are_kept_in_order_with_their_software(tmp_path: Path):
     assert (
         len(path.read_text().splitlines()) == 2 and json.loads(path.read_text().splitlines()[1])["step"] == 12
     )
+
+
+def test_a_start_says_which_files_of_user_code_have_changed(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for name in ("odd.py", "game.py", "agent.py", "server.py"):
+        (tmp_path / name).write_text("A = 1")
+    reward = {"functions": [{"function": "odd.py:odd"}, {"function": "gsm8k"}]}
+    config = config_of(reward=reward, environment={"uses": ["game:play", "mcp:python server.py"]})
+    agents = config_of(reward=reward, environment={"command": ["python", "agent.py"]})
+    digest = hashlib.sha256(b"A = 1").hexdigest()[:16]
+    before = code_of(config)
+    assert before == tuple(f"{name}.py {digest}" for name in ("game", "odd", "server"))
+    assert code_of(agents) == tuple(f"{name}.py {digest}" for name in ("agent", "odd"))
+    (tmp_path / "game.py").write_text("A = 2")
+    given = {CODE_VARIABLE: json.dumps(before)}
+    assert code_at_start(config, given) == before, "a learner that is started again within the run"
+    starts = tmp_path / "starts.jsonl"
+    for number, code in enumerate((before, before, code_at_start(config, {}))):
+        assert "changed" not in caplog.text
+        record_start(starts, number, None, code)
+    assert "game.py changed since the run was last started: rewards before step 2" in caplog.text
+    assert [start.code[1:] == before[1:] for start in read_starts(starts)] == [True] * 3

@@ -1,7 +1,7 @@
 """`mcp:COMMAND` or `mcp:URL`: the tools of a server of the Model Context Protocol, with mcp 2.
 
 A command is a server of its own for every episode, so that it may have a state; it ends with the episode. A
-call that the server refuses is an observation. A server that ends is a fault.
+call that the server refuses is an observation. A server that ends, or answers what is not MCP, is a fault.
 """
 
 import asyncio
@@ -9,13 +9,23 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
+
+from asyncrl.environments.adapters.tool_methods import ToolError, tools_of
+
+# Before the import, which says nothing of versions.
+if tuple(map(int, version("mcp").split(".")[:2])) < (2, 3):
+    raise ImportError(
+        f"found mcp {version('mcp')}; at least 2.3 is needed: run `pip install 'mcp>=2.3'` for the Python of "
+        "the environment"
+    )
 
 from mcp import Client, MCPError, StdioServerParameters, types
 
-from asyncrl.environments.adapters.tool_methods import ToolError, as_method
-
+# Answers of a server that lists its tools, before it is taken for one that does so without an end.
+MOST_PAGES = 100
 # An MCP client starts servers in sessions of their own, so the kernel is asked to kill them with us.
 BOUND = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
@@ -42,7 +52,7 @@ class _Connection:
                 name, arguments, reply = await self._calls.get()
                 try:
                     reply.set_result(await client.call_tool(name, dict(arguments)) if name else None)
-                except MCPError as error:
+                except Exception as error:  # noqa: BLE001 - what the client raises for a reply that is no MCP
                     reply.set_exception(error)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -51,10 +61,14 @@ class _Connection:
         await asyncio.wait([self._task, reply], return_when=asyncio.FIRST_COMPLETED)
         try:
             return reply.result() if reply.done() else self._task.result()
-        except MCPError as error:
+        except Exception as group:
+            error = _first(group)
+            if not isinstance(error, MCPError):
+                found = f"{type(error).__name__}: {error}"
+                raise ConnectionError(f"the server {self.server} gave no answer of MCP ({found})") from group
             if error.code not in LOST:
-                raise
-            raise ConnectionError(f"the server {self.server} is lost: {error}") from error
+                raise error from group
+            raise ConnectionError(f"the server {self.server} is lost: {error}") from group
 
 
 def environment(name: str) -> type:
@@ -68,17 +82,19 @@ def environment(name: str) -> type:
     except Exception as group:  # noqa: BLE001 - what the client's tasks raise
         error = _first(group)
         raise ImportError(f"the MCP server gives no tools ({type(error).__name__}: {error})") from error
-    return type("Server", (_Connection,), {"server": name} | {tool.name: _method(tool) for tool in tools})
+    listed = [(tool.name, tool.description, tool.input_schema) for tool in tools]
+    return type("Server", (_Connection,), {"server": name} | tools_of(_called, *listed))
 
 
 async def _listed(server: str) -> list[types.Tool]:
     async with Client(_parameters(server)) as client:
-        page = await client.list_tools()
-        tools = list(page.tools)
-        while page.next_cursor:
-            page = await client.list_tools(cursor=page.next_cursor)
+        tools, cursor = [], None
+        for _ in range(MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
             tools += page.tools
-        return tools
+            if not (cursor := page.next_cursor):
+                return tools
+    raise ValueError(f"it lists tools without an end: {len(tools)} in {MOST_PAGES} answers")
 
 
 def _parameters(server: str) -> str | StdioServerParameters:
@@ -96,14 +112,9 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _method(tool: types.Tool) -> Callable[..., Any]:
-    """A method with the name, text and parameters of a tool."""
-
-    async def method(self: _Connection, **arguments: Any) -> str:
-        result = await self._call(tool.name, arguments)
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
-        if result.is_error:
-            raise ToolError(text)
-        return text
-
-    return as_method(method, tool.name, tool.description, tool.input_schema)
+async def _called(self: _Connection, name: str, arguments: Mapping[str, Any]) -> str:
+    result = await self._call(name, arguments)
+    text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+    if result.is_error:
+        raise ToolError(text)
+    return text

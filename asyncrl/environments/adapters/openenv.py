@@ -9,13 +9,13 @@ server refuses is an observation; a lost server, or one that has no free session
 import contextlib
 import json
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from asyncrl.environments.adapters.tool_methods import ToolError, as_method
+from asyncrl.environments.adapters.tool_methods import ToolError, tools_of
 
 # Limits in seconds for the server to accept a socket, to answer a ping, and to end a session.
 OPEN_S, PING_S, CLOSE_S = 20.0, 20.0, 5.0
@@ -44,10 +44,14 @@ class _Connection:
             self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             reply = json.loads(self._socket.recv())
+            found: dict[str, Any] = reply["data"]
+            is_error = reply["type"] == "error"
         except ConnectionClosed as error:
             raise ConnectionError(f"the server {self.url} is lost: {error}") from error
-        found: dict[str, Any] = reply["data"]
-        if reply["type"] != "error" or (kind == "step" and found["code"] == REFUSED):
+        except (ValueError, LookupError, TypeError) as error:
+            text = f"the server {self.url} gave no answer of OpenEnv ({type(error).__name__}: {error})"
+            raise ConnectionError(text) from error
+        if not is_error or (kind == "step" and found["code"] == REFUSED):
             return found
         cure = "; allow more sessions there (max_concurrent_envs)" if "CAPACITY" in found["code"] else ""
         raise ConnectionError(f"the server {self.url} says {found['code']}: {found['message']}{cure}")
@@ -129,16 +133,8 @@ def environment(url: str) -> type:
         lister.close()
     if not tools:
         raise TypeError(f"the server {url} has neither fields of an action nor tools")
-    return type("Remote", (_Tools,), {"url": url} | {tool["name"]: _method(tool) for tool in tools})
-
-
-def _method(tool: Mapping[str, Any]) -> Callable[..., Any]:
-    name = tool["name"]
-
-    def method(self: _Tools, **arguments: Any) -> Any:
-        return self._call(name, arguments)
-
-    return as_method(method, name, tool["description"], tool["input_schema"])
+    listed = [(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
+    return type("Remote", (_Tools,), {"url": url} | tools_of(_Tools._call, *listed))
 
 
 def _fields(action: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,54 +1,25 @@
-"""Methods of a class from the tools of a server, whose parameters are JSON schemas."""
+"""Tools of a server: their schemas stay those of the server, and their names are no attributes of the class.
 
-import re
+A class with `__tools__` has the tools in it instead of its methods, see `environments.user_code`.
+"""
+
 from collections.abc import Callable, Mapping
-from inspect import Parameter, Signature
+from inspect import cleandoc
 from typing import Any
 
-TYPES = {
-    "string": "str", "integer": "int", "number": "float", "boolean": "bool", "array": "list",
-    "object": "dict",
-}  # fmt: skip
+# Calls a tool: the object of the episode, the tool's name, and the arguments of the model.
+Call = Callable[[Any, str, Mapping[str, Any]], Any]
 
 
 class ToolError(Exception):
     """A tool of a server failed."""
 
 
-def as_method(
-    body: Callable[..., Any], name: str, description: str | None, schema: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Give `body(self, **arguments)` the name, text and parameters of a tool, and return it."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    body.__name__ = body.__qualname__ = name
-    said = {key: " ".join(str(one.get("description") or key).split()) for key, one in properties.items()}
-    own_text = re.split(r"\n\s*Args:", description or name)[0].rstrip()
-    body.__doc__ = "\n".join(
-        [own_text, "", *(["Args:"] if said else []), *(f"    {key}: {text}" for key, text in said.items())]
-    )
-    parameters = [
-        Parameter(
-            key,
-            Parameter.KEYWORD_ONLY,
-            annotation=_annotation(one),
-            default=Parameter.empty if key in required else one.get("default"),
-        )
-        for key, one in properties.items()
+def tools_of(call: Call, *tools: tuple[str, str | None, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the attributes of a class whose tools, of name, text and JSON schema each, `call` calls."""
+    least = {"type": "object", "properties": {}}
+    schemas = [
+        {"name": name, "description": cleandoc(text or name), "parameters": {**least, **schema}}
+        for name, text, schema in tools
     ]
-    own = Parameter("self", Parameter.POSITIONAL_ONLY)
-    body.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
-    return body
-
-
-def _annotation(schema: Mapping[str, Any]) -> str:
-    """The type of a JSON schema as an annotation."""
-    if "enum" in schema:
-        return f"Literal[{', '.join(map(repr, schema['enum']))}]"
-    if "anyOf" in schema:
-        kinds = [one for one in schema["anyOf"] if one.get("type") != "null"]
-        inner = " | ".join(_annotation(one) for one in kinds)
-        return inner if len(kinds) == len(schema["anyOf"]) else f"{inner} | None"
-    kind = TYPES.get(schema.get("type", ""), "Any")
-    if kind == "list" and "items" in schema:
-        return f"list[{_annotation(schema['items'])}]"
-    return kind
+    return {"__tools__": [{"type": "function", "function": one} for one in schemas], "__call__": call}
