@@ -75,7 +75,7 @@ class Players:
         if model.chat_template and (places := rewritten(renderer)):
             kept = HISTORY[self.config.environment.history]
             log.warning("the chat template rewrites history behind %s; %s", " and ".join(places), kept)
-        reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser)
+        reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser, model.reasoning_parser)
         if isinstance(self.environment, Environments) and (tools := self.environment.schemas):
             reader.require_tools(tools)  # an agent brings its own
         return EpisodeSampler(
