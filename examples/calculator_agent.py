@@ -6,10 +6,11 @@ The program needs nothing of asyncrl. `configs/agent.yaml` starts it once for ea
 import json
 import os
 import re
+from pathlib import Path
 
 from openai import OpenAI
 
-row = json.loads(os.environ["ASYNCRL_ROW"])
+row = json.loads(Path(os.environ["ASYNCRL_ROW_FILE"]).read_text())
 client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
 
 

@@ -37,6 +37,9 @@ class ModelConfig(Part):
     """True renders prompts as chat messages with the tokenizer's template."""
     tool_parser: str | None = None
     """vLLM's parser of tool calls, such as `hermes`; a tokenizer with a `response_template` needs none."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, such as `qwen3`: what the model thinks is not in its answer, and a tool
+    call inside of it is not made. A tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
 

@@ -8,7 +8,9 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from asyncrl.hosting.workers import Printed, Scratch, ending
 
 END_S = 5.0  # limit for killed processes to end
 MAX_RESULT_BYTES = 2**20
+MOST_STARTING = 2  # programs at the same time: a start holds this process until the kernel has done its part
+LONGEST_VARIABLE = 2**17 - 1  # bytes of NAME=VALUE that Linux takes
 
 
 class AgentEnvironment:
@@ -36,6 +40,7 @@ class AgentEnvironment:
         self._variables = variables
         # A killed generator cannot end agents itself.
         self._scratch: Scratch | None = None
+        self._starting = asyncio.Semaphore(MOST_STARTING)
 
     async def start(self) -> None:
         """Begin to serve the model. Raises EnvironmentFault if there is no such program or address."""
@@ -65,8 +70,10 @@ class AgentEnvironment:
         try:
             # A row that names its seed is a task made from it.
             given = {"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt}
-            program = await self._spawn(open_episode, given, directory)
-            status = await program.process.wait()
+            async with self._starting:
+                program = self._program(open_episode, given, directory)
+                await program.started()
+            status = await self._ended(program, directory / "result.json")
             await program.end()
             return _outcome(open_episode, status, program.printed, directory / "result.json")
         finally:
@@ -75,44 +82,35 @@ class AgentEnvironment:
                 await asyncio.shield(program.end())
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
+    async def _ended(self, program: "_Program", result: Path) -> int:
+        """The program's exit status; 0 if its time is up and it has written its result, but does not end."""
+        if not await program.ended(self._config.episode_s + self._config.step_s) and result.exists():
+            return 0
+        await program.ended(None)
+        return program.status
+
     async def close(self) -> None:
         """Stop serving, and kill what is left of the agents."""
         await self.endpoint.close()
         if self._scratch is not None:
             await self._scratch.end()
 
-    async def _spawn(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
-        """Start the program in a process group of its own. Raises EnvironmentFault."""
+    def _program(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
+        """The program of an episode, which starts now."""
         name, arguments = self._config.program, self._config.command[1:]
-        # Not asyncio's pipe: then the end of the program would wait for all that hold the pipe.
-        output, theirs = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *bound_to_us([shutil.which(name) or name, *arguments]),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=theirs,
-                env=self._environment(episode.key, given, directory),
-                start_new_session=True,
-            )
-        except BaseException as error:
-            os.close(output)
-            if not isinstance(error, OSError):
-                raise
-            text = f"environment.command {name}: the process cannot be started ({error})"
-            raise EnvironmentFault(text, reason="start") from error
-        finally:
-            os.close(theirs)
-        if self._config.memory_gib:
-            limit = int(self._config.memory_gib * 2**30)
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
-        return _Program(process, output, episode.key)
+        return _Program(
+            [shutil.which(name) or name, *arguments],
+            self._environment(episode.key, given, directory),
+            memory_gib=self._config.memory_gib,
+        )
 
     def _environment(self, key: str, given: Mapping[str, Any], directory: Path) -> dict[str, str]:
         """Our variables without secrets, and what the program needs to call the model."""
         assert self._scratch is not None
         url = self.endpoint.url
+        row = json.dumps(given, default=str)
+        (directory / "row.json").write_text(row)
+        fits = len(f"ASYNCRL_ROW={row}") < LONGEST_VARIABLE  # JSON is ASCII
         ours = public_environment(self._variables) | self._scratch.variables
         # A proxy for the internet does not reach this address.
         direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), self._config.address]))
@@ -123,7 +121,8 @@ class AgentEnvironment:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
-            "ASYNCRL_ROW": json.dumps(given, default=str),
+            **({"ASYNCRL_ROW": row} if fits else {}),
+            "ASYNCRL_ROW_FILE": str(directory / "row.json"),
             "ASYNCRL_SEED": str(given["seed"]),
             "ASYNCRL_RESULT": str(directory / "result.json"),
             "TMPDIR": str(directory),
@@ -135,19 +134,79 @@ class AgentEnvironment:
 
 
 class _Program:
-    """A running program, and the end of what it prints."""
+    """A program in a process group of its own, and the end of what it prints.
 
-    def __init__(self, process: asyncio.subprocess.Process, output: int, key: str) -> None:
-        self.process = process
+    A thread starts it and waits for it, because the kernel kills it when the thread that started it ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        memory_gib: float | None,
+    ) -> None:
         self.printed = Printed()
-        self._key = key
+        self.status = 0
+        self._command, self._variables, self._memory_gib = command, variables, memory_gib
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        # A pipe of our own: a program's end must not wait for all that hold the pipe.
+        output, theirs = os.pipe()
         self._following = asyncio.create_task(self._follow(output))
+        threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
+
+    async def started(self) -> None:
+        """Wait until the program runs. Raises EnvironmentFault if it cannot."""
+        await asyncio.shield(self._started)
+
+    async def ended(self, within_s: float | None) -> bool:
+        """Wait for its end; return whether it came in time."""
+        return bool((await asyncio.wait({self._ended}, timeout=within_s))[0])
 
     async def end(self) -> None:
         """Kill what is left of it, and read what it has printed."""
-        await asyncio.to_thread(end_family, self.process.pid, self._key)
+        await asyncio.wait({self._started})
+        if self._process is not None:
+            await asyncio.to_thread(end_family, self._process.pid, self._variables["OPENAI_API_KEY"])
         await asyncio.wait({self._following}, timeout=END_S)
         self._following.cancel()
+
+    def _run(self, output: int) -> None:
+        try:
+            self._process = subprocess.Popen(
+                bound_to_us(self._command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._variables,
+                start_new_session=True,
+            )
+            if self._memory_gib:
+                limit = int(self._memory_gib * 2**30)
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(self._process.pid, resource.RLIMIT_AS, (limit, limit))
+        except OSError as error:
+            text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
+            self._tell(self._started, EnvironmentFault(text, reason="start"))
+            return
+        finally:
+            os.close(output)
+        self._tell(self._started)
+        self.status = self._process.wait()
+        self._tell(self._ended)
+
+    def _tell(self, future: asyncio.Future[None], error: EnvironmentFault | None = None) -> None:
+        def tell() -> None:
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(tell)
 
     async def _follow(self, output: int) -> None:
         reader = asyncio.StreamReader()

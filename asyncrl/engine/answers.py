@@ -11,25 +11,36 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from asyncrl.engine.open import open_parser
+from asyncrl.engine.open import open_parser, open_splitter
 from asyncrl.environments.base import Answer, Message, ToolCall
 from asyncrl.errors import ConfigError, RenderError
 from asyncrl.session.base import Parse, Parsed, without_stop
 from asyncrl.session.chat_template import PROBE, TemplateRenderer
 from asyncrl.types import Rollout
 
+_OPENING = 32  # tokens at the end of a prompt, in which a template may open the reasoning
+
 
 class AnswerReader:
-    """Reads answers with the tokenizer's own response template if it has one, else with vLLM's parser."""
+    """Reads answers with the tokenizer's own response template if it has one, else with vLLM's parsers."""
 
-    def __init__(self, tokenizer: Any, renderer: TemplateRenderer, tool_parser: str | None = None) -> None:
-        """Take the name of vLLM's parser, which is not needed for a tokenizer with a response template.
+    def __init__(
+        self,
+        tokenizer: Any,
+        renderer: TemplateRenderer,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        """Take the names of vLLM's parsers, which are not needed for a tokenizer with a response template.
 
         Raises ConfigError if vLLM has no parser of this name or cannot use it with the tokenizer.
         """
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._parse = _parse_of(tokenizer, tool_parser)
+        has_template = bool(getattr(tokenizer, "response_template", None))
+        name = None if has_template else reasoning_parser
+        self._split = open_splitter(tokenizer, name) if name else None
         self._opener = _opener(renderer) if self._parse else ""
 
     def require_tools(self, tools: Sequence[Message]) -> None:
@@ -76,13 +87,16 @@ class AnswerReader:
         )
 
     def _parsed(self, ids: list[int], prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
-        text = self._renderer.decode(ids)
+        text, reasoning = self._renderer.decode(ids), ""
+        if self._split is not None:  # first, because a call in the reasoning is none
+            reasoning, text = self._split(text, self._renderer.decode(prompt_ids[-_OPENING:]))
         parsed = Parsed(text)
         if self._parse is not None:
             # What is not a call, although it begins like one, is read as it is.
             with suppress(ValueError, KeyError, TypeError, RuntimeError):
                 parsed = self._parse(text, ids, prompt_ids, tools)
-        return parsed if tools or not parsed.calls else Parsed(text)
+        parsed = parsed if tools or not parsed.calls else Parsed(text)
+        return parsed._replace(reasoning=parsed.reasoning or reasoning)
 
     def _logprobs(self, ids: Sequence[int], rollout: Rollout) -> list[tuple[str, float]]:
         texts = [self._renderer.decode([one]) for one in ids]

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, Engine
-from asyncrl.session.base import Parse
+from asyncrl.session.base import Parse, Split
 
 
 async def open_engine(
@@ -58,3 +58,10 @@ def open_parser(tokenizer: Any, name: str) -> Parse:
     from asyncrl.engine.vllm.tool_calls import parse_with
 
     return parse_with(tokenizer, name)
+
+
+def open_splitter(tokenizer: Any, name: str) -> Split:
+    """Return vLLM's parser `name` of reasoning, which needs no engine. Raises ConfigError."""
+    from asyncrl.engine.vllm.tool_calls import split_with
+
+    return split_with(tokenizer, name)

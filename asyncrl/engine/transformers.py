@@ -197,10 +197,9 @@ class TransformersEngine:
             rollouts = await self._running[request]
         except _Aborted:
             raise aborted() from None
-        except RuntimeError as error:
-            raise ResultError(
-                f"transformers failed at a request of {len(prompt_ids)} prompt tokens: {error}"
-            ) from error
+        except Exception as error:  # code of models raises what it likes, such as IndexError at a position
+            found = f"transformers failed at a request of {len(prompt_ids)} prompt tokens"
+            raise ResultError(f"{found}: {type(error).__name__}: {error}") from error
         finally:
             self.gate.abort(request)  # has an effect only if the caller was cancelled
             del self._running[request]
@@ -215,7 +214,6 @@ class TransformersEngine:
             top_p=1.0,
             temperature=1.0,
             max_new_tokens=request.spec.max_response_tokens,
-            num_return_sequences=1,
         )
         self.gate.enter(request)
         try:

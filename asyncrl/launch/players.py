@@ -16,7 +16,7 @@ from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.session.delta import rewritten
+from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,14 @@ class Players:
         if model.chat_template and (places := rewritten(renderer)):
             kept = HISTORY[self.config.environment.history]
             log.warning("the chat template rewrites history behind %s; %s", " and ".join(places), kept)
-        reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser)
+        end = closer(renderer) if model.chat_template else ""
+        if end and not {*renderer.encode(end)} <= renderer.stop_ids:
+            log.warning(
+                "the chat template closes an answer with %s, and the model does not stop there; add the "
+                "token's id to eos_token_id in generation_config.json of model.path",
+                end,
+            )
+        reader = AnswerReader(prompts.tokenizer, renderer, model.tool_parser, model.reasoning_parser)
         if isinstance(self.environment, Environments) and (tools := self.environment.schemas):
             reader.require_tools(tools)  # an agent brings its own
         return EpisodeSampler(

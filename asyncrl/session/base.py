@@ -110,3 +110,5 @@ class Parsed(NamedTuple):
 
 # From the text with its special tokens, the ids, the ids of the prompt, and the tools. Raises ValueError.
 Parse = Callable[[str, Sequence[int], Sequence[int], Sequence[Message]], Parsed]
+# From the text with its special tokens, and the end of the prompt: the reasoning, and the text without it.
+Split = Callable[[str, str], tuple[str, str]]

@@ -72,7 +72,14 @@ def keys_of(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[b
 def key_after(key: bytes, message: Message) -> bytes:
     """Return the key of the conversation that has one message more than that of `key`."""
     text, role = text_of(message.get("content")), message.get("role")
-    return _digest(key, _json([role, text.strip() if role == "assistant" else text, calls_of(message)]))
+    calls = json.loads(_json(calls_of(message)), parse_float=_number)
+    return _digest(key, _json([role, text.strip() if role == "assistant" else text, calls]))
+
+
+def _number(text: str) -> float:
+    """A number of JSON; JavaScript writes 2.0 as 2."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _digest(key: bytes, text: str) -> bytes:

@@ -26,13 +26,29 @@ _PROBES: dict[str, tuple[Sequence[Message], Message]] = {
 _MARK = "the-last-answer-ends-here-8f1c2d"
 
 
+def closer(renderer: Renderer) -> str:
+    """Return the token with which the template closes an answer, "" if it writes none.
+
+    The stop token of some base models is another one.
+    """
+    try:
+        text = renderer.render([_PLAIN[0], {**_PLAIN[1], "content": _MARK}], generation=False)
+    except RenderError:
+        return ""
+    behind = text.partition(_MARK)[2].rstrip()
+    known = renderer.special_texts | {renderer.decode([one]) for one in renderer.stop_ids}
+    return max((one for one in known if behind.endswith(one)), key=len, default="")
+
+
 class _Border:
     """What a template writes behind an answer."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[Message]) -> None:
         self._renderer = renderer
         self._tools = tools
-        self._stops = sorted((renderer.decode([one]) for one in renderer.stop_ids), key=len, reverse=True)
+        self._closer = closer(renderer)
+        stops = {renderer.decode([one]) for one in renderer.stop_ids} | ({self._closer} - {""})
+        self._stops = sorted(stops, key=len, reverse=True)
 
     def render(self, messages: Sequence[Message], *, generation: bool) -> str | None:
         try:
@@ -72,8 +88,8 @@ class _Border:
         only if the policy sampled it.
         """
         first = next((one for one in self._stops if text.startswith(one)), "")
-        closer = self.closing(self.render(_PLAIN, generation=False) or "").rstrip()
-        return text[len(first) :] if stop is not None and first in (stop, closer) else text
+        is_left_out = stop is not None and first in (stop, self._closer)
+        return text[len(first) :] if is_left_out else text
 
 
 def delta(

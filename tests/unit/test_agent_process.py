@@ -1,11 +1,14 @@
 """Agents that are programs: what they get, how their episode ends, and that none of their processes is left."""
 
 import asyncio
+import json
 import multiprocessing
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import psutil
@@ -13,6 +16,7 @@ import pytest
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.endpoint import agent_process
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
@@ -28,7 +32,7 @@ from tests.support.waiting import HANG, has_ended, turns, until, wait_until, wai
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
 ASK = """
     import json, os, sys, time, urllib.request
-    row = json.loads(os.environ["ASYNCRL_ROW"])
+    row = json.loads(os.environ.get("ASYNCRL_ROW", "null"))
     def ask(text, **more):
         body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
         headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -39,7 +43,10 @@ ASK = """
 """
 
 
-def play(tmp_path, talk, program: str, *, prompt="1+2?", cancel_when=lambda: False, **config):
+ROW = {"question": "1+2?", "answer": "3"}
+
+
+def play(tmp_path, talk, program: str, *, prompt="1+2?", row=ROW, cancel_when=lambda: False, **config):
     """Play one episode of an agent that is this Python text."""
     file = tmp_path / "agent.py"
     file.write_text(textwrap.dedent(ASK) + textwrap.dedent(program))
@@ -48,7 +55,6 @@ def play(tmp_path, talk, program: str, *, prompt="1+2?", cancel_when=lambda: Fal
         environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, str(file)), **config))
         await environment.start()
         try:
-            row = {"question": "1+2?", "answer": "3"}
             playing = asyncio.ensure_future(environment.play(talk, row, prompt=prompt, seed=7, episode=2))
             await until(lambda: playing.done() or cancel_when())
             playing.cancel()
@@ -336,19 +342,77 @@ def test_memory_is_bounded(tmp_path):
         play(tmp_path, ScriptedTalk(TEXT), "ask('x'); bytes(2**30)", memory_gib=0.5)
 
 
-def test_a_row_that_the_environment_of_a_process_cannot_hold_is_a_fault(tmp_path):
-    environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable,)))
+@pytest.mark.parametrize("size", [1, 300_000, 3_000_000])
+def test_a_row_of_any_size_is_in_a_file_and_a_short_one_in_a_variable(tmp_path, size):
+    program = f"""
+        import pathlib
+        read = json.loads(pathlib.Path(os.environ["ASYNCRL_ROW_FILE"]).read_text())
+        assert row in (None, read) and (row is None) == ({size} > 1)
+        assert (len(read["page"]), read["prompt"]) == ({size}, "1+2?")
+        ask('x'); result(1)
+    """
+    assert play(tmp_path, ScriptedTalk(TEXT), program, row={"page": "x" * size}).reward == 1.0
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_longest_variable_is_one_that_the_system_takes(tmp_path, over):
+    """One byte more is left out, and neither keeps the program from its start."""
+    given = {"seed": 7, "episode": 2, "page": "", "prompt": "1+2?"}
+    room = agent_process.LONGEST_VARIABLE - 1 - len("ASYNCRL_ROW=" + json.dumps(given))
+    program = f"assert (row is None) == bool({over}); ask('x'); result(1)"
+    assert play(tmp_path, ScriptedTalk(TEXT), program, row={"page": "x" * (room + over)}).reward == 1.0
+
+
+@pytest.mark.parametrize("spent", ["", "turns"])
+def test_a_result_counts_although_the_program_does_not_end(tmp_path, spent):
+    program = f"""
+        try:
+            ask('x'); {"ask('y')" if spent else ""}
+        except Exception:
+            pass
+        result(0.5)
+        {HANG}
+    """
+    talk = ScriptedTalk(TEXT, *([BudgetSpent(spent)] if spent else []))
+    outcome = play(tmp_path, talk, program, episode_s=3.0, step_s=0.1)
+    assert (outcome.finish_reason, outcome.reward) == (spent or "stop", 0.5)
+
+
+def test_a_program_that_neither_ends_nor_writes_a_result_is_waited_for(tmp_path):
+    """Until the generator's own limit, which is a fault if no function scores the episode."""
+    seen = tmp_path / "seen"
+    program = f"ask('x'); time.sleep(1.5); open({str(seen)!r}, 'w').close(); {HANG}"
+    with pytest.raises(asyncio.CancelledError):
+        play(tmp_path, ScriptedTalk(TEXT), program, cancel_when=seen.exists, episode_s=0.1, step_s=0.1)
+
+
+def test_programs_are_started_few_at_a_time_and_never_by_the_thread_of_the_loop(tmp_path, monkeypatch):
+    starting, most, threads = [], [], set()
+    start = subprocess.Popen
+
+    def popen(*given, **options):
+        starting.append(None)
+        most.append(len(starting))
+        threads.add(threading.get_ident())
+        try:
+            return start(*given, **options)
+        finally:
+            starting.pop()
 
     async def run():
+        environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, "-S", "-c", "")))
         await environment.start()
-        try:
-            row = {"page": "x" * 300_000}
-            await environment.play(ScriptedTalk(), row, prompt="", seed=0, episode=0)
-        finally:
-            await environment.close()
+        monkeypatch.setattr(agent_process.subprocess, "Popen", popen)
+        plays = [environment.play(ScriptedTalk(), {}, prompt="", seed=0, episode=one) for one in range(8)]
+        found = await asyncio.gather(*plays, return_exceptions=True)
+        monkeypatch.undo()
+        await environment.close()
+        return found
 
-    with pytest.raises(EnvironmentFault, match="the process cannot be started"):
-        asyncio.run(run())
+    found = asyncio.run(run())
+    assert ["without a call" in str(one) for one in found] == [True] * 8
+    assert len(most) == 8 and max(most) <= agent_process.MOST_STARTING
+    assert threading.get_ident() not in threads
 
 
 def test_a_group_of_episodes_that_agents_played(tmp_path):

@@ -38,9 +38,10 @@ def reader_of(source: str) -> tuple[AnswerReader, TemplateRenderer]:
     return AnswerReader(tokenizer, renderer, "hermes" if source == "vllm" else None), renderer
 
 
-def read(source: str, text: str, *, tools=(TOOL,), finish_reason: str = "stop", reader=None):
+def read(source: str, text: str, *, tools=(TOOL,), finish_reason: str = "stop", reader=None, opening=""):
     reader, renderer = reader or reader_of(source)
-    prompt_ids = renderer.encode(renderer.render([{"role": "user", "content": "q"}], tools, generation=True))
+    prompt = renderer.render([{"role": "user", "content": "q"}], tools, generation=True)
+    prompt_ids = renderer.encode(prompt + opening)
     ids = renderer.encode(text)
     rollout = Rollout(
         prompt_ids=np.array(prompt_ids, dtype=np.int32),
@@ -73,6 +74,43 @@ def test_reasoning_is_taken_out_by_a_template_that_knows_it():
     answer = read("template", f"<think>\nhm\n</think>\n\nyes{CALL}<|im_end|>")
     assert (answer.reasoning.strip(), answer.text.strip()) == ("hm", "yes")
     assert len(answer.tool_calls) == 1
+
+
+THOUGHT = f"I could write {CALL} but no"
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "expected"),
+    [
+        ("", f"<think>{THOUGHT}</think>No.<|im_end|>", (THOUGHT, "No.", 0)),
+        ("", f"<think>{THOUGHT}</think>Yes.{CALL}<|im_end|>", (THOUGHT, "Yes.", 1)),
+        ("", f"<think>{THOUGHT}", (THOUGHT, "", 0)),
+        ("<think>\n", f"{THOUGHT}</think>No.<|im_end|>", (THOUGHT, "No.", 0)),
+        ("<think>\n", THOUGHT, (THOUGHT, "", 0)),
+        ("<think>\n\n</think>\n\n", f"Yes.{CALL}<|im_end|>", ("", "Yes.", 1)),
+        ("", f"{THOUGHT}</think>No.", (THOUGHT, "No.", 0)),
+        ("", "No.<|im_end|>", ("", "No.", 0)),
+    ],
+)
+@pytest.mark.parametrize("tools", [(TOOL,), ()])
+def test_a_call_that_the_model_only_thinks_about_is_not_made(opening, text, expected, tools):
+    _, renderer = reader_of("none")
+    reader = AnswerReader(tokenizer_of("qwen3"), renderer, "hermes", "qwen3")
+    answer = read("vllm", text, reader=(reader, renderer), opening=opening, tools=tools)
+    reasoning, said, calls = expected
+    said += CALL * (calls and not tools)
+    assert (answer.reasoning, answer.text.strip(), len(answer.tool_calls)) == (
+        reasoning,
+        said,
+        calls * len(tools),
+    )
+
+
+def test_an_unknown_parser_of_reasoning_is_refused_with_the_names_of_all():
+    with pytest.raises(ConfigError, match=r"model\.reasoning_parser: vLLM has no parser `qwen`; .*\bqwen3\b"):
+        AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), "hermes", "qwen")
+    with pytest.raises(ConfigError, match=r"model\.reasoning_parser: deepseek_r1 cannot be used"):
+        AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), "hermes", "deepseek_r1")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.errors import DriftError, RenderError
 from asyncrl.launch import players
+from asyncrl.session.chat_messages import key_after
 from asyncrl.session.chat_template import TemplateRenderer
-from asyncrl.session.delta import rewritten
+from asyncrl.session.delta import closer, delta, rewritten
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout, VersionSpan
-from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of
+from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of, tokenizer_of
 from tests.support.random_agent import TOOL, Agent, Call
 from tests.support.task_config import config_of
 
@@ -201,6 +202,55 @@ def test_another_stop_token_stands_in_the_place_of_the_templates():
 
 def test_a_cut_off_answer_gets_the_templates_stop_token():
     assert delta_text("qwen2_5", "", cut_off=True) == "<|im_end|>" + delta_text("qwen2_5", "<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_a_base_model_that_stops_elsewhere_gets_the_templates_end_of_an_answer(name, caplog):
+    """Its only stop token is that of its texts; the template ends turns with another one, and the log says so."""
+    tokenizer = tokenizer_of(name)
+    (end,) = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    tokenizer.eos_token = "<|endoftext|>"
+    base, chat = TemplateRenderer(tokenizer, [end]), renderer_of(name)
+    assert base.stop_ids == {end} and closer(base) == closer(chat) == "<|im_end|>"
+    history, new = (user("hi"), {"role": "assistant", "content": "fine"}), (user("go on"),)
+    (last,) = chat.encode("e")
+    (ours,) = chat.encode("<|im_end|>")
+    cut = delta(chat, history, new, (), last)
+    assert delta(base, history, new, (), last) == cut and cut[1].startswith("<|im_end|>\n<|im_start|>user")
+    stopped = delta(chat, history, new, (), ours)
+    assert delta(base, history, new, (), end) == stopped and stopped[1].startswith("\n<|im_start|>user")
+    config = config_of(environment={"uses": "game.py:Game"})
+    for renderer, is_named in ((chat, False), (base, True)):
+        prompts = SimpleNamespace(tokenizer=tokenizer, renderer=renderer)
+        players.Players.of(config, Path()).sampler(None, prompts, "g0")
+        assert ("closes an answer with <|im_end|>, and the model does not stop" in caplog.text) == is_named
+
+
+@pytest.mark.parametrize("name", sorted(STOPS))
+def test_the_end_of_an_answer_is_one_of_the_models_stop_tokens(name):
+    """GLM's answers end where the next message begins."""
+    assert closer(renderer_of(name)) in (STOPS[name] if name != "glm4moe" else ("",))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"a": 2.0}, {"a": 2}, True),
+        ({"a": [1e3, -0.0]}, '{"a": [1000, 0]}', True),
+        ({"a": 2.5}, {"a": 2}, False),
+        ({"a": True}, {"a": 1}, False),
+        ({"a": "2.0"}, {"a": "2"}, False),
+        ({"a": 1e400}, {"a": float("inf")}, True),
+    ],
+)
+def test_numbers_of_a_call_are_compared_as_numbers(one, other, same):
+    """Agents in JavaScript send 2 for 2.0."""
+
+    def key(arguments):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        return key_after(b"", {"role": "assistant", "content": "", "tool_calls": [call]})
+
+    assert (key(one) == key(other)) == same
 
 
 def test_a_stop_token_that_opens_the_next_message_is_not_repeated_nor_lost():
