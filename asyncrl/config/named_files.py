@@ -49,7 +49,7 @@ def _no_data(source: str | None) -> str:
 
 def is_local(source: str) -> bool:
     """Return whether the source is a path and not a hub name, which has at most one slash."""
-    is_path = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1
+    is_path = source.startswith(("/", ".", "~", "$")) or source.endswith("/") or source.count("/") > 1
     return is_path or source.endswith(SUFFIXES) or Path(source).is_file()
 
 

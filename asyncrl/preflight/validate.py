@@ -191,7 +191,9 @@ def _definition(name: str) -> Definition | None:
         if PathFinder.find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
             cure = f"install it, run from its directory, or give `path.py:{attribute}`"
             raise Missing(f"found no module `{package}`; {cure}")
-        return None
+        place = f"{place.replace('.', '/')}.py"
+        if not Path(place).is_file():
+            return None
     file = Path(place)
     if not file.is_file():
         raise Missing(f"{unusable(place)}; give `path.py:{attribute}`")
@@ -213,6 +215,7 @@ def _is_bound(tree: ast.Module, name: str) -> bool:
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
         or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
         or (isinstance(node, Definition) and node.name == name and node not in tree.body)
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
         for node in ast.walk(tree)
     )
 

@@ -76,7 +76,7 @@ MISTAKES = [
     ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
     ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
     ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a number >= 0.01"),
-    ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "training needs top_p=1.0"),
+    ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "set top_p=1.0"),
     ("sampling: {stop: END}", 7, "sampling.stop", "found 'END'; allowed is a list of text"),
     ("sampling:\n  stop: [a,\n    3]", 9, "sampling.stop.1", 'allowed is text; write it in quotes: "3"'),
     ("model: {path: other}", 7, "model", "found the key twice, first at"),
