@@ -29,9 +29,8 @@ SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three 
 GROWTH = 2.0
 TRUNCATED = 0.5
 TOLD_STEPS = 3  # first steps in which a share of truncated responses is said that never was smaller
-MOVED_NATS = (
-    1.0  # a step that changes log-probabilities this much replaces the policy instead of improving it
-)
+# A step that moves log-probabilities so far replaces the policy instead of improving it.
+MOVED_NATS = 1.0
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
 QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
@@ -89,9 +88,9 @@ ALARMS: Mapping[str, Alarm] = {
         "mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"
     ),
     "moved": Alarm(
-        "drift/k3",
+        "weights/moved",
         lambda value, past: value > MOVED_NATS,
-        "each step moves the policy far: lower learner.optimizer.lr, by ten times or more",
+        "one step replaced the policy: lower learner.optimizer.lr, by ten times or more",
     ),
     "probe": Alarm(
         "weights/probe_max",
