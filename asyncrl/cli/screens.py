@@ -231,5 +231,11 @@ def _doubts(part: "Tried") -> Iterator[Text]:
             "otherwise it may expect another format than that of the data",
             "yellow",
         )
+    if part.unequal:
+        yield Text(
+            f"{name} scores one response differently when it is called again ({visible(part.unequal)}): "
+            "chance is trained on; seed it by the response, or let a judge answer at temperature 0",
+            "yellow",
+        )
     if part.printed:
         yield Text(f"{name} printed: {visible(part.printed)}", "dim")

@@ -1,7 +1,7 @@
 """Base classes of the configuration's models, and the type of a mistake in a config."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
@@ -87,12 +87,14 @@ class Root(Part):
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Keys of other trainers for what asyncrl does not have, and the text that says so."""
 
-    def disagreements(self) -> Iterator[Mistake]:
-        """Yield a mistake for every broken rule."""
+    def disagreements(self, *, without: Container[str] = ()) -> Iterator[Mistake]:
+        """Yield a mistake for every broken rule, except those that read one of the sections `without`."""
         yield from _inexact_numbers(self, "")
         sections = dict(self)
         for rule in self.RULES:
-            yield from rule(**{name: sections[name] for name in inspect.signature(rule).parameters})
+            names = inspect.signature(rule).parameters
+            if not any(name in without for name in names):
+                yield from rule(**{name: sections[name] for name in names})
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:

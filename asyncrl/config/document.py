@@ -4,7 +4,6 @@ Scalars follow YAML 1.2: `1e-6` is a number; `on`, `off`, `yes` and `no` are tex
 error. PyYAML parses and gives the lines; its scalars follow YAML 1.1, so they are replaced here.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import yaml
 
 from asyncrl.config.base import Keys, Mistake, Part
 from asyncrl.config.outline import default_name, kind_at
+from asyncrl.config.wording import closest
 from asyncrl.errors import ConfigError
 
 NULL = r"~|null|Null|NULL|"
@@ -26,6 +26,11 @@ FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:in
 SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 # Limit for a document with its aliases expanded: a few lines of nested aliases could fill any memory.
 MOST_VALUES = 100_000
+# A table's head or a key of TOML, in which other trainers have their configs, alone on its line.
+TOML = re.compile(r"""^(?:\[\[?[\w.-]+\]\]?|[\w.-]+\s*=\s*(?:["'\[{\d-]|true|false).*)$""", re.MULTILINE)
+IS_TOML = (
+    "is TOML; a config is YAML: write a table `[run]` as `run:`, and its keys below it as `  name: first`"
+)
 # Scalars of the YAML 1.2 core schema; the first pattern that matches decides.
 SCALARS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 
@@ -39,6 +44,8 @@ class Problem:
     text: str
     misplaced: bool = False
     """True if the key is unknown: its value belongs elsewhere, where a default took its place."""
+    replaced: bool = False
+    """True if the value has a wrong type: a default took its place."""
 
     def __str__(self) -> str:
         key = ".".join(map(str, self.keys))
@@ -128,6 +135,8 @@ def parse(text: str, *, file: str, line_numbers: bool = True) -> tuple[Node, lis
     except RecursionError as error:
         raise ConfigError(f"{file}  is nested too deeply for a config; remove brackets") from error
     except yaml.MarkedYAMLError as error:
+        if line_numbers and TOML.search(text):
+            raise ConfigError(f"{file}  {IS_TOML}") from error
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and line_numbers else ""
         said = error.problem or error.context
@@ -303,6 +312,8 @@ def _read(
         raise ConfigError(f"{where}cannot read {path}: {_reason(path, error)}") from error
     node, problems = parse(text, file=str(path))
     if not isinstance(node.value, dict):
+        if TOML.search(text):
+            raise ConfigError(f"{path}  {IS_TOML}")
         found = "nothing" if node.value is None else "no section"
         allowed = "allowed are `key: value` lines, such as `run: {name: first}`"
         raise ConfigError(f"{path}:1  found {found}; {allowed}")
@@ -333,8 +344,8 @@ def _reason(path: Path, error: OSError | ValueError) -> str:
         return f"it is a directory; give {wanted}"
     others = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
     near = {other.stem: other for other in others if other != path}
-    close = difflib.get_close_matches(path.stem, near, n=1)
-    hint = f"; did you mean `{near[close[0]]}`?" if close else "; give the path of a YAML file"
+    close = closest(path.stem, near)
+    hint = f"; did you mean `{near[close]}`?" if close else "; give the path of a YAML file"
     expanded = "; write ~ and variables out" if str(path).startswith("~") or "$" in str(path) else ""
     return f"{error.strerror if isinstance(error, OSError) else error}{expanded}{hint}"
 

@@ -82,13 +82,16 @@ def read_draft(model: type[R], path: Path, overrides: Sequence[str] = ()) -> Dra
             problems.extend(Problem("", (), line) for line in str(error).splitlines())
     root = _with_default_names(model, root)
     problems += [*_misread(model, root), *_choice_problems(model, root)]
-    reported = {problem.keys for problem in problems}
+    reported, wrong = {problem.keys for problem in problems}, list[Problem]()
     try:
         return Draft(path, root, problems, model.model_validate(root.plain()))
     except ValidationError as error:
-        problems += [problem for problem in problems_of(model, error, root) if problem.keys not in reported]
+        wrong = [problem for problem in problems_of(model, error, root) if problem.keys not in reported]
+    problems += wrong
     draft = Draft(path, root, problems, _repaired(model, root, [problem.keys for problem in problems]))
-    for mistake in draft.config.disagreements() if draft.config else ():
+    # Defaults took the place of values of a wrong type, so no rule may judge these sections.
+    replaced = {str(problem.keys[0]) for problem in wrong if problem.replaced}
+    for mistake in draft.config.disagreements(without=replaced) if draft.config else ():
         draft.add(mistake)
     return draft
 

@@ -1,6 +1,5 @@
 """Checks that need no model in memory: files exist, sizes fit, required packages are installed."""
 
-import difflib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -8,9 +7,10 @@ from itertools import chain
 from pathlib import Path
 
 from asyncrl.config.base import Mistake
+from asyncrl.config.data_section import DataConfig
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.schema import Config
-from asyncrl.config.wording import divisors
+from asyncrl.config.wording import closest, divisors
 from asyncrl.extras import install_command
 
 # Suffixes by which a name is recognised as a file. Only the first three formats can be read.
@@ -25,6 +25,11 @@ def file_problems(config: Config) -> Iterator[Mistake]:
         if found := _no_data(getattr(config.data, key)):
             cure = "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
             yield Mistake((f"data.{key}",), f"{found}; {cure}")
+    for key, source in (("split", config.data.train), ("eval_split", config.data.eval)):
+        value = getattr(config.data, key)
+        if source and Path(source).is_file() and value != DataConfig.model_fields[key].default:
+            text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
+            yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
     yield from _model(config)
     yield from _division(config)
     yield from _packages(config)
@@ -44,7 +49,7 @@ def _no_data(source: str | None) -> str:
 
 def is_local(source: str) -> bool:
     """Return whether the source is a path and not a hub name, which has at most one slash."""
-    is_path = source.startswith(("/", ".", "~", "$")) or source.count("/") > 1
+    is_path = source.startswith(("/", ".", "~", "$")) or source.endswith("/") or source.count("/") > 1
     return is_path or source.endswith(SUFFIXES) or Path(source).is_file()
 
 
@@ -59,8 +64,8 @@ def unusable(source: str) -> str:
     if path.is_symlink():
         return f"found {source}, a link to {path.readlink()}, which does not exist"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, neighbours, n=1)
-    hint = f" (did you mean `{path.parent / close[0]}`?)" if close else ""
+    close = closest(path.name, neighbours)
+    hint = f" (did you mean `{path.parent / close}`?)" if close else ""
     written = ", where ~ and variables are not expanded: write them out" if {"~", "$"} & set(source) else ""
     return f"found no {source}{written}{hint}"
 

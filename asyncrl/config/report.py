@@ -43,7 +43,8 @@ def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
             if isinstance(error, Mistakes):
                 return [placed(mistake, root) for mistake in error.mistakes]
             return [Problem(place, keys, str(error))]
-    return [Problem(place, keys, f"found {shown(detail['input'])}; {_allowed(schema, detail)}")]
+    text = f"found {shown(detail['input'])}; {_allowed(schema, detail)}"
+    return [Problem(place, keys, text, replaced=True)]
 
 
 def _allowed(schema: Schema, detail: Any) -> str:

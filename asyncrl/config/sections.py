@@ -174,7 +174,7 @@ class SamplingConfig(Part):
     def _not_truncated(self) -> Self:
         if self.top_p != 1.0 or self.top_k not in (-1, 0) or self.min_p != 0.0:
             found = f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} truncate the distribution"
-            allowed = "training needs top_p=1.0, top_k=-1, min_p=0.0 (shape it with `temperature`)"
+            allowed = "set top_p=1.0, top_k=-1, min_p=0.0, and shape it with `temperature`"
             text = f"{found}, which the learner cannot correct for; {allowed}"
             raise Mistakes(Mistake(("sampling.top_p", "sampling.top_k", "sampling.min_p"), text))
         return self

@@ -72,6 +72,13 @@ def divisors(number: int) -> list[int]:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
     """Return the end of a message: the known word that is most similar, or `otherwise` if none is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    advice = f"did you mean `{close[0]}`?" if close else otherwise
+    close = closest(word, known, cutoff=cutoff)
+    advice = f"did you mean `{close}`?" if close else otherwise
     return f"; {advice}" if advice else ""
+
+
+def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the known word that is most similar, whatever the case of its letters; empty if none is."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return names[close[0]] if close else ""

@@ -28,7 +28,7 @@ class Rows(Sequence[Row]):
     def __init__(self, rows: Sequence[Row], source: str, lines: Sequence[int] | None = None) -> None:
         """`source` is the origin of the rows in messages; `lines` are their line numbers, if any."""
         if not rows:
-            raise DataError(f"{source} holds no rows; at least one is needed")
+            raise DataError(f"{source} holds no rows; write at least one")
         self._rows = rows
         self.source = source
         self._lines = lines
@@ -149,13 +149,17 @@ def _read_jsonl(path: Path) -> Rows:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 shown = line.strip()[:80].decode("utf-8", "replace")
-                row = _parse(line, f"{path}:{number}", f"found `{shown}`; every line must be one JSON object")
+                row = _parse(
+                    line,
+                    f"{path}:{number}",
+                    f"found `{shown}`; every line must be one JSON object; correct it",
+                )
                 rows[number] = _as_row(row, f"{path}:{number}")
     return Rows([*rows.values()], str(path), [*rows])
 
 
 def _read_json(path: Path) -> list[Row]:
-    allowed = "a .json dataset is one array of objects; a .jsonl dataset has one object per line"
+    allowed = "a .json dataset is one array of objects; a .jsonl dataset has one object per line; correct it"
     rows = _parse(path.read_bytes(), str(path), allowed)
     if not isinstance(rows, list):
         raise DataError(f"{path}: found a JSON {type(rows).__name__}; {allowed}")
@@ -174,7 +178,7 @@ def _parse(text: bytes, where: str, expected: str) -> Any:
 def _as_row(row: object, where: str) -> Row:
     if not isinstance(row, dict):
         found = f"found a JSON {type(row).__name__}, `{str(row)[:80]}`"
-        raise DataError(f"{where}: {found}; a row is an object with columns")
+        raise DataError(f"{where}: {found}; a row is an object with columns; correct it")
     return row
 
 

@@ -77,7 +77,10 @@ def _messages(value: Any, where: str) -> list[Message]:
     messages = value if isinstance(value, list) else []
     if not messages or not all(_has_form(message) for message in messages):
         allowed = "a chat prompt is text or a list of messages with `role` and `content`, which is text"
-        raise DataError(f"{where}: found `{str(value)[:80]}`; {allowed} or a list of parts of type `text`")
+        is_shared = any(isinstance(one, dict) and {"from", "value"} <= one.keys() for one in messages)
+        cure = "rename `from` to `role` and `value` to `content`" if is_shared else "correct the row"
+        said = f"found `{str(value)[:80]}`; {allowed} or a list of parts of type `text`"
+        raise DataError(f"{where}: {said}; {cure}")
     try:
         found: list[Message] = [plain(message) for message in messages]
     except (TypeError, ValueError) as error:

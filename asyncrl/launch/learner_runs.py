@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import sub
 from types import TracebackType
 from typing import Self
 
@@ -46,6 +47,9 @@ class LeadRun:
     saving: LeadSaving
     page: StatusPage
     _rounds: int = field(default=0, init=False)
+    # The learner's scores of the probe, and how far the last step moved them on average, in nats.
+    _probe: Sequence[float] = field(default=(), init=False)
+    _moved: float = field(default=0.0, init=False)
 
     def collect(self, version: int) -> Collected:
         """Take the groups of the next step and hand them to the other ranks."""
@@ -75,6 +79,8 @@ class LeadRun:
         """Publish the weights first, then open the credit for the groups that they will sample."""
         self.logs.version = version
         probe = self.trainer.score(self.probe_ids)
+        self._moved = sum(map(abs, map(sub, probe, self._probe or probe))) / max(1, len(probe))
+        self._probe = probe
         self.page.enter("training")
         published = self.publisher.publish(version, self.trainer.tensors(), probe, self.taking.skipped())
         published.add_done_callback(self._announce)
@@ -88,6 +94,7 @@ class LeadRun:
     def report(self, step: Step) -> None:
         """Report a finished step and the evaluations that are complete."""
         counters = {f"weights/{name}": value for name, value in self.hub.counters().items()}
+        counters["weights/moved"] = self._moved
         self.reporting.step(step, self.trainer.usage(), counters | self.taking.counters())
         self.taking.trained(step.version - 1)
         self.reporting.evaluation(self.taking.evaluated())

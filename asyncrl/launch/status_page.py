@@ -11,6 +11,8 @@ from pathlib import Path
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
+from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.progress import doing
 from asyncrl.launch.taking import Taking
 from asyncrl.telemetry.exporter import Exporter
 from asyncrl.telemetry.status import StatusSnapshot, write_status
@@ -58,6 +60,7 @@ class StatusPage:
         status = replace(
             self.now,
             updated_at=time.time(),
+            doing=doing(),
             members=tuple(self.hub.members()),
             audit=self.taking.audit(),
             audit_mismatch=self.taking.mismatch,
@@ -117,5 +120,7 @@ def open_page(
         updated_at=now_at,
         pid=os.getpid(),
         lag_bound=config.lag_bound,
+        ranks=config.learner.ranks,
+        cores=len(os.sched_getaffinity(0)) if resolve_device(config) == "cpu" else None,
     )
     return StatusPage(now=now, hub=hub, taking=taking, renew=renew, shows=shows, guard=guard)

@@ -1,24 +1,34 @@
 """Warnings about valid configs: settings that may be intended, but are usually mistakes."""
 
+import math
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.builds import CPU, build_of
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
+from asyncrl.config.model_files import SHOWN, ends_no_response
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
-from asyncrl.errors import ConfigError
+from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
+HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
+REPEATED = 0.2  # share of rows that are repetitions of others
+ODD = 0.1  # share of rows whose value in a column may be of another type by mistake
 
 
 def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: bool = True) -> list[str]:
     """Return warnings about a valid config, one line each; without `generators`, these are on other hosts."""
     root = read_draft(Config, path, overrides).root
-    found = (*_evaluation(config), *_limits(config, root, path), *missing_device(config))
+    found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
+    found += (*_endless(config), *_rows(config), *missing_device(config), *_cores(config))
     return [*found, *_idle(config, generators=generators)]
 
 
@@ -59,8 +69,96 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     yield f"no process would use {named}: {', or '.join(cures)}"
 
 
-def _evaluation(config: Config) -> Iterator[str]:
-    data = config.data
+def _cores(config: Config) -> Iterator[str]:
+    """Warn of more processes of one kind than this machine has cores, without GPUs."""
+    if count_gpus() and config.learner.device != "cpu":
+        return
+    cores = len(os.sched_getaffinity(0))
+    counts = {"learner.ranks": config.learner.ranks, "generator.count": config.generator.count or 0}
+    for key, count in counts.items():
+        if count > cores:
+            yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"
+
+
+def _rates(config: Config) -> Iterator[str]:
+    """Warn of learning rates that destroy a model, and of those that a run never reaches."""
+    for where, optimizer, batches in (
+        ("learner.optimizer", config.learner.optimizer, config.learner.steps - config.critic.warmup_steps),
+        ("critic.optimizer", config.critic.optimizer, config.learner.steps),
+    ):
+        steps = batches * config.batch.optimizer_steps
+        if optimizer.lr > HIGHEST_LR:
+            found = f"{where}.lr is {optimizer.lr:g}, by about which Adam moves every weight in every step"
+            yield f"{found}: that destroys a model; set 1e-6 to 1e-4 (a tiny model takes 1e-3)"
+        if optimizer.warmup_steps > steps:
+            found = (
+                f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer steps"
+            )
+            yield f"{found}: the rate stays below {where}.lr; set warmup_steps lower"
+
+
+def _weights(config: Config) -> Iterator[str]:
+    """Warn of a sum of rewards that is always 0."""
+    weights = {f"reward.functions.{i}.weight": one.weight for i, one in enumerate(config.reward.functions)}
+    if config.environment.is_used:
+        weights["environment.weight"] = config.environment.weight
+    if weights and not any(weights.values()):
+        verb = "is" if len(weights) == 1 else "are all"
+        yield f"{', '.join(weights)} {verb} 0: every response earns 0, so nothing is learned; set one to 1"
+
+
+def _endless(config: Config) -> Iterator[str]:
+    """Warn of a model whose responses no token can end."""
+    path = Path(config.model.path)
+    if not config.sampling.stop and path.is_dir() and ends_no_response(path):
+        found = f"no file in {path} names an end token, so every response is as long as the limit allows"
+        yield f"{found}; set eos_token_id in its generation_config.json, or give sampling.stop"
+
+
+def _rows(config: Config) -> Iterator[str]:
+    """Warn of rows that repeat others, and of values unlike those of the other rows."""
+    for key, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is None or not Path(source).is_file():
+            continue
+        try:
+            rows = load_rows(source)
+        except DataError:  # `validate` reports it
+            continue
+        distinct = len({repr(sorted(row.items())) for row in rows})
+        if len(rows) - distinct > REPEATED * len(rows) and not config.environment.is_used:
+            found = f"{key} ({source}) has {len(rows)} rows, of which {distinct} are different"
+            yield f"{found}; remove the repetitions, or give it rows of its own"
+        for column in dict.fromkeys(name for row in rows for name in row):
+            yield from _odd_values(rows, column, key)
+
+
+def _odd_values(rows: Rows, column: str, key: str) -> Iterator[str]:
+    values = {index: row[column] for index, row in enumerate(rows) if row.get(column) is not None}
+    nan = [index for index, value in values.items() if isinstance(value, float) and math.isnan(value)]
+    if nan:
+        yield f"{key}: column `{column}` is NaN in {_places(rows, nan)}; give it a number, or remove the rows"
+    kinds = {index: _kind(value) for index, value in values.items()}
+    (usual, count), *others = Counter(kinds.values()).most_common() or [("", 0)]
+    odd = [index for index, kind in kinds.items() if kind != usual]
+    if others and len(odd) <= ODD * len(rows):
+        found = f"{key}: column `{column}` holds {usual} in {count} rows and {kinds[odd[0]]} in"
+        yield f"{found} {_places(rows, odd)}; give all rows one type"
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
+    return names.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
+
+
+def _places(rows: Rows, indices: Sequence[int]) -> str:
+    return ", ".join(rows.place(index) for index in indices[:SHOWN]) + ", ..." * (len(indices) > SHOWN)
+
+
+def _evaluation(config: Config, root: Node) -> Iterator[str]:
+    data, every = config.data, config.eval.every
+    if data.eval and every > config.learner.steps and root.has(("eval", "every")):
+        found = f"eval.every is {every}, but learner.steps is {config.learner.steps}"
+        yield f"{found}: only the first and the last weights are evaluated; set eval.every lower"
     if data.eval == data.train and (Path(data.train).is_file() or data.eval_split == data.split):
         yield f"data.eval is data.train ({data.eval}): the evaluation is not held out; give it its own rows"
     if data.eval is None and config.eval != EvalConfig():

@@ -28,6 +28,7 @@ REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "comp
 _SHORT = ("", "I do not know.", "0", "-1 1,000 3.14 1e400 ####", "\\boxed{} </think> ```")
 WRONG = (*_SHORT, "答案 \U0001f600 \x00 \u202e", "no " * 2000)
 PRINTED_S = 0.05  # output arrives apart from the answers
+REPEATED = 8  # responses that are scored a second time
 TIMEOUTS = 3  # a function that hung this often is not tried further
 
 
@@ -50,6 +51,7 @@ class Tried:
     failures: Counter[str] = field(default_factory=Counter)
     abstained: set[int] = field(default_factory=set)  # places of the cases for which it returned None
     untried: int = 0
+    unequal: str = ""  # two scores of one response, if they differ
     printed: str = ""  # the end of what the function printed
 
 
@@ -144,8 +146,24 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
             if timeouts == TIMEOUTS:
                 tried.untried = len(cases) - index - 1
                 break
+        if not tried.failures:
+            tried.unequal = await _unequal(pool, function.part, cases[:REPEATED], tried)
     finally:
         await asyncio.sleep(0.0 if tried.failures else PRINTED_S)
         tried.printed = pool.printed
         await pool.close()
     return tried
+
+
+async def _unequal(pool: RewardPool, part: str, cases: Sequence[Case], tried: Tried) -> str:
+    """Score responses again, and return the first two scores that differ; empty if none do."""
+    before = {kind: iter(scores) for kind, scores in tried.scores.items()}
+    for case in cases:
+        first = next(before[case.kind])
+        try:
+            (score,) = await pool.score([case.given])
+        except RewardError as error:
+            return f"{first:g}, and then an error: {error}"
+        if score.parts[part] != first:
+            return f"{first:g} and {score.parts[part]:g}"
+    return ""

@@ -136,6 +136,10 @@ def _program_problems(environment: EnvironmentConfig) -> Iterator[Mistake]:
     elif environment.command and shutil.which(program := environment.program) is None:
         text = f"found no program `{program}`; give its path, or a name on PATH"
         yield Mistake(("environment.command",), text)
+    script = next((one for one in environment.command[1:] if one.endswith(".py")), None)
+    if script is not None and not Path(script).is_file():
+        cure = f"paths are relative to {Path.cwd()}"
+        yield Mistake(("environment.command",), f"{unusable(script)}; {cure}; give the path of the script")
 
 
 def _reward_form(name: str) -> Form | None:
@@ -146,6 +150,9 @@ def _reward_form(name: str) -> Form | None:
             raise Missing(f"found no built-in `{name}`; allowed are {', '.join(BUILTINS)}{hint}")
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = _definition(name)
+    if isinstance(node, ast.ClassDef):
+        found = f"`{node.name}` is a class, and calling it makes an object, not a number"
+        raise Missing(f"{found}; name a function, or an object: `{node.name.lower()}_ = {node.name}()`")
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
     try:
@@ -184,7 +191,9 @@ def _definition(name: str) -> Definition | None:
         if PathFinder.find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
             cure = f"install it, run from its directory, or give `path.py:{attribute}`"
             raise Missing(f"found no module `{package}`; {cure}")
-        return None
+        place = f"{place.replace('.', '/')}.py"
+        if not Path(place).is_file():
+            return None
     file = Path(place)
     if not file.is_file():
         raise Missing(f"{unusable(place)}; give `path.py:{attribute}`")
@@ -206,6 +215,7 @@ def _is_bound(tree: ast.Module, name: str) -> bool:
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
         or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
         or (isinstance(node, Definition) and node.name == name and node not in tree.body)
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
         for node in ast.walk(tree)
     )
 

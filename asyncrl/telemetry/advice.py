@@ -8,13 +8,16 @@ n (1 - g) busy ones, and n (1 - g) / (1 - l) generators would keep busy a learne
 import math
 
 from asyncrl.telemetry.state import DashboardState
+from asyncrl.telemetry.text import duration
 
 WAITING = 0.3  # an idle share that is worth advice
 PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
+MORE_THREADS = "raise learner.threads"  # where no core is free for another rank
 MOST_TIMES = 3  # advise at most this many times the current generators: rates change with their number
-FIRST_STEPS = 3  # in the first steps start-up counts as waiting, so they give no advice
+FIRST_STEPS = 3  # trained steps before there is advice
+WAITS = ("", "wait_groups")  # what a learner does, in its status, while it waits for groups
 
 
 def waiting_for(state: DashboardState) -> str | None:
@@ -34,6 +37,11 @@ def waiting_for(state: DashboardState) -> str | None:
     if len(dirty) == len(state.members):
         names = ", ".join(dirty)
         return f"no generator has complete weights ({names}): each update failed, the log says why"
+    if status.doing not in WAITS:
+        rows = state.history.rows
+        begun_at = max((rows[step].get("time", 0.0) for step in state.trained_steps), default=0.0)
+        since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""
+        return f"training on step {state.step + 1}{since} (now: {status.doing.replace('_', ' ')})"
     audit = status.audit
     groups = f": {audit.ready} are ready, {audit.leased} are being sampled" if audit else ""
     if audit and state.step == 0 and (failed := audit.counters.get("failed", 0)):
@@ -58,12 +66,15 @@ def bottleneck(state: DashboardState) -> str:
     if learner > WAITING and idle > WAITING:
         return f"learner waits {learner:.0%}, generators {idle:.0%}: raise staleness.max_lag or window_groups"
     if learner > WAITING:
-        return f"learner waits {learner:.0%} of the time: {_more(len(state.members), idle, learner)}"
+        return f"learner waits {learner:.0%} of the time: {_more(state, idle, learner)}"
     if idle > WAITING:
         count = len(state.members)
         needed = _needed(count, idle, learner)
         fewer = f"{needed} of {count} would do, or " if needed < count else ""
-        return f"generators wait {idle:.0%} of the time: {fewer}add learner.ranks"
+        full = _free_cores(state) == 0
+        return (
+            f"generators wait {idle:.0%} of the time: {fewer}{MORE_THREADS if full else 'add learner.ranks'}"
+        )
     queued = state.latest("staleness/in_queue") or 0.0
     if queued >= QUEUED_STEPS and learner < BUSY:
         return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
@@ -75,10 +86,21 @@ def _needed(count: int, idle: float, learner: float) -> int:
     return max(1, math.ceil(count * (1 - idle) / max(1 - learner, 1e-6) - 1e-9))
 
 
-def _more(count: int, idle: float, learner: float) -> str:
+def _free_cores(state: DashboardState) -> int | None:
+    """Return the cores without a process of the run; None with GPUs, of which each process has its own."""
+    if state.status is None or state.status.cores is None:
+        return None
+    return max(0, state.status.cores - state.status.ranks - len(state.members))
+
+
+def _more(state: DashboardState, idle: float, learner: float) -> str:
+    count, free = len(state.members), _free_cores(state)
     if not count:
         return "add generators"
+    if free == 0:
+        return "no core is free; raise generator.threads"
     missing = max(1, _needed(count, idle, learner) - count)
+    missing = missing if free is None else min(missing, free)
     if missing > MOST_TIMES * count:
         return f"far too few; begin with generators=+{MOST_TIMES * count}"
     return f"add {missing} generator{'s' * (missing > 1)} (asyncrl scale generators=+{missing})"

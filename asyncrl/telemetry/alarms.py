@@ -28,6 +28,9 @@ SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three 
 # should not double them within one window.
 GROWTH = 2.0
 TRUNCATED = 0.5
+TOLD_STEPS = 3  # first steps in which a share of truncated responses is said that never was smaller
+# A step that moves log-probabilities so far replaces the policy instead of improving it.
+MOVED_NATS = 1.0
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
 QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
@@ -64,6 +67,12 @@ def _length(value: float, past: Past) -> bool:
     return len(lengths) >= WINDOW // 2 and value > GROWTH * sum(lengths) / len(lengths)
 
 
+def _truncated(value: float, past: Past) -> bool:
+    """Find a large share; if it was large in all first steps, only in these: the length may be the task."""
+    first = [row.get("completions/truncated_share", 0.0) for row in past.recent]
+    return value > TRUNCATED and (len(first) < TOLD_STEPS or min(first) <= TRUNCATED)
+
+
 def _flat(value: float, past: Past) -> bool:
     before = [row.get("group/zero_variance", 0.0) for row in list(past.recent)[-FLAT_STEPS + 1 :]]
     return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0
@@ -78,6 +87,11 @@ ALARMS: Mapping[str, Alarm] = {
     "ess": Alarm(
         "mismatch/ess", lambda value, past: value < ESS, "lower staleness.max_lag; see weights/probe_max"
     ),
+    "moved": Alarm(
+        "weights/moved",
+        lambda value, past: value > MOVED_NATS,
+        "one step replaced the policy: lower learner.optimizer.lr, by ten times or more",
+    ),
     "probe": Alarm(
         "weights/probe_max",
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
@@ -89,8 +103,8 @@ ALARMS: Mapping[str, Alarm] = {
     ),
     "truncated": Alarm(
         "completions/truncated_share",
-        lambda value, past: value > TRUNCATED,
-        "raise sampling.max_response_tokens or shape long answers",
+        _truncated,
+        "raise sampling.max_response_tokens or shape long answers, unless this length is the task",
     ),
     "no_signal": Alarm(
         "group/zero_variance",

@@ -47,7 +47,7 @@ UNITS = (
     ("nats", r"mismatch/turn/.*"),
     (
         "nats",
-        r".*/(entropy|logprob|kl_reference|nll|k1|k3|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",
+        r".*/(entropy|logprob|kl_reference|nll|k1|k3|moved|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",
     ),
     ("steps", r"(staleness|lag)/.*"),
     ("tokens", r"(completions|eval|groups)/length_.*"),

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,20 @@ class DashboardState:
 
     @property
     def idle_learner(self) -> float | None:
-        """Share of the time of the last steps in which the learner had nothing to train on."""
-        newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
-        rows = islice((row for row in newest_first if "idle/learner" in row), RECENT_STEPS)
+        """Share of the time of the last steps in which the learner had nothing to train on.
+
+        The first step since the start is left out: the learner waited for the generators to start.
+        """
+        known = [step for step in self.history.steps if "idle/learner" in self.history.rows[step]]
+        first = next((step for step in known if self._is_of_this_start(step)), None)
+        rows = [self.history.rows[step] for step in known if step != first][-RECENT_STEPS:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
+
+    def _is_of_this_start(self, step: int) -> bool:
+        started_at = self.status.started_at if self.status else 0.0
+        return self.history.rows[step].get("time", started_at) >= started_at
 
     @property
     def fullest_gpu(self) -> tuple[float, float] | None:
@@ -129,19 +137,20 @@ class DashboardState:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left at the speed of the last steps; None if that is not known, or the run is stuck."""
+        """Seconds left at the speed of the last steps; None if that is not known, or the run is stuck.
+
+        Steps from before a resume do not count, and neither does the slowest one: the first steps compile
+        and warm up.
+        """
         rows = self.history.rows
-        trained = (
-            (step, rows[step]["time"])
-            for step in reversed(self.history.steps)
-            if {"time", "time/step"} <= rows[step].keys()
-        )
-        recent = list(islice(trained, RECENT_STEPS + 1))
-        if self.status is None or self.status.is_final or len(recent) < 2:
+        times = [rows[step]["time"] for step in self.trained_steps if "time" in rows[step]]
+        started_at = self.status.started_at if self.status else 0.0
+        recent = [at for at in times if at >= started_at][-RECENT_STEPS - 1 :]
+        took_s = sorted(after - before for before, after in pairwise(recent))[:-1]
+        if self.status is None or self.status.is_final or not took_s:
             return None
-        (last, last_at), (first, first_at) = recent[0], recent[-1]
-        seconds_per_step = (last_at - first_at) / (last - first)
-        if last_at <= first_at or self.now - last_at > max(STUCK_S, STUCK_STEPS * seconds_per_step):
+        seconds_per_step = sum(took_s) / len(took_s)
+        if seconds_per_step <= 0 or self.now - recent[-1] > max(STUCK_S, STUCK_STEPS * seconds_per_step):
             return None
         return max(0, self.status.total_steps - self.step) * seconds_per_step
 

@@ -32,6 +32,12 @@ class StatusSnapshot:
     updated_at: float
     pid: int
     lag_bound: int | None = None
+    doing: str = ""
+    """What the learner does now, such as `wait_groups` or `train`."""
+    ranks: int = 1
+    """Ranks of the learner."""
+    cores: int | None = None
+    """Cores that the learner's host gives this run, if it computes on CPUs; None with GPUs."""
     members: tuple[MemberStatus, ...] = ()
     audit: Audit | None = None
     audit_mismatch: int = 0

@@ -53,6 +53,7 @@ EXPLAINED = {"float32": Difference(0.0, 0.0), "bfloat16": Difference(0.25, 1.0)}
 QUANTISED = Difference(1.0, 4.0)
 MEANS, LARGEST = 2.0, 4.0  # factors on the floor: a largest value varies more than a mean
 OTHER_KERNELS_NATS = 1e-3  # in float32
+FAR_NATS = 10.0  # about ln of a vocabulary: so far from its beginning, a policy knows nothing any more
 
 
 class ProbeRefused(TransferError):
@@ -98,7 +99,8 @@ class Agreement:
         if not self.floor.within(plausible):
             raise ProbeRefused(self._floor_refused(plausible), measured)
         if not found.within(allowed):
-            raise ProbeRefused(self._update_refused(found, allowed), measured)
+            moved = Difference.between(np.asarray(order.probe_logprobs, np.float32), order.initial_logprobs)
+            raise ProbeRefused(self._update_refused(found, allowed, moved), measured)
         return measured
 
     @property
@@ -126,7 +128,7 @@ class Agreement:
             f"{self._remedy(self.floor)}"
         )
 
-    def _update_refused(self, found: Difference, allowed: Difference) -> str:
+    def _update_refused(self, found: Difference, allowed: Difference, moved: Difference) -> str:
         differs = (
             f"the probe differs from the learner's by {found}; allowed are {allowed.mean:.3g} and "
             f"{allowed.max:.3g} (weights.probe_limit is {self.limit:g})"
@@ -134,6 +136,11 @@ class Agreement:
         if self._is_exact and found.max <= OTHER_KERNELS_NATS:
             return (
                 f"{differs}: rounding of other kernels; if the samples look right, raise weights.probe_limit"
+            )
+        if not moved.mean <= FAR_NATS:
+            return (
+                f"{differs}. Training has moved the learner's own scores of the probe by {moved}, which "
+                "destroys a model: lower learner.optimizer.lr by ten times or more, and begin again"
             )
         return (
             f"{differs}, and with the weights of model.path it differed by {self.floor}: the engine computes "

@@ -1,13 +1,21 @@
 """A user's mistakes on the real command line: a message that says what to do, status 2, no traceback."""
 
 import json
+import re
+import signal
 import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from asyncrl.cli.main import main
+from tests.support import mistakes
 from tests.support.command import ASYNCRL
+from tests.support.model_faults import FAULTS
 from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
@@ -86,3 +94,77 @@ def test_truncating_sampler(tmp_path, values):
 
 def test_a_store_that_is_not_there(tmp_path, values):
     assert "unix:///nowhere.sock" in refuse(tmp_path, values, "store.url=unix:///nowhere.sock")
+
+
+# A cure, in the words of our messages; `allowed` alone names what to write.
+WAY_OUT = re.compile(
+    r"(?:; |: |, or |\(|, |and )(?:set|give|drop|add|write|correct|use|remove|install|delete|lower|raise|choose|copy|"
+    r"download|merge|rename|run|save|name|convert|swap|take|put|indent|check|shorten|leave|begin|fill|read|did you mean|"
+    r"allowed (?:is|are))\b|did you mean|in quotes"
+)
+
+
+def verdict(status: int, said: str, named: tuple[str, ...]) -> str:
+    """How a mistake was answered: the place and what was found must be named, and a way out."""
+    if "Traceback" in said or status not in (0, 2):
+        return "traceback"
+    if status == 0 and "! " not in said:
+        return "silent"
+    return "clear" if WAY_OUT.search(said) and all(words in said for words in named) else "weak"
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Type `asyncrl validate task.yaml ...` in a directory; the verdict and what was said."""
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def judge(directory: Path, overrides: tuple[str, ...], named: tuple[str, ...]) -> tuple[str, str]:
+        monkeypatch.chdir(directory)
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "validate", "task.yaml", *overrides])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as left:
+            status = left.code or 0
+        captured = capsys.readouterr()
+        said = captured.out + captured.err
+        return verdict(int(str(status)), said, named), said
+
+    yield judge
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_a_project_without_mistakes_is_fine(tmp_path, validated):
+    mistakes.project(tmp_path)
+    assert validated(tmp_path, (), ())[1] == "task.yaml: fine\n"
+
+
+@pytest.mark.parametrize("kind", [*mistakes.SLIPS, "model"])
+def test_planted_mistakes_are_named_with_a_way_out(kind, tmp_path, validated):
+    """At least 95 % clearly, and none is passed over in silence."""
+    found = {}
+    for number, name in enumerate(FAULTS if kind == "model" else mistakes.SLIPS[kind]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        mistakes.project(directory)
+        if kind == "model":
+            damage, named = FAULTS[name]
+            damage(directory / "model")
+            overrides: tuple[str, ...] = ()
+        else:
+            slip = mistakes.SLIPS[kind][name]
+            named, overrides = slip.named, slip.overrides
+            for file, text in slip.files.items():
+                (directory / file).write_text(text)
+        found[name] = validated(directory, overrides, named)
+    counts = Counter(said for said, _ in found.values())
+
+    others = "\n".join(f"{name}: {said}: {text}" for name, (said, text) in found.items() if said != "clear")
+    sys.stdout.write(f"{kind}: {len(found)} mistakes, {dict(counts)}\n{others}\n")
+    assert counts["clear"] >= 0.95 * len(found) and not counts["silent"] + counts["traceback"], others
+
+
+def test_there_are_enough_of_them():
+    """With the slips of the command line, which `test_command_line` has, more than 200."""
+    assert sum(map(len, mistakes.SLIPS.values())) + len(FAULTS) >= 180

@@ -38,6 +38,9 @@ def trl(completions, answer, **kwargs):
     return [float(text == right) for text, right in zip(completions, answer)]
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "pred": solution_str[:2]}
+def chance(prompt, response):
+    import random
+    return random.random()
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
@@ -123,6 +126,13 @@ def test_a_constant_reward_is_doubted_and_what_a_function_prints_is_shown(config
     # None where the response is empty.
     assert f"verl finds an answer in {len(WRONG)} of {1 + len(WRONG)} responses, like `" in said
     assert "trl finds" not in said and "constant finds" not in said
+
+
+def test_a_reward_by_chance_is_found_by_a_second_call(config):
+    functions = ", ".join(f"{{function: {config.parent}/rewards.py:{name}}}" for name in ("chance", "right"))
+    status, said = reward_test(config, f"reward.functions=[{functions}]", "--n", "1")
+    assert status == 0 and "chance scores one response differently when it is called again (0." in said
+    assert "right scores" not in said
 
 
 def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):

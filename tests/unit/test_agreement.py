@@ -145,6 +145,15 @@ def test_the_limit_that_a_refused_floor_asks_for_is_enough():
     assert accepts(replace(rule, limit=5.0), 0.6, 2.6)
 
 
+@pytest.mark.parametrize("moved", [10.5, float("nan")])
+def test_a_learning_rate_is_named_where_training_destroyed_the_policy(moved):
+    far, near = ({"initial_logprobs": (nats,) * TOKENS} for nats in (moved, 9.0))
+    for logprobs, is_named in ((far, True), (near, False)):
+        with pytest.raises(ProbeRefused) as refused:
+            agreement("bfloat16", (0.07, 0.25)).judge(scores(1.0, 3.0), order(**logprobs))
+        assert ("lower learner.optimizer.lr" in str(refused.value)) is is_named
+
+
 @pytest.mark.parametrize(
     ("dtype", "difference", "said"),
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
+from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from tests.support.model_files import model_files
@@ -75,7 +76,7 @@ MISTAKES = [
     ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
     ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
     ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a number >= 0.01"),
-    ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "training needs top_p=1.0"),
+    ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "set top_p=1.0"),
     ("sampling: {stop: END}", 7, "sampling.stop", "found 'END'; allowed is a list of text"),
     ("sampling:\n  stop: [a,\n    3]", 9, "sampling.stop.1", 'allowed is text; write it in quotes: "3"'),
     ("model: {path: other}", 7, "model", "found the key twice, first at"),
@@ -454,6 +455,74 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
     )
     with pytest.raises(ConfigError, match=re.escape(said)):
         validated_config(path, fits)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "count"),
+    [
+        ("environment.command='python my_agent.py'", "environment.command", 1),
+        ("reward.functions=[task.py:f]", "reward.functions.0", 1),
+        ("environment={command: 'python a.py', max_turns: 3}", "environment.command", 1),
+        ("batch.group_size=one", "batch.group_size", 1),
+        ("staleness.max_lag=none", "staleness.max_lag", 1),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_the_only_problem_of_its_section(
+    tmp_path: Path, override: str, key: str, count: int
+) -> None:
+    """Rules would judge the default in its place."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, GOOD), ["reward.functions=[]"] * ("command" in override) + [override])
+    _, *lines = str(caught.value).splitlines()
+    assert len(lines) == count and f"  {key}: found " in lines[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[run]\nname = "first"\n',
+        'name = "first"\nsteps = 3\n',
+        '# prime-rl\n[model]\npath = "a"\n[[reward.functions]]\nfunction = "exact_match"\n',
+    ],
+)
+def test_toml_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is TOML; a config is YAML: write a table"):
+        load_config(write(tmp_path, text, "run.toml"))
+
+
+def test_suggestions_overlook_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, GOOD, "ok.yaml")
+    with pytest.raises(ConfigError, match=r"did you mean `ok\.yaml`"):
+        load_config(Path("OK.yaml"))
+    write(tmp_path, "{}", "Train.jsonl")
+    with pytest.raises(ConfigError, match=r"did you mean `Train\.jsonl`"):
+        validated_config(Path("ok.yaml"), ["model.path=a/b", "data.train=TRAIN.jsonl"])
+    assert did_you_mean("EXACT_MATHC", ["exact_match"]) == "; did you mean `exact_match`?"
+
+
+def test_a_split_of_a_file_has_no_effect_and_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
+    path, fits = write(tmp_path, GOOD), ["model.path=a/b", "data.train=train.jsonl", "data.eval=train.jsonl"]
+    for key in ("split", "eval_split"):
+        with pytest.raises(ConfigError, match=rf"data\.{key}: is train\[:10\], but train\.jsonl is a file"):
+            validated_config(path, [*fits, f"data.{key}='train[:10]'"])
+    validated_config(path, [*fits, "data.split=train", "data.eval_split=test"])
+
+
+def test_the_script_of_an_agent_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
+    (tmp_path / "my_agent.py").write_text("")
+    path = write(tmp_path, GOOD)
+    fits = ["model.path=a/b", "data.train=train.jsonl", "model.chat_template=true"]
+    validated_config(path, [*fits, "environment.command=[python, my_agent.py, out.py]"])
+    validated_config(path, [*fits, "environment.command=[python, -m, my_agent]"])
+    with pytest.raises(ConfigError, match=r"environment\.command: found no agent\.py .*`my_agent\.py`"):
+        validated_config(path, [*fits, "environment.command=[python, agent.py]"])
 
 
 def test_hub_names_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -538,12 +538,71 @@ def test_what_is_waited_for_follows_from_the_state(tmp_path: Path) -> None:
     assert waiting_for(replace(state, status=replace(state.status, state="finished"))) is None
 
 
+def test_a_learner_that_computes_waits_for_no_groups(tmp_path: Path) -> None:
+    run = run_with(tmp_path, steps=4, generators=2)
+    state = read_state(run.directory)
+    assert state.status
+    for row in state.history.rows.values():
+        row["time"] = state.now - 60.0
+    state = replace(state, status=replace(state.status, doing="train", started_at=state.now - 90.0))
+    assert waiting_for(state) == f"training on step 5 for {duration(60.0)} (now: train)"
+    assert state.status
+    resumed = replace(state, status=replace(state.status, started_at=state.now - 30.0))
+    assert waiting_for(resumed) == "training on step 5 (now: train)"
+    waits = replace(state, status=replace(state.status, doing="wait_groups"))
+    assert str(waiting_for(waits)).startswith("waiting for the groups of step 5: 12 are ready")
+
+
+@pytest.mark.parametrize(
+    ("learner", "generators", "cores", "said"),
+    [
+        (0.5, 0.0, 3, "learner waits 50% of the time: no core is free; raise generator.threads"),
+        (0.5, 0.0, 4, "add 1 generator (asyncrl scale generators=+1)"),
+        (0.5, 0.0, None, "add 2 generators"),
+        (0.0, 1.0, 3, "1 of 2 would do, or raise learner.threads"),
+        (0.0, 0.4, 3, "generators wait 40% of the time: raise learner.threads"),
+        (0.0, 0.4, 4, "add learner.ranks"),
+    ],
+)
+def test_no_more_processes_are_advised_than_there_are_cores(learner, generators, cores, said) -> None:
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 3, 130, [], 0.0
+    state = state_with(learner, generators, count=2)
+    sentence = bottleneck(replace(state, status=replace(run.status(), cores=cores)))
+    assert said in sentence and len(sentence) <= 78
+
+
+def test_the_wait_for_the_start_of_generators_gives_no_advice() -> None:
+    history = History()
+    for step in (1, 2, 3):
+        history.add({"step": step, "time": 100.0 * step, "idle/learner": 0.0, "time/step": 1.0})
+    history.add({"step": 4, "time": 900.0, "idle/learner": 1.0, "time/step": 60.0})
+    history.add({"step": 5, "time": 901.0, "idle/learner": 0.0, "time/step": 1.0})
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 5, 130, [], 800.0
+    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).idle_learner == 0.0
+
+
+def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
+    history = History()
+    for step, at in enumerate((100.0, 110.0, 5000.0, 5060.0, 5061.0, 5062.0), start=1):
+        history.add({"step": step, "time": at, "time/step": 1.0})
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 6, 16, [], 4000.0
+    state = DashboardState(run="a", now=5063.0, history=history, status=run.status())
+    assert state.eta_s == pytest.approx(10.0)
+    assert state.status
+    assert replace(state, status=replace(state.status, started_at=5061.0)).eta_s is None, "one interval"
+
+
 def test_the_time_left_is_not_told_while_nothing_gets_on(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=4)
     state = read_state(run.directory)
     rows = state.history.rows
     for step in rows:
         rows[step]["time"] = 1000.0 + 2.0 * step
+    assert state.status
+    state = replace(state, status=replace(state.status, started_at=1000.0))
     assert replace(state, now=1010.0).eta_s == pytest.approx(2.0 * 396)
     assert replace(state, now=1036.0).eta_s == pytest.approx(2.0 * 396)
     assert replace(state, now=1039.0).eta_s is None, "30 s without a step of 2 s"

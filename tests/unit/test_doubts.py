@@ -10,6 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
+from tests.support.model_files import model_files
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = """\
@@ -25,8 +26,13 @@ sampling: {max_prompt_tokens: 64, max_response_tokens: 64}
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(doubt_rules.os, "sched_getaffinity", lambda process: {0, 1, 2})
     for name in ("train", "test"):
-        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}) + "\n")
+        write_rows(name, [{"prompt": name, "answer": "2"}])
+
+
+def write_rows(name: str, rows: list[dict[str, object]]) -> None:
+    Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def said_of(text: str, *overrides: str) -> list[str]:
@@ -45,11 +51,74 @@ def said_of(text: str, *overrides: str) -> list[str]:
             "algorithm.aggregation.scale, which divides losses, is 512, but sampling.max_response_tokens is 64",
         ),
         (("learner.device=cuda",), "learner.device is cuda, but this machine shows no GPU"),
+        (("learner.optimizer.lr=3.0",), "learner.optimizer.lr is 3, by about which Adam moves every weight"),
+        (
+            ("learner.steps=4", "learner.optimizer.warmup_steps=5"),
+            "learner.optimizer.warmup_steps is 5, but the run has 4 optimizer steps: the rate stays below",
+        ),
+        (
+            ("learner.steps=4", "eval.every=5"),
+            "eval.every is 5, but learner.steps is 4: only the first and the last weights are evaluated",
+        ),
+        (
+            ("reward.functions.0.weight=0",),
+            "reward.functions.0.weight is 0: every response earns 0, so nothing is learned",
+        ),
+        (("learner.ranks=512",), "learner.ranks is 512 on 3 cores, so each slows the others"),
+        (("generator.count=4",), "generator.count is 4 on 3 cores"),
     ],
 )
 def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str) -> None:
     (line,) = said_of(OWN, *overrides)
     assert line.startswith(said) and any(word in line for word in ("; set ", "; give "))
+
+
+def test_settings_at_their_limits_are_fine():
+    fine = ("learner.steps=5", "eval.every=5", "learner.optimizer.warmup_steps=5", "generator.count=3")
+    assert said_of(OWN, *fine, "learner.optimizer.lr=0.01") == []
+    assert said_of(OWN, "learner.steps=2") == [], "the default of eval.every was not chosen"
+    two = "reward.functions=[{function: exact_match, weight: 0}, {function: arithmetic}]"
+    assert said_of(OWN, two) == [], "a part may be measured only"
+
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(31)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[:1] * 20, "data.train (train.jsonl) has 20 rows, of which 1 are different"),
+        (
+            lambda rows: [*rows[:6], rows[6] | {"answer": 7}, *rows[7:]],
+            "data.train: column `answer` holds text in 30 rows and a number in train.jsonl:7; give",
+        ),
+        (
+            lambda rows: [*rows[:6], rows[6] | {"level": float("nan")}, *rows[7:]],
+            "data.train: column `level` is NaN in train.jsonl:7; give it a number",
+        ),
+    ],
+)
+def test_rows_that_are_unlike_the_others_are_named(change, said):
+    write_rows("train", change(ROWS))
+    (line,) = said_of(OWN)
+    assert line.startswith(said)
+
+
+def test_rows_that_may_be_meant_are_no_doubt():
+    write_rows("train", [*ROWS, *ROWS[:7]])
+    assert said_of(OWN) == [], "a fifth may be repeated"
+    half = [row | {"answer": int(row["answer"])} if row["level"] % 2 else row for row in ROWS]
+    write_rows("train", [row | {"extra": None if row["level"] else 2} for row in half])
+    assert said_of(OWN) == [], "two types on purpose; a value that is missing; whole numbers and others"
+    write_rows("train", [row | {"level": row["level"] / 2} for row in ROWS[:30]] + ROWS[30:])
+    assert said_of(OWN) == []
+
+
+def test_a_model_without_an_end_token_is_named_unless_a_text_ends_responses():
+    model_files(Path("model"), eos_token_id=None)
+    (line,) = said_of(OWN, "model.path=model")
+    assert line.startswith("no file in model names an end token") and "sampling.stop" in line
+    assert said_of(OWN, "model.path=model", "sampling.stop=['.']") == []
 
 
 @pytest.mark.parametrize(
@@ -75,7 +144,7 @@ def test_gpus_without_use_are_named_with_the_setting_that_uses_them(monkeypatch,
     monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
     (line,) = said_of(OWN, *overrides)
     assert said in line and line.endswith("with CUDA_VISIBLE_DEVICES")
-    assert said_of(OWN, *overrides, "learner.device=cpu") == []
+    assert not [one for one in said_of(OWN, *overrides, "learner.device=cpu") if "no process" in one]
 
 
 def test_gpus_of_the_learner_alone(monkeypatch) -> None:

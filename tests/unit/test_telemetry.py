@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from asyncrl.config.sections import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
-from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, WINDOW, Alarms, Past, causes, ringing
+from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, TOLD_STEPS, WINDOW, Alarms, Past, causes, ringing
 from asyncrl.telemetry.base import COLUMNS, SampleTables, split
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.history import History, Tail
@@ -477,7 +477,7 @@ HEALTHY = {
     "group/zero_variance": 0.4, "groups/rejected_untrainable": 0.0, "groups/rejected_deadly": 0.0,
     "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
     "completions/length_mean": 200.0, "completions/truncated_share": 0.1, "time/step": 5.0,
-    "buffer/audit_mismatch": 0.0,
+    "buffer/audit_mismatch": 0.0, "weights/moved": 0.1,
 }  # fmt: skip
 
 
@@ -491,6 +491,7 @@ HEALTHY = {
         ("length", "completions/length_mean", 400.0, 400.1),
         ("truncated", "completions/truncated_share", 0.5, 0.501),
         ("audit", "buffer/audit_mismatch", 0.0, -1.0),
+        ("moved", "weights/moved", 1.0, 1.1),
     ],
 )
 def test_each_alarm_has_cause_beyond_its_threshold_alone(
@@ -550,6 +551,20 @@ def test_an_alarm_is_logged_once_when_it_begins_and_once_when_it_ends(
     begins, ends = [entry.getMessage() for entry in caplog.records]
     assert begins == "step 10: alarm `ess` begins: mismatch/ess is 0.2; " + ALARMS["ess"].cure
     assert ends == "step 34: alarm `ess` ends: mismatch/ess is 0.9"
+
+
+@pytest.mark.parametrize("better", [None, 20])
+def test_responses_that_are_always_cut_off_are_said_at_the_start(better: int | None) -> None:
+    """In a task of a fixed length all are; if one step ever was better, it is no such task."""
+    alarms, seen = Alarms(), {}
+    for step in range(1, 61):
+        row = HEALTHY | {"completions/truncated_share": 0.2 if step == better else 1.0}
+        if alarms.watch(row, step)["alarm/truncated"]:
+            seen[step] = True
+    first = list(range(1, TOLD_STEPS + QUIET_STEPS))
+    # After `WINDOW` steps the better one is forgotten.
+    later = [] if better is None else list(range(21, 21 + WINDOW + QUIET_STEPS - 1))
+    assert list(seen) == first + later
 
 
 def test_the_first_entropy_is_the_first_that_is_a_number() -> None:

@@ -280,6 +280,11 @@ def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
         ("def a(prompt, response, *, soluton):\n  return 0", "own.py:a", "it has question, answer"),
         ("def a(prompt, response, answr):\n  return 0", "own.py:a", "did you mean `answer`?"),
         ("def a(prompt response): return 0", "own.py:a", "own.py:1 is not valid Python"),
+        (
+            "class a:\n  pass",
+            "own.py:a",
+            "`a` is a class, and calling it makes an object, not a number; name",
+        ),
         ("a = 3", "own.py:b", "found no `b` in own.py; it has no functions"),
         ("", "missing_package.rewards:a", "found no module `missing_package`; install it"),
     ],
@@ -300,7 +305,7 @@ def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
         "import functools\na = functools.partial(print)",
         "@decorated\ndef a(prompt, response, solution): return 0",
         "if True:\n    def a(prompt, response): return 0",
-        "class a:\n    def __call__(self, prompt, response): return 0",
+        "class A:\n    def __call__(self, prompt, response): return 0\na = A()",
         "raise SystemExit('this must not run')\nasync def a(prompt, response, answer): return 0",
     ],
 )

@@ -1,0 +1,317 @@
+"""Mistakes as people make them in a project of their own, and the words that must name each.
+
+A mistake is made by overrides of the config or by files; `config`, `data`, `reward` and `agent` are its kinds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.model_files import model_files
+
+CONFIG = """\
+run: {name: mine}
+model: {path: ./model}
+data: {train: train.jsonl, eval: test.jsonl}
+reward: {functions: [{function: "score.py:right"}]}
+sampling: {max_prompt_tokens: 64, max_response_tokens: 64}
+learner: {device: cpu, steps: 100}
+"""
+SCORE = "def right(prompt, response, answer):\n    return float(answer in response)\n"
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(31)]
+WITHOUT_REWARD = "reward.functions=[]"
+
+
+@dataclass(frozen=True)
+class Slip:
+    """One mistake: what was done, and what a message must hold."""
+
+    named: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def project(directory: Path) -> None:
+    """Write a task without mistakes."""
+    model_files(directory / "model", num_attention_heads=4)
+    (directory / "task.yaml").write_text(CONFIG)
+    (directory / "score.py").write_text(SCORE)
+    (directory / "train.jsonl").write_text(lines(ROWS))
+    (directory / "test.jsonl").write_text(lines([{"prompt": "9+2=", "answer": "11"}]))
+
+
+def lines(rows: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def odd(**values: object) -> str:
+    """Rows of which the seventh has other values."""
+    return lines([*ROWS[:6], {**ROWS[6], **values}, *ROWS[7:]])
+
+
+def _keys(*slips: tuple[str, str]) -> dict[str, Slip]:
+    """Overrides, each with the words that must be said besides its key."""
+    return {one: Slip((one.partition("=")[0].rpartition(".")[2], said), (one,)) for one, said in slips}
+
+
+def _config(**files: tuple[str, ...]) -> dict[str, Slip]:
+    """Whole configs: name -> (text, words ...)."""
+    return {name: Slip(tuple(words), files={"task.yaml": text}) for name, (text, *words) in files.items()}
+
+
+def _data(**slips: tuple[str, ...]) -> dict[str, Slip]:
+    """Training data: name -> (text, words ...)."""
+    return {name: Slip(tuple(words), files={"train.jsonl": text}) for name, (text, *words) in slips.items()}
+
+
+def _reward(**slips: tuple[str, ...]) -> dict[str, Slip]:
+    """Reward files: name -> (source, words ...)."""
+    return {name: Slip(tuple(words), files={"score.py": text}) for name, (text, *words) in slips.items()}
+
+
+SLIPS: dict[str, dict[str, Slip]] = {
+    "config": {
+        **_keys(
+            ("learner.stepz=5", "did you mean `steps`?"),
+            ("learner.Steps=5", "did you mean `steps`?"),
+            ("learner.lr=1e-5", "did you mean `learner.optimizer.lr`?"),
+            ("learner.learning_rate=1e-5", "did you mean `learner.optimizer.lr`?"),
+            ("batch.num_generations=8", "did you mean `batch.group_size`?"),
+            ("trainer.total_epochs=3", "did you mean `learner`?"),
+            ("lora.r=8", "there is no LoRA here"),
+            ("learner.steps=0", "found 0; allowed is a whole number >= 1"),
+            ("learner.steps=1.5", "found 1.5"),
+            ("learner.steps=true", "found true"),
+            ("learner.steps=ten", "found 'ten'"),
+            ("learner.steps=null", "found nothing"),
+            ("learner.steps=[5]", "found [5]"),
+            ("learner.steps=1e400", "learner.steps"),
+            ("learner.optimizer.lr=-1e-6", "found -1e-06"),
+            ("learner.optimizer.lr=3.0", "Adam moves every weight"),
+            ("learner.optimizer.lr=.nan", "found nan"),
+            ("learner.optimizer.schedule=cosin", "did you mean `cosine`?"),
+            ("learner.optimizer.final_share=0.1", "schedule is constant"),
+            ("learner.optimizer.warmup_steps=1000", "the run has 100 optimizer steps"),
+            ("learner.device=gpu", "one of"),
+            ("learner.device=cuda", "this machine shows no GPU"),
+            ("learner.ranks=0", "found 0"),
+            ("learner.ranks=999", "fewer ranks"),
+            ("learner.ranks=64", "each slows the others"),
+            ("learner.sequence_parallel=2", "learner.ranks"),
+            ("learner.offload_optimizer=true", "drop"),
+            ("learner.tokens_per_microbatch=10", "less than the longest sequence"),
+            ("learner.zero_stage=4", "found 4"),
+            ("learner.hooks=[look.py:Look]", "found no look.py"),
+            ("generator.engine=sglang", "one of vllm, transformers"),
+            ("generator.count=-1", "found -1"),
+            ("generator.count=200", "each slows the others"),
+            ("generator.tensor_parallel=3", "attention heads"),
+            ("generator.gpu_memory_utilization=90", "found 90"),
+            ("generator.vllm={max_num_batchd_tokens: 5}", "did you mean"),
+            ("generator.lease_s=0.1", "found 0.1"),
+            ("batch.group_size=1", "compares rollouts of one group"),
+            ("batch.group_size=one", "found 'one'"),
+            ("batch.groups=7 8", "found '7 8'"),
+            ("batch.minibatches=10000", "must divide into minibatches"),
+            ("staleness.max_lag=-1", "found -1"),
+            ("staleness.max_lag=none", "found 'none'"),
+            ("staleness.window_groups=0", "found 0"),
+            ("sampling.top_p=0.9", "truncate the distribution"),
+            ("sampling.temperature=0", "found 0"),
+            ("sampling.stop=['']", "empty text"),
+            ("sampling.max_tokens=5", "did you mean"),
+            ("algorithm.advantage=GRPO", "did you mean `grpo`?"),
+            ("algorithm.advantage=gropo", "did you mean `grpo`?"),
+            ("algorithm.policy_loss=mine.py:loss", "found no mine.py"),
+            ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}", "set scale to 64"),
+            ("eval.samples=4", "all would be equal"),
+            ("eval.every=1000", "only the first and the last weights"),
+            ("checkpoint.keep=1", "found 1"),
+            ("store.url=localhost:6379", "redis://HOST:6379"),
+            ("store.max_gib=0.0001", "can be open"),
+            ("store.shards=5", "does not divide"),
+            ("control.bind=10.0.0.1:5555", "tcp://10.0.0.1:5555"),
+            ("control.hang_s=10", "found 10"),
+            ("control.timeout_s=1", "heartbeat"),
+            ("weights.transport=tcp", "control.bind"),
+            ("telemetry.wandb=true", "off, online, offline"),
+            ("telemetry.prometheus_port=65535", "need ports up to 65537"),
+            ("model.dtype=float16", "one of float32, bfloat16"),
+            ("model.path=./modle", "did you mean `model`?"),
+            ("model.path=MODEL/", "did you mean `model`?"),
+            ("model.path=./model/config.json", "which is a file"),
+            ("model.chat_template=true", "has no template"),
+            ("data.system=Hello", "model.chat_template is false"),
+            ("data.curriculum.solved=0.5", "nothing is skipped"),
+            ("run.name=a/b", "matching"),
+            ("run.seed=one", "found 'one'"),
+        ),
+        **_config(
+            toml=('[run]\nname = "mine"\n', "task.yaml", "is TOML", "write a table"),
+            toml_keys=('name = "mine"\nsteps = 3\n', "task.yaml", "is TOML"),
+            tabs=("run:\n\tname: mine\n", "task.yaml:2", "not tabs"),
+            colon=("run: {name: mine}\nmodel: path: x\n", "task.yaml:2", "in quotes"),
+            bracket=("run: {name: mine\nmodel: {path: x}\n", "task.yaml", "brackets"),
+            json_list=("[]\n", "task.yaml:1", "no section"),
+            twice=(CONFIG + "run: {name: again}\n", "task.yaml:7", "twice", "delete one"),
+            section=(CONFIG.replace("sampling:", "samplng:"), "task.yaml:5", "did you mean `sampling`?"),
+            nothing=(CONFIG.replace("run: {name: mine}\n", ""), "run: found nothing", "add"),
+            text=(CONFIG.replace("{path: ./model}", "./model"), "model: found './model'", "section"),
+            extends=("extends: none.yaml\n" + CONFIG, "task.yaml:1", "cannot read none.yaml"),
+            circle=("extends: task.yaml\n" + CONFIG, "extends itself", "remove one"),
+        ),
+    },
+    "data": {
+        **_data(
+            empty=("", "train.jsonl holds no rows", "at least one"),
+            csv=("prompt,answer\n1+1=,2\n", "train.jsonl:1", "one JSON object"),
+            broken=(lines(ROWS[:2]) + '{"prompt": 1+1=}\n', "train.jsonl:3", "not JSON"),
+            array=(json.dumps(ROWS), "train.jsonl:1", "a row is an object"),
+            half=(lines(ROWS)[:-20], "train.jsonl:31", "not JSON"),
+            latin=('{"prompt": "caf\\udce9"}\n', "train.jsonl:1", "half of a character"),
+            no_answer=(lines([{"prompt": "1+1="}]), "wants column `answer`", "it has prompt"),
+            capital=(lines([{"prompt": "1", "Answer": "2"}]), "column `answer`", "did you mean `Answer`?"),
+            question=(lines([{"question": "1", "answer": "2"}]), "column `prompt`", "name another"),
+            lacks=(odd() + '{"prompt": "1"}\n', "train.jsonl:32", "lack column `answer`", "remove the rows"),
+            empty_prompt=(odd(prompt=" "), "train.jsonl:7", "prompt is empty", "remove the row"),
+            null_prompt=(odd(prompt=None), "train.jsonl:7", "holds nothing"),
+            number_prompt=(odd(prompt=7), "train.jsonl:7", "allowed is text"),
+            messages=(odd(prompt=[{"role": "user", "content": "a"}]), "set model.chat_template: true"),
+            number_answer=(odd(answer=12), "train.jsonl:7", "`answer` holds text in 30 rows and a number"),
+            list_answer=(odd(answer=["12"]), "train.jsonl:7", "a list", "one type"),
+            nan=(odd(level=float("nan")), "train.jsonl:7", "`level` is NaN", "give it a number"),
+            equal=(lines(ROWS[:1] * 20), "20 rows, of which 1 are different", "remove the repetitions"),
+        ),
+        **_keys(
+            ("data.train=tain.jsonl", "did you mean `train.jsonl`?"),
+            ("data.train=TRAIN.jsonl", "did you mean `train.jsonl`?"),
+            ("data.train=score.py", "`.py`; allowed are .jsonl"),
+            ("data.train=~/train.jsonl", "not expanded"),
+            ("data.train=./nothing/", "found no ./nothing"),
+            ("data.train=seeds:x", "allowed is seeds:N"),
+            ("data.train=seeds:0", "allowed is seeds:N"),
+            ("data.eval=train.jsonl", "is not held out"),
+            ("data.eval=./eval.jsonl", "found no ./eval.jsonl"),
+            ("data.split='train[:10]'", "which has no splits"),
+            ("data.eval_split=validation", "which has no splits"),
+            ("data.prompt_field=promt", "did you mean `prompt`?"),
+            ("data.template='Q: {promt}'", "did you mean `prompt`?"),
+            ("data.template='Q: {prompt'", "not a valid template"),
+        ),
+        "chat without a template": Slip(
+            ("model.chat_template: is true", "has no template"),
+            ("model.chat_template=true",),
+            {"train.jsonl": odd(prompt=[{"role": "user", "content": "a"}])},
+        ),
+        "ShareGPT": Slip(
+            ("`role` and `content`", "train.jsonl:7"),
+            ("model.chat_template=true",),
+            {
+                "train.jsonl": odd(prompt=[{"from": "human", "value": "a"}]),
+                "model/chat_template.jinja": "{{ messages[0].content }}",
+            },
+        ),
+        "eval without its columns": Slip(("test.jsonl", "answer"), files={"test.jsonl": '{"prompt": "a"}\n'}),
+    },
+    "reward": {
+        **_keys(
+            ("reward.functions=[]", "nothing scores a response"),
+            ("reward.functions=[task.py:f]", "a section with function"),
+            ("reward.functions=[{weight: 1}]", "found nothing"),
+            ("reward.functions=score.py:right", "a list"),
+            ("reward.functions.0.function=score.py:rihgt", "did you mean `right`?"),
+            ("reward.functions.0.function=Score.py:right", "did you mean `score.py`?"),
+            ("reward.functions.0.function=score:rigth", "did you mean `right`?"),
+            ("reward.functions.0.function=scores/one:right", "write `scores/one.py:right`"),
+            ("reward.functions.0.function=nowhere.rewards:f", "found no module `nowhere`"),
+            ("reward.functions.0.function=Exact_Match", "did you mean `exact_match`?"),
+            ("reward.functions.0.function=accuracy", "found no built-in `accuracy`"),
+            ("reward.functions.0.weight=0", "every response earns 0"),
+            ("reward.functions.0.weight=high", "found 'high'"),
+            ("reward.functions.1.function=gsm8k", "found no such item"),
+            ("reward.timeout_s=0", "found 0"),
+            ("reward.workers=0", "found 0"),
+            ("reward.sandbox=docker", "one of"),
+        ),
+        **_reward(
+            swapped=("def right(response, prompt): ...", "(response, prompt)", "swap the two"),
+            alone=("def right(response): ...", "takes (response)", "take prompt and response first"),
+            none=("def wrong(prompt, response): ...", "found no `right` in score.py", "it has wrong"),
+            a_class=("class right:\n    pass\n", "`right` is a class", "name a function"),
+            syntax=(
+                "def right(prompt, response)\n    return 0\n",
+                "score.py:1 is not valid Python",
+                "correct",
+            ),
+            column=(
+                "def right(prompt, response, solution): ...",
+                "wants column `solution`",
+                "prompt, answer",
+            ),
+            trl=("def right(completions, completion_ids): ...", "`completion_ids`", "default"),
+            verl=("def right(data_source, solution_str, ground_truth): ...", "`ground_truth`", "add it"),
+        ),
+        "two of a name": Slip(
+            ("need different names",),
+            ("reward.functions=[{function: exact_match}, {function: exact_match}]",),
+        ),
+    },
+    "agent": {
+        name: Slip(named, (WITHOUT_REWARD, *overrides), files)
+        for name, named, overrides, files in (
+            ("text", ("environment.command", "a list"), ("environment.command='python my_agent.py'",), {}),
+            (
+                "no script",
+                ("found no agent.py", "give the path of the script"),
+                ("environment.command=[python, agent.py]",),
+                {},
+            ),
+            (
+                "similar script",
+                ("did you mean `My_agent.py`?",),
+                ("environment.command=[python, my_agent.py]",),
+                {"My_agent.py": ""},
+            ),
+            (
+                "no program",
+                ("found no program `pyhton`", "name on PATH"),
+                ("environment.command=[pyhton, score.py]",),
+                {},
+            ),
+            (
+                "both",
+                ("both set", "drop one"),
+                ("environment.command=[python, score.py]", "environment.uses=score.py:Game"),
+                {"score.py": "class Game:\n    def step(self): ...\n"},
+            ),
+            ("no class", ("found no `Game` in score.py", "right"), ("environment.uses=score.py:Game",), {}),
+            ("no file", ("found no game.py", "give `path.py:Game`"), ("environment.uses=game.py:Game",), {}),
+            ("no colon", ("found `game`", "path.py:Name"), ("environment.uses=game",), {}),
+            (
+                "tools without chat",
+                ("are tools, but model.chat_template is false", "add a method `step`"),
+                ("environment.uses=score.py:Game",),
+                {"score.py": "class Game:\n    def reset(self): ...\n    def look(self): ...\n"},
+            ),
+            (
+                "unused",
+                ("environment.max_turns: is set", "name the environment"),
+                ("environment.max_turns=3", "reward.functions=[{function: exact_match}]"),
+                {},
+            ),
+            (
+                "no interpreter",
+                ("environment.python", "found no", "interpreter"),
+                ("environment.command=[python, score.py]", "environment.python=./venv/bin/python"),
+                {},
+            ),
+            (
+                "weight 0",
+                ("environment.weight is 0", "nothing is learned"),
+                ("environment.command=[python, score.py]", "environment.weight=0"),
+                {},
+            ),
+        )
+    },
+}
