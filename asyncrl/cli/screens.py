@@ -204,7 +204,8 @@ def _failures(part: "Tried") -> Iterator[Text]:
     from asyncrl.preflight.reward_trial import TIMEOUTS
 
     if part.abstained:
-        yield Text(f"{part.function.part} abstains for {len(part.abstained)} responses: it returned None")
+        text = f"{part.function.part} abstains for {len(part.abstained)} responses: it returned None"
+        yield Text(text, "" if part.scores else "yellow")
     for message, amount in part.failures.most_common():
         yield Text(f"{amount} x on {visible(message)}", "red")
     if part.untried:

@@ -37,7 +37,8 @@ class DataConfig(Part):
     eval: str | None = None
     """Held-out prompts, in the same formats."""
     prompt_field: Annotated[str, PROMPT] = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages. The model continues a last one of the
+    assistant."""
     template: Annotated[str | None, PROMPT] = None
     """Text with {column} placeholders that replaces `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None

@@ -89,7 +89,8 @@ def _model(config: Config) -> Iterator[Mistake]:
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a model directory has a chat template."""
     settings = directory / "tokenizer_config.json"
-    return (directory / "chat_template.jinja").is_file() or (
+    files = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+    return any(any(directory.glob(name)) for name in files) or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     )
 

@@ -4,6 +4,8 @@
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
 
+None in place of a float abstains.
+
 Every function is called for one response at a time, so TRL's lists have one item. If the prompts of the data
 are chat messages, TRL's functions get messages, as in TRL.
 """
@@ -103,7 +105,11 @@ class VerlForm(Form):
 
     def read(self, returned: Any) -> tuple[Any, Any]:
         if isinstance(returned, Mapping):
-            return returned.get("score"), returned.get("pred", UNSAID)
+            if "score" not in returned:
+                raise RewardError(
+                    f"returned {str(returned)[:80]} without `score`; a dict has the reward there"
+                )
+            return returned["score"], returned.get("pred", UNSAID)
         return returned, UNSAID
 
 

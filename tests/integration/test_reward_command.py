@@ -41,6 +41,12 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 def chance(prompt, response):
     import random
     return random.random()
+def small(completions, ground_truth, **kwargs):
+    return [float(len(text)) if int(truth) < 4 else None for text, truth in zip(completions, ground_truth)]
+def large(prompt, response, ground_truth):
+    return 1.0 if int(ground_truth) > 8 else None
+def forgets(prompt, response):
+    len(response)
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
@@ -133,6 +139,39 @@ def test_a_reward_by_chance_is_found_by_a_second_call(config):
     status, said = reward_test(config, f"reward.functions=[{functions}]", "--n", "1")
     assert status == 0 and "chance scores one response differently when it is called again (0." in said
     assert "right scores" not in said
+
+
+def test_a_chat_template_that_refuses_a_role_is_a_mistake_of_the_user_for_every_command(config):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    says = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (config.parent / "model" / "chat_template.jinja").write_text(refuses + says)
+    overrides = ["model.chat_template=true", "data.system=Be brief.", "generator.engine=transformers"]
+    for command in (["validate"], ["reward", "test"], ["play"], ["up", "--config"]):
+        done = subprocess.run(
+            [*ASYNCRL, *command, str(config), *overrides],
+            capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"COLUMNS": "200"},
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 2 and "Traceback" not in said, (command, said)
+        assert "train.jsonl:1: the chat template refuses the messages (TemplateError: no system mes" in said
+        assert "leave out data.system and put its text into the first user message" in said, (command, said)
+
+
+def test_functions_may_abstain_but_not_all_of_them(config):
+    name = f"{config.parent}/rewards.py"
+    functions = f"reward.functions=[{{function: {name}:small}}, {{function: {name}:large}}]"
+    status, said = reward_test(config, functions, "data.shuffle=false", "--n", "8")
+    each = 1 + len(WRONG)
+    assert (
+        f"small abstains for {7 * each} responses" in said and f"large abstains for {4 * each} resp" in said
+    )
+    # Rows with the answers 4, 6 and 8 belong to neither.
+    assert f"{3 * each} responses without a score: every reward function returned None" in said
+    assert status == 1
+    (config.parent / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "ground_truth": "2"}\n')
+    assert reward_test(config, functions)[0] == 0
+    status, said = reward_test(config, f"reward.functions=[{{function: {name}:forgets}}]")
+    assert status == 1 and f"{each} responses without a score" in said
 
 
 def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):

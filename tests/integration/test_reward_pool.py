@@ -63,6 +63,11 @@ def misbehave(prompt, response, how, note=None):
 def huge(prompt, response): return 1e308
 def huger(prompt, response): return 1e308
 def columns(prompt, response, **row): return float(len(row))
+def sums(completions, task, **kwargs):
+    return [2.0 if one == "math" else None for one in task]
+def words(prompt, response, task):
+    return (1.0, "dog") if task == "words" else None
+def raw(prompt, response, raw_response): return float(len(raw_response))
 '''.replace("HANG", HANG)
 
 
@@ -114,7 +119,6 @@ def run(config: RewardConfig, scenario) -> None:
         ("raise", r"raised KeyError: 'lost' \(.*functions.py:\d+\)"),
         ("nan", "returned nan"),
         ("text", "returned str `1.0`"),
-        ("none", "returned NoneType"),
         ("bool", "returned bool"),
         ("sleep", "took longer than 1 s"),
         ("busy", "took longer than 1 s"),
@@ -244,6 +248,25 @@ def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functi
         assert (await pool.score([ask(reply="")]))[0].total == 1.0, "and nobody else's"
 
     run(config(functions, "forge"), scenario)
+
+
+def test_parts_that_abstain_are_left_out_of_the_sum(functions):
+    """PC01: each row is scored by one of two functions; a row of neither has no part."""
+
+    async def scenario(pool):
+        scores = await pool.score([ask(task=task) for task in ("math", "words", "neither")])
+        found = [(score.total, dict(score.parts), score.answer) for score in scores]
+        assert found == [(6.0, {"sums": 2.0}, None), (1.0, {"words": 1.0}, "dog"), (0.0, {}, None)]
+
+    run(config(functions, "sums", "words", weights={"sums": 3.0}), scenario)
+
+
+def test_a_function_may_ask_for_the_response_with_its_special_tokens(functions):
+    async def scenario(pool):
+        given = [ask("dog"), RewardInput(prompt="p", response="dog", raw_response="<think>dog", row={})]
+        assert [score.total for score in await pool.score(given)] == [3.0, 10.0]
+
+    run(config(functions, "raw"), scenario)
 
 
 def test_waiting_for_a_worker_is_nobodys_timeout_and_workers_run_side_by_side(functions):
@@ -391,7 +414,8 @@ def test_a_missing_column_is_named_and_odd_values_are_passed_as_text(functions):
 
     async def scenario(pool):
         with pytest.raises(
-            RewardError, match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]"
+            RewardError,
+            match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'raw_r.*', 'truncated'\]",
         ):
             await pool.score([ask(day=date(2026, 1, 1))])
         with pytest.raises(RewardError, match=r"cannot be sent this row: .*surrogate"):
@@ -405,7 +429,7 @@ def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions)
     async def scenario(pool):
         row = {"prompt": "q", "response": "r", "answer": "x"}
         [score] = await pool.score([RewardInput(prompt="p", response="abc", row=row)])
-        assert score.total == 2.0  # answer and truncated
+        assert score.total == 3.0  # answer, truncated and raw_response
 
     run(config(functions, "columns"), scenario)
 

@@ -133,8 +133,40 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
     assert (
         given.response == last and [one["role"] for one in given.row["messages"]] == ["user", "assistant"] * 3
     )
+    assert given.raw_response.rstrip("!") == last and not given.raw_response.endswith("!")
     assert given.row["goal"] == "abc" and given.row["result"]["reward"] == 1.5 and not given.truncated
     assert encode_group(decode_group(encode_group(group))) == encode_group(group)
+
+
+def test_if_all_functions_abstain_the_environments_own_reward_counts_or_the_reward_has_failed():
+    class Abstaining:
+        async def score(self, inputs):
+            return [Score(total=0.0, parts={}) for _ in inputs]
+
+    async def unscored(talk, episode):
+        await talk.complete("ab")
+        return Outcome(finish_reason="stop")
+
+    group = group_of(sampler(three_turns, scorer=Abstaining())[0])
+    assert [(one.reward, one.reward_parts) for one in group.rollouts] == [(1.5, {"environment": 1.5})] * 3
+    with pytest.raises(RewardError, match="every reward function returned None"):
+        group_of(sampler(unscored, scorer=Abstaining())[0])
+
+
+def test_text_of_the_environment_before_the_first_answer_is_broken_and_the_datasets_is_not(monkeypatch):
+    """The model has no chat template; "gh" is the text of a special token, and a blank is the letter o."""
+    encode = Letters.encode
+    monkeypatch.setattr(Letters, "special_texts", frozenset({"gh"}))
+    monkeypatch.setattr(Letters, "encode", lambda self, text, **more: encode(self, text.replace(" ", "o")))
+
+    async def play(talk, episode):
+        await talk.complete("agh" + "cgh")
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    prompt = replace(PROMPT, text="agh")
+    group = in_virtual_time(sampler(play)[0].group(prompt, 5, LIMITS, SPEC))
+    assert text_of(group.rollouts[0].prompt_ids.tolist()) == "agh" + "cgoh"
+    assert group.episode_metrics["chat/broken_specials"].tolist() == [1, 1, 1]
 
 
 def test_the_time_of_an_episode_is_the_models_or_the_environments():

@@ -25,7 +25,7 @@ from asyncrl.engine.sampler import Sampler
 from asyncrl.errors import ConfigError, EngineError, RewardError, StoreError, TransferError, WireError
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.lineage import INITIAL, History, Weights
-from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.base import ABSTAINED, RewardInput, Score
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.types import Group, Prompt, Rollout
 from asyncrl.weights.agreement import Agreement
@@ -272,6 +272,25 @@ def test_a_failing_reward_gives_the_ticket_back_and_then_counts_it_dead():
     assert [(group.ticket_id, group.dead_reason, group.rollouts) for group in dead] == [
         (2, "part judge: raised ValueError", ())
     ]
+
+
+def test_a_response_for_which_all_functions_abstain_is_a_failed_reward_and_never_scores_0():
+    class Abstaining(Rewards):
+        async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+            scores = await super().score(inputs)
+            if inputs[0].prompt == "prompt 2":
+                scores[-1] = Score(total=0.0, parts={})
+            return scores
+
+    world = World(rewards=Abstaining())
+
+    async def script(world: World) -> None:
+        await until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    take = world.learner.take(Ledger(), 4, window=4)
+    dead = [group for group in map(decode_group, world.learner.frames(take.ids)) if group.dead_reason]
+    assert [(group.ticket_id, group.dead_reason) for group in dead] == [(2, ABSTAINED)]
 
 
 UNUSABLE: dict[str, Callable[[list[Rollout]], list[Rollout]]] = {

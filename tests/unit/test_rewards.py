@@ -1,6 +1,8 @@
 """The built-in rewards on right, wrong, tricky answers; loading and calling functions; what a number is."""
 
+import inspect
 import json
+import math
 import random
 import re
 import struct
@@ -18,6 +20,7 @@ from asyncrl.errors import RewardError
 from asyncrl.hosting.workers import pack
 from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
+from asyncrl.rewards.forms import form_of
 from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
 from asyncrl.rewards.worker import serve
 
@@ -161,7 +164,7 @@ def test_exact_match_ignores_outer_white_space_only():
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, None, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400],
+    [True, False, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400],
 )
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(RewardError, match="returned"):
@@ -313,6 +316,39 @@ def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
     assert reward(verl_plain, "2+2=", "4", {"ground_truth": "4"}) == 1
     with pytest.raises(RewardError, match=r"wants column\(s\) \['ground_truth'\]"):
         reward(compute_score, "2+2=", "5", row)
+    with pytest.raises(RewardError, match=r"returned \{'acc': 1\} without `score`"):
+        reward(lambda solution_str, **more: {"acc": 1}, "2+2=", "5", row)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompt, response: None,
+        lambda prompt, response: (None, "4"),
+        lambda completions, **kwargs: [None],
+        lambda solution_str, **kwargs: None,
+        lambda solution_str, **kwargs: {"score": None, "pred": "4"},
+    ],
+)
+def test_a_function_of_any_form_abstains_with_none(function):
+    value, answer = bind(function)("p", "r", {})
+    assert math.isnan(value) and answer is None
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda prompt, response, raw_response: float(raw_response == "<t>r"), 1.0),
+        (lambda prompt, response, **columns: float("raw_response" in columns), 1.0),
+        (lambda prompt, response, answer: 2.0, 2.0),
+        (lambda completions, raw_response, **kwargs: [float(raw_response == ["<t>r"])], 1.0),
+        (lambda solution_str, raw_response: float(raw_response == "<t>r"), 1.0),
+    ],
+)
+def test_a_function_of_any_form_may_ask_for_the_special_tokens(function, expected):
+    form = form_of(list(inspect.signature(function).parameters.values()))
+    assert not form.lacking({"answer": "4"}), "raw_response is not a column of the data"
+    assert reward(function, "p", "r", {"answer": "4", "raw_response": "<t>r"}) == expected
 
 
 @pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], "1", None])
