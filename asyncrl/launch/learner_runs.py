@@ -33,8 +33,8 @@ class LeadRun:
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
-    # The token sequence that the probe scores.
-    probe_ids: Sequence[int]
+    # The token sequences of the probe; engines score the last one.
+    probe: Sequence[Sequence[int]]
     logs: LogContext
     # Set when the learner is asked to stop; every rank saves first.
     stop: threading.Event
@@ -74,9 +74,9 @@ class LeadRun:
     def publish(self, version: int) -> None:
         """Publish the weights first, then open the credit for the groups that they will sample."""
         self.logs.version = version
-        probe = self.trainer.score(self.probe_ids)
+        logprobs = self.trainer.score(self.probe)[-1]
         self.page.enter("training")
-        published = self.publisher.publish(version, self.trainer.tensors(), probe, self.taking.skipped())
+        published = self.publisher.publish(version, self.trainer.tensors(), logprobs, self.taking.skipped())
         published.add_done_callback(self._announce)
         self.page.version = version
         self.taking.open(version)
@@ -129,7 +129,7 @@ class FollowerRun:
     """`learner.Run` of every other rank: it trains on the groups that rank 0 hands out."""
 
     trainer: Trainer
-    probe_ids: Sequence[int]
+    probe: Sequence[Sequence[int]]
     logs: LogContext
     wire_key: bytes
     saving: Saving
@@ -144,7 +144,7 @@ class FollowerRun:
     def publish(self, version: int) -> None:
         """Take part in scoring the probe and in gathering the weights; rank 0 hands them out."""
         self.logs.version = version
-        self.trainer.score(self.probe_ids)
+        self.trainer.score(self.probe)
         for _ in self.trainer.tensors():
             pass
 
