@@ -124,10 +124,12 @@ class TableTrainer:
         return StepResult(metrics={}, grad_norm=float(norm), lr=0.1)
 
     @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of token_ids[1:]."""
-        logprobs = self._logits[list(token_ids[:-1])].log_softmax(-1)
-        return logprobs[range(len(token_ids) - 1), list(token_ids[1:])].tolist()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probabilities of all tokens but the first of each sequence."""
+        table = self._logits.log_softmax(-1)
+        return [table[list(ids[:-1]), list(ids[1:])].tolist() for ids in sequences]
+
+    score_plainly = score
 
     def specs(self) -> list[TensorSpec]:
         """Describe the table."""
@@ -178,7 +180,7 @@ class Run:
 
     def __init__(self, trainer: TableTrainer, buffer: MemoryBuffer, control: "Control") -> None:
         self._trainer, self.control = trainer, control
-        self._initial_logprobs = tuple(trainer.score(PROBE))  # the generator starts with the same table
+        self._initial_logprobs = tuple(trainer.score([PROBE])[0])  # the generator starts with the same table
         self.rewards: list[float] = []  # mean of each step
         self.lags: list[int] = []  # age of the oldest token of each step, in steps
         self.intake = Intake(
@@ -209,7 +211,7 @@ class Run:
             deadline_s=10.0,
             details={"tensors": tensors},
             probe_ids=PROBE,
-            probe_logprobs=tuple(self._trainer.score(PROBE)),
+            probe_logprobs=tuple(self._trainer.score([PROBE])[0]),
             initial_logprobs=self._initial_logprobs,
         )
         self.control.send(order)

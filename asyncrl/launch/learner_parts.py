@@ -39,7 +39,7 @@ def open_lead_run(
     trainer: Trainer,
     checkpoints: CheckpointStore,
     coefficients: Coefficients,
-    probe_ids: Sequence[int],
+    probe: Sequence[Sequence[int]],
     initial_logprobs: Sequence[float],
     code: tuple[str, ...],
     logs: LogContext,
@@ -63,7 +63,7 @@ def open_lead_run(
         config,
         trainer.specs(),
         device=trainer.device.type,
-        probe_ids=probe_ids,
+        probe_ids=probe[-1],
         initial_logprobs=initial_logprobs,
         directory=directory.weights,
         history=begun.history,
@@ -101,7 +101,7 @@ def open_lead_run(
     )
     return LeadRun(
         trainer=trainer,
-        probe_ids=probe_ids,
+        probe=probe,
         logs=logs,
         stop=stop,
         taking=taking,

@@ -34,8 +34,8 @@ class LeadRun:
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
-    # The token sequence that the probe scores.
-    probe_ids: Sequence[int]
+    # The token sequences of the probe; engines score the last one.
+    probe: Sequence[Sequence[int]]
     logs: LogContext
     # Set when the learner is asked to stop; every rank saves first.
     stop: threading.Event
@@ -47,8 +47,8 @@ class LeadRun:
     saving: LeadSaving
     page: StatusPage
     _rounds: int = field(default=0, init=False)
-    # The learner's scores of the probe, and how far the last step moved them on average, in nats.
-    _probe: Sequence[float] = field(default=(), init=False)
+    # The learner's scores of the probe's last sequence, and how far the last step moved them on average, in nats.
+    _before: Sequence[float] = field(default=(), init=False)
     _moved: float = field(default=0.0, init=False)
 
     def collect(self, version: int) -> Collected:
@@ -78,11 +78,11 @@ class LeadRun:
     def publish(self, version: int) -> None:
         """Publish the weights first, then open the credit for the groups that they will sample."""
         self.logs.version = version
-        probe = self.trainer.score(self.probe_ids)
-        self._moved = sum(map(abs, map(sub, probe, self._probe or probe))) / max(1, len(probe))
-        self._probe = probe
+        logprobs = self.trainer.score(self.probe)[-1]
+        self._moved = sum(map(abs, map(sub, logprobs, self._before or logprobs))) / max(1, len(logprobs))
+        self._before = logprobs
         self.page.enter("training")
-        published = self.publisher.publish(version, self.trainer.tensors(), probe, self.taking.skipped())
+        published = self.publisher.publish(version, self.trainer.tensors(), logprobs, self.taking.skipped())
         published.add_done_callback(self._announce)
         self.page.version = version
         self.taking.open(version)
@@ -136,7 +136,7 @@ class FollowerRun:
     """`learner.Run` of every other rank: it trains on the groups that rank 0 hands out."""
 
     trainer: Trainer
-    probe_ids: Sequence[int]
+    probe: Sequence[Sequence[int]]
     logs: LogContext
     wire_key: bytes
     saving: Saving
@@ -151,7 +151,7 @@ class FollowerRun:
     def publish(self, version: int) -> None:
         """Take part in scoring the probe and in gathering the weights; rank 0 hands them out."""
         self.logs.version = version
-        self.trainer.score(self.probe_ids)
+        self.trainer.score(self.probe)
         for _ in self.trainer.tensors():
             pass
 

@@ -13,9 +13,9 @@ from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
-from asyncrl.data.prompts import draw_probe, vocabulary_size
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
+from asyncrl.launch.first_probe import certified_probe
 from asyncrl.launch.learner_parts import open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.saving import Saving
@@ -55,10 +55,8 @@ def train(
         recipe = recipe_of(config, share=rendezvous.rank // config.learner.sequence_parallel, device=device)
         trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
         stack.callback(trainer.close)
-        probe_tokens = min(config.weights.probe_tokens, config.sampling.max_tokens - 1)
-        probe_ids = draw_probe(config.run.seed, probe_tokens, vocabulary_size(config.model))
         # Before a checkpoint is loaded: every engine, also of a resumed run, starts with model.path, too.
-        initial_logprobs = trainer.score(probe_ids)
+        probe, initial_logprobs = certified_probe(config, trainer)
         checkpoints, state = resume(config, directory, trainer)
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
@@ -75,7 +73,7 @@ def train(
                 trainer=trainer,
                 checkpoints=checkpoints,
                 coefficients=recipe.coefficients,
-                probe_ids=probe_ids,
+                probe=probe,
                 initial_logprobs=initial_logprobs,
                 code=code,
                 logs=logs,
@@ -84,9 +82,7 @@ def train(
             run = stack.enter_context(lead)
         else:
             saving = Saving(checkpoints=checkpoints, trainer=trainer, every=config.checkpoint.every)
-            run = FollowerRun(
-                trainer=trainer, probe_ids=probe_ids, logs=logs, wire_key=keys.join.wire, saving=saving
-            )
+            run = FollowerRun(trainer=trainer, probe=probe, logs=logs, wire_key=keys.join.wire, saving=saving)
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()

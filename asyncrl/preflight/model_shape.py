@@ -16,5 +16,7 @@ def read_trained_shape(model: ModelConfig, learner: LearnerConfig | None) -> Mod
     if learner is None:
         return shape
     from asyncrl.trainer.kept import counted  # slow to import
+    from asyncrl.trainer.miniature import require_agreement
 
+    require_agreement(config)
     return counted(shape, config, model, learner.gradient_checkpointing)

@@ -58,7 +58,8 @@ def segment_attention(
         )
         for query, key, value in zip(*columns, strict=True)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    # As other attentions return it: some architectures take a view of it.
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def repeated(column_1HND: Tensor, query_1HND: Tensor) -> Tensor:

@@ -133,8 +133,15 @@ class Trainer(Protocol):
         """reference = decay * reference + (1 - decay) * policy."""
         ...
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The probe: log-probabilities in nats, temperature 1, of token_ids[1:] under the current weights."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The probe: log-probabilities in nats, temperature 1, of all tokens but the first of each sequence.
+
+        They are computed under the current weights as in a step: all sequences in one pack.
+        """
+        ...
+
+    def score_plainly(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The same of the last tokens of each, as transformers alone computes them, without the learner."""
         ...
 
     def specs(self) -> list[TensorSpec]:

@@ -1,5 +1,6 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
+import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.model_files import require_loadable
@@ -17,6 +19,8 @@ from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
 
+# Names of numbers by which a model computes at random while it trains, in configs and in modules.
+DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|drop_rate|jitter).*")
 # Tensors that a message lists.
 MOST_NAMED = 3
 # What transformers raises, apart from RuntimeError, if it cannot load a model: a restart would not help.
@@ -77,16 +81,30 @@ def load_model(
             f"model.path: the tensors of {config.path} do not fit its config.json ({misfit}); copy all "
             "files from the same model"
         )
-    # With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
     require_divisible(model.config, sequence_parallel)
     recompute(model, gradient_checkpointing)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
-    return model.to(device).train()
+    return without_dropout(model).to(device).train()
+
+
+def without_dropout(model: Any) -> Any:
+    """Return the model after setting each dropout to 0, of its modules and of its functions.
+
+    With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
+    Layers read its numbers from the config, or copy them when they are built.
+    """
+    configs = {id(part): part for part in map(_config_of, model.modules()) if part is not None}
+    for owner in (*model.modules(), *configs.values()):
+        if isinstance(owner, _DropoutNd):
+            owner.p = 0.0
+        for name, value in vars(owner).items():
+            if DROPOUT.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(owner, name, 0.0)
+    return model
+
+
+def _config_of(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:

@@ -16,8 +16,8 @@ from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.head import LogprobHead
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 
-# Config keys of architectures that transform logits after the output layer.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# Config keys of architectures that bend logits after the output layer.
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class PolicyModule(nn.Module):
@@ -26,10 +26,14 @@ class PolicyModule(nn.Module):
     def __init__(self, model: Any, sequence_ranks: SequenceRanks | None = None) -> None:
         """`sequence_ranks` are the ranks that divide each micro-batch with this one."""
         super().__init__()
-        transforms = [key for key in LOGIT_TRANSFORMS if getattr(model.config, key, None) not in (None, 1.0)]
-        if transforms:
-            found = f"model: config sets {', '.join(transforms)}"
+        text = model.config.get_text_config()
+        if caps := [key for key in LOGIT_CAPS if getattr(text, key, None)]:
+            found = f"model: config sets {', '.join(caps)}"
             raise ConfigError(f"{found}, which the learner would ignore; choose a model without it")
+        # Cohere multiplies its logits, Granite divides them.
+        self._divisor = float(
+            getattr(text, "logits_scaling", 1.0) / (getattr(text, "logit_scale", 1.0) or 1.0)
+        )
         self.model, self._sequence_ranks = model, sequence_ranks
         self.head = LogprobHead(model.get_output_embeddings())
 
@@ -44,7 +48,7 @@ class PolicyModule(nn.Module):
         **packed: Any,
     ) -> Tensor:
         """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `token_outputs`."""
-        how = (temperature, chunk, with_squares, entropy_gradient)
+        how = (temperature * self._divisor, chunk, with_squares, entropy_gradient)
         return token_outputs(
             self.model.base_model,
             lambda hidden_TD, own_T: self.head(hidden_TD, target_T[own_T], *how),

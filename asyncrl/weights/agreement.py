@@ -1,6 +1,8 @@
-"""Whether an engine computes the same log-probabilities of the probe as the learner, but for rounding.
+"""Whether engine, learner and transformers compute the same log-probabilities of the probe, but for rounding.
 
-Both begin with the same checkpoint, so their first difference is rounding alone: the floor. After an update
+All begin with the same checkpoint. When a learner starts, its packed sequences are compared with those of
+transformers, each alone; the floor is the learner's difference on sequences alone. Then each engine is
+compared with the learner: their first difference is the floor. For packed sequences, and after an update,
 
     mean <= max(limit, 2 * floor mean)    and    largest <= max(limit, 4 * floor largest)
 
@@ -56,6 +58,50 @@ OTHER_KERNELS_NATS = 1e-3  # in float32
 FAR_NATS = 10.0  # about ln of a vocabulary: so far from its beginning, a policy knows nothing any more
 
 
+def _allowed(floor: Difference, limit: float, explained: Difference) -> Difference:
+    return Difference(
+        max(limit, MEANS * min(explained.mean, floor.mean)),
+        max(limit, LARGEST * min(explained.max, floor.max)),
+    )
+
+
+def _plausible(limit: float, explained: Difference) -> Difference:
+    """The largest floor."""
+    return Difference(max(limit, explained.mean), max(limit, explained.max))
+
+
+def learner_fault(
+    packed: NDArray[np.float32],
+    alone: NDArray[np.float32],
+    plain: Sequence[float],
+    *,
+    limit: float,
+    dtype: str,
+) -> str:
+    """Say how the learner differs from transformers with the same weights; empty if by rounding alone.
+
+    The learner scored the same sequences `packed` in one pass, and each `alone`; transformers scored `plain`.
+    """
+    floor, found = Difference.between(alone, plain), Difference.between(packed, plain)
+    plausible, allowed = _plausible(limit, EXPLAINED[dtype]), _allowed(floor, limit, EXPLAINED[dtype])
+    cure = (
+        f"if rounding of {dtype} explains it (compare model.dtype=float32), raise weights.probe_limit; "
+        "otherwise choose a model that docs/models.md calls right; nothing has been trained"
+    )
+    if not floor.within(plausible):
+        return (
+            f"the learner differs from transformers by {floor} on sequences each alone; allowed "
+            f"are {plausible.mean:g} and {plausible.max:g}: it computes layers or logits differently; {cure}"
+        )
+    if not found.within(allowed):
+        return (
+            f"the learner differs from transformers by {found} on packed sequences, and by {floor} on each "
+            f"alone; allowed are {allowed.mean:.3g} and {allowed.max:.3g}: one sequence leaks into the next; "
+            f"{cure}"
+        )
+    return ""
+
+
 class ProbeRefused(TransferError):
     """The weights have arrived, but the engine computes other log-probabilities than the learner.
 
@@ -82,7 +128,7 @@ class Agreement:
         log.info(
             "engine and learner score the probe with the same weights and differ by %s: rounding of %s; "
             "an update may differ by %s",
-            *(self.floor, self._rounding, self._allowed(self.floor)),
+            *(self.floor, self._rounding, _allowed(self.floor, self.limit, self._explained)),
         )
 
     def judge(self, scores: NDArray[np.float32], order: UpdateOrder) -> dict[str, Any]:
@@ -91,11 +137,13 @@ class Agreement:
         Raises ProbeRefused if they, or those of version 0, differ by more than rounding explains.
         """
         assert self.floor is not None
-        found, allowed = Difference.between(scores, order.probe_logprobs), self._allowed(self.floor)
+        found, allowed = (
+            Difference.between(scores, order.probe_logprobs),
+            _allowed(self.floor, self.limit, self._explained),
+        )
         values = (found.mean, found.max, allowed.max, self.floor.mean, self.floor.max)
         measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))
-        explained = self._explained
-        plausible = Difference(max(self.limit, explained.mean), max(self.limit, explained.max))
+        plausible = _plausible(self.limit, self._explained)
         if not self.floor.within(plausible):
             raise ProbeRefused(self._floor_refused(plausible), measured)
         if not found.within(allowed):
@@ -112,17 +160,11 @@ class Agreement:
         """What rounds, for a message."""
         return f"{self.dtype} with {self.quantisation}" if self.quantisation else self.dtype
 
-    def _allowed(self, floor: Difference) -> Difference:
-        explained = self._explained
-        return Difference(
-            max(self.limit, MEANS * min(explained.mean, floor.mean)),
-            max(self.limit, LARGEST * min(explained.max, floor.max)),
-        )
-
     def _floor_refused(self, plausible: Difference) -> str:
         assert self.floor is not None
         return (
-            f"before the first update, the probe differed from the learner's by {self.floor}; rounding of "
+            f"before the first update, the probe differed from the learner's by {self.floor}, though the "
+            f"learner agrees with transformers; rounding of "
             f"{self._rounding} explains {plausible.mean:g} and {plausible.max:g} (or weights.probe_limit): "
             f"the engine has loaded another model.path, or computes it differently ({self._causes}): "
             f"{self._remedy(self.floor)}"

@@ -194,6 +194,9 @@ def test_logprobs_reference_score_and_broadcast(
         assert torch.equal(tensors["still"], tensors["reference"]), name
         assert not torch.allclose(tensors["after"], tensors["before"], atol=1e-3), name
         assert report["broadcast"] == [True, True] and report["empty"] == 0, name
+        # Transformers, on the trained and possibly sharded weights; it leaves the learner as it was.
+        rounding = 1e-5 if "float32" in name else 0.03
+        assert report["plain"] == pytest.approx(report["score"], abs=rounding) and report["as_before"], name
         assert report["specs"], f"{name}: `specs` describes other tensors than `parameters` yields"
         assert report["none"] == [1.0, 0.0] and not report["with_gradient"], name
         assert (

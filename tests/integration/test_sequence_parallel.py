@@ -58,6 +58,7 @@ def assert_equal(name: str, found: Result, alone: Result, *, atol: float = 1e-6,
             tensors[key], expected[key], atol=atol, rtol=rtol / 10, msg=lambda m, k=key: f"{name}: {k}: {m}"
         )
     assert report["score"] == pytest.approx(of_one["score"], abs=atol, rel=rtol / 10), name
+    assert report["plain"] == pytest.approx(report["score"], abs=max(atol, 1e-5), rel=rtol / 10), name
     for step, one in zip(report["steps"], of_one["steps"][-len(report["steps"]) :], strict=True):
         assert step == pytest.approx(one, rel=rtol, abs=rtol), name
 

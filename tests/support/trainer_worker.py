@@ -325,11 +325,19 @@ def surface(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
     none = trainer.step([], loss_over(1))
     trainer.step(batches, loss_over(50))
     after = trainer.measure(batches, columns)
-    score = trainer.score([3, 9, 4, 30, 12])
+    _, score = trainer.score([[7, 2, 11], [3, 9, 4, 30, 12]])
+    (plain,) = trainer.score_plainly([[3, 9, 4, 30, 12]])
+    again = trainer.measure(batches, columns)
     sent = trainer.broadcast(b"bytes \x00 of rank 0" * 1000 if job["rank"] == 0 else None)
     empty = trainer.broadcast(b"" if job["rank"] == 0 else None)
     report = {
         "score": score,
+        "plain": plain,
+        "as_before": all(
+            torch.equal(one[name], other[name])
+            for one, other in zip(after, again, strict=True)
+            for name in columns
+        ),
         "broadcast": [sent == b"bytes \x00 of rank 0" * 1000, empty == b""],
         "empty": before[1]["logprobs_T"].numel() if job["rank"] == 0 else 0,
         "none": [none.metrics["skipped_steps"], none.grad_norm],
@@ -451,7 +459,8 @@ def recipes(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
         CheckpointStore(Path(scenario["save"]), KEY, 2).save(1, trainer, {"version": 1})
     report = {
         "steps": [dict(result.metrics) | {"norm": result.grad_norm} for result in results],
-        "score": trainer.score([3, 9, 4, 30, 12]),
+        "score": trainer.score([[7, 2, 11], [3, 9, 4, 30, 12]])[1],
+        "plain": trainer.score_plainly([[3, 9, 4, 30, 12]])[0],
         "flops": sum(one.flops or 0 for one in trainer.usage()),
     }
     state = everything(trainer)
@@ -488,9 +497,9 @@ def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
 def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """One step, a checkpoint of it, and what the trained weights say of a sequence before and after."""
     trainer = build(job, scenario, lr=1e-2)
-    scores = [trainer.score(scenario["ids"])]
+    scores = [trainer.score([scenario["ids"]])[0]]
     trainer.step([microbatch(sequences(), CPU)], loss_over(60))
-    scores.append(trainer.score(scenario["ids"]))
+    scores.append(trainer.score([scenario["ids"]])[0])
     CheckpointStore(Path(scenario["store"]), KEY, 2).save(1, trainer, {"version": 1})
     trainer.close()
     return {"done": torch.zeros(1)}, scores

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.weights.agreement import Agreement, Difference, ProbeRefused
+from asyncrl.weights.agreement import Agreement, Difference, ProbeRefused, learner_fault
 from asyncrl.weights.base import UpdateOrder, UpdateReport
 
 TOKENS = 32
@@ -187,3 +187,30 @@ def test_the_floor_is_said_once_in_plain_words(caplog):
         "engine and learner score the probe with the same weights and differ by 0.068 nats on average and 0.234 "
         "at most: rounding of bfloat16; an update may differ by 0.136 nats on average and 0.936 at most"
     ]
+
+
+ZEROS = scores(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("packed", "alone", "said"),
+    [
+        (scores(0.01, 0.04), scores(0.01, 0.04), ""),
+        # Rounding of bfloat16 alone and packed, of which the packed one happens to be larger.
+        (scores(0.1, 0.5), scores(0.06, 0.2), ""),
+        (scores(0.3, 2.0), scores(0.3, 2.0), "each alone"),
+        (scores(0.2, 0.9), scores(0.01, 0.04), "one sequence leaks into the next"),
+        (scores(0.01, np.nan), scores(0.01, 0.04), "one sequence leaks into the next"),
+        (scores(0.01, 0.04), scores(0.01, np.nan), "each alone"),
+    ],
+)
+def test_a_learner_that_differs_from_transformers_is_found(packed, alone, said):
+    fault = learner_fault(packed, alone, ZEROS.tolist(), limit=0.05, dtype="bfloat16")
+    assert said in fault
+    assert bool(fault) is bool(said)
+
+
+def test_float32_has_no_room_but_the_limit():
+    parts = {"plain": ZEROS.tolist(), "dtype": "float32"}
+    assert learner_fault(scores(0.01, 0.06), scores(0.0, 0.0), limit=0.05, **parts)
+    assert not learner_fault(scores(0.01, 0.06), scores(0.0, 0.0), limit=0.1, **parts)

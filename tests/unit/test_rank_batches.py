@@ -39,12 +39,12 @@ def lead_run(trainer: Any, taking: Any) -> LeadRun:
     parts: dict[str, Any] = {
         name: mock.Mock() for name in ("logs", "publisher", "hub", "reporting", "saving", "page")
     }
-    return LeadRun(trainer=trainer, probe_ids=(), stop=threading.Event(), taking=taking, **parts)
+    return LeadRun(trainer=trainer, probe=(), stop=threading.Event(), taking=taking, **parts)
 
 
 def follower_run(trainer: Any) -> FollowerRun:
     parts: dict[str, Any] = {name: mock.Mock() for name in ("logs", "saving")}
-    return FollowerRun(trainer=trainer, probe_ids=(), wire_key=b"", **parts)
+    return FollowerRun(trainer=trainer, probe=(), wire_key=b"", **parts)
 
 
 def collect_on_all(taking: Any) -> list[Collected]:

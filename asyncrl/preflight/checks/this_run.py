@@ -4,7 +4,6 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
@@ -13,6 +12,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import reward_parts
 from asyncrl.config.store import StoreConfig
+from asyncrl.hosting.machine import read_model
 from asyncrl.launch.players import Players
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 
@@ -56,12 +56,14 @@ def store_finding(probe: StoreProbe, where: str) -> Finding:
 
 
 def model(config: Config) -> Finding:
-    """Check that the model's config can be read from disk or the hub, without its weights."""
-    from transformers import AutoConfig
+    """Check without its weights that the model can be read, from disk or the hub, and trained."""
+    from asyncrl.trainer.miniature import require_agreement  # slow to import
 
-    model = config.model
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    return fine(f"{model.path}: {AutoConfig.from_pretrained(model.path, **options).model_type}")
+    path, found = config.model.path, read_model(config.model)[0]
+    if (nats := require_agreement(found)) is None:
+        said = f"{path}: {found.model_type}, of which no small model can be made"
+        return doubtful(said, "start the run: its learner compares itself with transformers first")
+    return fine(f"{path}: {found.model_type}, within {nats:.1g} nats of transformers in a small model")
 
 
 def prompts(config: Config) -> Finding:

@@ -26,6 +26,7 @@ from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
+from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
 from asyncrl.trainer.policy import PolicyModule, run
 from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.sequence_parallel import SequenceRanks
@@ -125,21 +126,15 @@ class DeepSpeedTrainer:
         with torch.no_grad():
             return [self._measure(microbatch, columns) for microbatch in microbatches]
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
-        positions = torch.arange(len(ids), device=self.device)
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         with torch.no_grad():
-            logprobs_T, _ = self._policy.engine(
-                input_ids_N=ids,
-                position_ids_N=positions,
-                sequence_starts=(0, len(ids)),
-                source_T=positions[:-1],
-                target_T=ids[1:],
-                temperature=1.0,
-                chunk=self._chunk,
-            )
-        values: list[float] = logprobs_T.tolist()  # one wait for the device, not one a number
-        return values
+            logprobs = packed_logprobs(self._policy.engine, sequences, self.device, chunk=self._chunk)
+        return [each.tolist() for each in logprobs]  # one wait for the device for each, not for each number
+
+    def score_plainly(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        model = self._policy.engine.module.model
+        with torch.no_grad():
+            return [plain_logprobs(model, ids, self.device).tolist() for ids in sequences]
 
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True

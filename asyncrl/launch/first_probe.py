@@ -1,0 +1,43 @@
+"""The first probe: each rank computes what transformers computes, or nothing is trained."""
+
+import random
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import draw_probe
+from asyncrl.errors import ConfigError
+from asyncrl.hosting.machine import read_model
+from asyncrl.trainer.base import Trainer
+from asyncrl.weights.agreement import learner_fault
+
+
+def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence[int]], list[float]]:
+    """Return the sequences of the probe, and the learner's log-probabilities of the last one.
+
+    The learner and transformers score several packed sequences of several lengths, one of them beyond a
+    sliding window. Raises ConfigError on every rank if they differ by more than rounding explains.
+    """
+    text = read_model(config.model)[0].get_text_config()
+    longest = config.sampling.max_tokens
+    probe = draw_probe(config.run.seed, min(config.weights.probe_tokens, longest - 1), text.vocab_size)
+    window = getattr(text, "sliding_window", None) or longest
+    length = min(window + len(probe[-1]), longest)
+    sequences = [*probe]
+    if length > window:
+        draw = random.Random(config.run.seed)
+        sequences.append(tuple(draw.randrange(text.vocab_size) for _ in range(length)))
+    plain = trainer.score_plainly(sequences)
+    # A long sequence is compared at its end.
+    packed, alone = (
+        np.array([*chain(*(own[-len(one) :] for own, one in zip(scores, plain, strict=True)))], np.float32)
+        for scores in (trainer.score(sequences), [trainer.score([ids])[0] for ids in sequences])
+    )
+    limit, dtype = config.weights.probe_limit, config.model.dtype
+    found = learner_fault(packed, alone, [*chain(*plain)], limit=limit, dtype=dtype)
+    for share, fault in enumerate(map(bytes.decode, trainer.gather(found.encode()))):
+        if fault:
+            raise ConfigError(f"model.path: {config.model.path}, share {share} of the learner: {fault}")
+    return probe, trainer.score(probe)[-1]

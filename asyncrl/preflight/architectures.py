@@ -1,0 +1,69 @@
+"""Architectures that the learner refuses, by the names in a model's config.json: known without torch.
+
+`trainer/miniature.py` finds the same from the code of any architecture; a test compares the two.
+"""
+
+import json
+from pathlib import Path
+
+STATE = "layers that carry a state from token to token, which would leak between packed sequences"
+OWN = "an attention of its own, which does not take packed sequences"
+BIAS = "an output layer with a bias, which the learner's lacks"
+RANDOM = "experts that are chosen at random in training"
+REFUSED = {
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2"),
+        STATE,
+    ),
+    **dict.fromkeys(
+        (
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+        ),
+        STATE,
+    ),
+    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"), STATE),
+    **dict.fromkeys(
+        (
+            "bloom",
+            "falcon",
+            "gpt_neo",
+            "gptj",
+            "gpt_neox_japanese",
+            "llama4",
+            "llama4_text",
+            "moshi",
+            "mpt",
+            "nemotron",
+        ),
+        OWN,
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "openai-gpt", "stablelm", "xglm"), OWN),
+    **dict.fromkeys(("codegen", "phi"), BIAS),
+    "phimoe": RANDOM,
+}
+ATTENTION = "attention"
+LINEAR = "linear"
+
+
+def architecture_problem(path: str) -> str | None:
+    """Say why the learner cannot train the model in a local directory; None if no reason is known."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_bytes())
+        kind = config["model_type"]
+        layers = [*map(str, config.get("text_config", config).get("layer_types") or ())]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return None  # loading says what is wrong with it
+    stateful = sorted({each for each in layers if ATTENTION not in each or LINEAR in each})
+    reason = REFUSED.get(kind) or (f"{STATE} ({', '.join(stateful)})" if stateful else None)
+    if reason is None:
+        return None
+    return (
+        f"{path} is of the architecture {kind}, which the learner cannot train: it has {reason}; choose one "
+        "that docs/models.md calls right, such as llama, qwen3 or mistral"
+    )

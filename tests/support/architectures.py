@@ -1,0 +1,80 @@
+"""The table of architectures in docs/models.md.
+
+python -m tests.support.architectures   # writes it
+"""
+
+import re
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.miniature import require_agreement
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HYBRID = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
+# What a model's config.json has, and the defaults of transformers lack.
+MORE = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2": HYBRID,
+    "lfm2_moe": HYBRID,
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+TABLE = """
+afmoe apertus arcee bamba bitnet bloom codegen cohere cohere2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 falcon
+falcon_h1 falcon_mamba gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan_v1_dense jamba jetmoe kimi_linear
+lfm2 lfm2_moe llama llama4_text mamba mamba2 minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral
+moshi mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe
+qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3
+stablelm starcoder2 vaultgemma xglm xlstm zamba zaya
+"""
+NAMES = TABLE.split()
+ROW = re.compile(
+    r"\| `(?P<name>[\w-]+)` \| (?P<verdict>right|refused) \| (?P<nats>[\d.e-]*) \| (?P<why>.*) \|"
+)
+LAYER = re.compile(r"\((\w+)\) is the first to differ")
+
+
+def judged(name: str) -> tuple[str, float | None, str]:
+    """The verdict on an architecture with random weights, the largest difference in nats, and the reason."""
+    try:
+        nats = require_agreement(AutoConfig.for_model(name, **MORE.get(name, {})))
+    except ConfigError as error:
+        text = str(error)
+        apart = re.search(r"by ([\d.e-]+) nats", text)
+        layer = LAYER.search(text)
+        if apart:
+            return "refused", float(apart[1]), f"`{layer[1]}`" if layer else "the logits"
+        why = text.removeprefix("model: ").partition(";")[0]
+        return (
+            "refused",
+            None,
+            re.sub(r"^the code of \w+ ", "", why).partition(": ")[0].partition(", which")[0],
+        )
+    assert nats is not None, f"{name} has no miniature"
+    return "right", nats, ""
+
+
+def row(name: str) -> str:
+    verdict, nats, why = judged(name)
+    return f"| `{name}` | {verdict} | {'' if nats is None else f'{nats:.2g}'} | {why} |"
+
+
+def rows() -> dict[str, re.Match[str]]:
+    """The table as it stands in the page, by architecture."""
+    return {found["name"]: found for found in map(ROW.fullmatch, PAGE.read_text().splitlines()) if found}
+
+
+def write() -> None:
+    head = PAGE.read_text().partition("| architecture |")[0]
+    lines = [
+        "| architecture | the learner | nats | where they differ, or what is missing |",
+        "|---|---|---|---|",
+    ]
+    PAGE.write_text(head + "\n".join([*lines, *map(row, NAMES)]) + "\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,69 @@
+"""A learner that does not compute what transformers computes trains nothing, and every rank says so."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.first_probe import certified_probe
+from tests.support.models import tiny_qwen2
+from tests.support.task_config import config_of
+
+
+@dataclass
+class Learner:
+    """Its log-probabilities depend on the token, and with `leak` on what is packed before the sequence."""
+
+    leak: float = 0.0
+    error: float = 0.0
+    other_share: str = ""
+    lengths: list[list[int]] = field(default_factory=list)
+
+    def score(self, sequences: Any) -> list[list[float]]:
+        self.lengths.append([len(ids) for ids in sequences])
+        return [
+            [-token / 10 - self.leak * (number > 0) - self.error for token in ids[1:]]
+            for number, ids in enumerate(sequences)
+        ]
+
+    def score_plainly(self, sequences: Any) -> list[list[float]]:
+        return [[-token / 10 for token in ids[1:][-64:]] for ids in sequences]
+
+    def gather(self, value: bytes) -> list[bytes]:
+        return [value, self.other_share.encode()]
+
+
+def certify(learner: Learner, path: Path, window: int | None = None) -> Any:
+    sizes: Any = {"sliding_window": window, "use_sliding_window": True} if window else {}
+    model = {"path": str(tiny_qwen2(path, **sizes)), "dtype": "float32"}
+    config = config_of(model=model, sampling={"max_prompt_tokens": 100, "max_response_tokens": 100})
+    return certified_probe(config, learner)  # type: ignore[arg-type]
+
+
+def test_engines_score_the_last_of_several_sequences_as_it_is_packed(tmp_path: Path) -> None:
+    learner = Learner(leak=0.01)
+    probe, logprobs = certify(learner, tmp_path)
+    assert [len(ids) for ids in probe] == [10, 16, 32]
+    assert logprobs == [-token / 10 - 0.01 for token in probe[-1][1:]]
+    assert learner.lengths == [[10, 16, 32], [10], [16], [32], [10, 16, 32]]
+
+
+def test_one_sequence_is_longer_than_a_sliding_window(tmp_path: Path) -> None:
+    learner = Learner()
+    certify(learner, tmp_path, window=100)
+    assert learner.lengths[0] == [10, 16, 32, 132]
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (Learner(leak=0.2), r"share 0 .* by 0\.1\d* nats .* leaks into the next"),
+        (Learner(error=0.2), r"share 0 .* by 0\.2 nats .* each alone"),
+        (Learner(other_share="broken"), "share 1 of the learner: broken"),
+    ],
+)
+def test_a_difference_ends_the_run(learner: Learner, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        certify(learner, tmp_path)
