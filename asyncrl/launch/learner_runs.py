@@ -47,7 +47,7 @@ class LeadRun:
     saving: LeadSaving
     page: StatusPage
     _rounds: int = field(default=0, init=False)
-    # The learner's scores of the probe's last sequence, and how far the last step moved them on average, in nats.
+    # The scores of the last sequence of the probe, and how far the last step moved them on average, in nats.
     _before: Sequence[float] = field(default=(), init=False)
     _moved: float = field(default=0.0, init=False)
 
