@@ -158,7 +158,6 @@ def test_ctrl_c_at_any_moment(line, project):
         ("eval model task.yaml", signal.SIGTERM),
         ("doctor", signal.SIGHUP),
         ("up task.yaml", signal.SIGTERM),
-        ("quickstart", signal.SIGTERM),
     ],
 )
 def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, project):
@@ -167,6 +166,18 @@ def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, 
     status, said = ended(command, number)
     assert status in (-number, 128 + number) or (status == 2 and line not in ENDLESS), said
     assert "Traceback" not in said and command.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_model_of_the_quick_start_is_not_made_for_nobody(number, project):
+    """A signal to the command alone, as `kill` and batch systems send it."""
+    command = started(project, "quickstart")
+    with command.process as process:
+        wait_until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        assert command.left() == []
+    assert not list((project / "build").rglob("*.safetensors")), "it ended because it was done"
 
 
 def test_a_reader_that_leaves(project):

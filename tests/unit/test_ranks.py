@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from asyncrl.hosting import rank_group
-from asyncrl.hosting.rank_group import begin, end_ranks, free_port, start_ranks, wait_for_ranks
+from asyncrl.hosting.rank_group import begin, end_ranks, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
 
 
@@ -78,6 +78,20 @@ def test_all_are_told_to_leave_at_once_and_share_one_grace(clock):
     assert [rank.terminated_at_s for rank in group] == [0.0] * 4
     assert [rank.killed for rank in group] == [False, True, True, False]
     assert clock.now_s <= rank_group.GRACE_S
+
+
+def test_ranks_that_are_asked_to_leave_get_the_time_that_they_need_to_save(clock):
+    """As `launch.ranks` does on SIGTERM: the limit is that of the supervisor."""
+    group = [FakeRank(clock, 143, leave_s=300.0), FakeRank(clock, 143, leave_s=301.0)]
+    leave(group)
+    end_ranks(group)
+    assert [rank.terminated_at_s for rank in group] == [0.0] * 2 and not any(rank.killed for rank in group)
+    one_dies = [FakeRank(clock, -9, at_s=clock.now_s + 5.0, leave_s=5.0), FakeRank(clock)]
+    began_s = clock.now_s
+    leave(one_dies)
+    end_ranks(one_dies)
+    assert one_dies[1].killed, "without the other it can save nothing"
+    assert clock.now_s - began_s < 5.1 + rank_group.GRACE_S
 
 
 RANK = """
