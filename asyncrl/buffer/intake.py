@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.algo.staleness import credit_limit
 from asyncrl.buffer.base import LearnerBuffer, Take, kind_of
 from asyncrl.buffer.gate import Gate
-from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, all_dead, reason_to_reject, too_many_rejected
+from asyncrl.buffer.judge import DISCARDED_LINEAGE, Judge, reason_to_reject, require_life, too_many_rejected
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.stall import StallWatch
 from asyncrl.errors import BufferGap
@@ -19,10 +19,6 @@ from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group, time_of_day
 
 log = logging.getLogger(__name__)
-
-
-# A run ends after this many failed groups, and at least a batch, if no other group has arrived.
-FEWEST_FAILED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +161,8 @@ class Intake:
                     step.unfit[kind] += 1
         if step.rejected:
             self.open(version)
-        failed = [reason for group, reason in step.rejected if group.dead_reason is not None]
-        if not self._ever_fit and len(failed) >= max(FEWEST_FAILED, self.groups):
-            raise all_dead(failed)
+        if not self._ever_fit:
+            require_life([reason for _, reason in step.rejected], self.groups)
         if step.unfit.total() > (most := self.max_refills * self.groups):
             accepted = f"{len(step.accepted)} of {self.groups}"
             raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)

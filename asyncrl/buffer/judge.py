@@ -26,6 +26,8 @@ FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
 # A kind is the name of a metric and a key in every checkpoint, so kinds of users' filters are few and short.
 MOST_KINDS = 20
 OTHER = "other"
+# Dead groups, and at least a batch, after which a run ends if no other group has arrived.
+FEWEST_DEAD = 8
 # Different reasons in the message of a run in which every ticket dies.
 MOST_LISTED = 5
 
@@ -100,14 +102,16 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
 
 
-def all_dead(reasons: Sequence[str]) -> RunError:
-    """Return the error for a run of which no group can be trained; `reasons` are those of all groups."""
+def require_life(reasons: Sequence[str], batch: int) -> None:
+    """Raise RunError if all groups of a run are dead, and they are a batch; `reasons` are those of all."""
+    if len(reasons) < max(FEWEST_DEAD, batch):
+        return
     # Reasons of equal faults differ in numbers: tickets, attempts, seconds.
     examples = {re.sub(r"\d+", "#", reason): reason for reason in reasons}
     counts = Counter(re.sub(r"\d+", "#", reason) for reason in reasons)
     listed = "".join(f"\n  {count} x {examples[shape]}" for shape, count in counts.most_common(MOST_LISTED))
     more = f"\n  {len(counts) - MOST_LISTED} further reasons" if len(counts) > MOST_LISTED else ""
-    return RunError(
+    raise RunError(
         f"all {len(reasons)} groups that have arrived have failed, and none can be trained on; fix what the "
         f"reasons name, then the same command goes on:{listed}{more}"
     )
