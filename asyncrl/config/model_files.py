@@ -51,15 +51,20 @@ class Unusable(Exception):
 
 
 def require_loadable(path: str, *, remote_code: bool) -> None:
-    """Raise DataError if `path` is a directory with a model that cannot be loaded. Hub names are ignored."""
-    if Path(path).is_dir() and (found := model_problems(Path(path), remote_code=remote_code)):
+    """Raise DataError if `path` is a directory with a model that cannot be loaded. Hub names are ignored.
+
+    The tokenizer is not looked at: a model is loaded without it.
+    """
+    directory = Path(path)
+    if directory.is_dir() and (found := model_problems(directory, remote_code=remote_code, tokenizer=False)):
         raise DataError(f"model.path: {'; and '.join(found[:SHOWN])}")
 
 
-def model_problems(directory: Path, *, remote_code: bool) -> list[str]:
+def model_problems(directory: Path, *, remote_code: bool, tokenizer: bool = True) -> list[str]:
     """Say why a model cannot be loaded, trained or used with its tokenizer; an empty list if it can be.
 
-    With `remote_code`, its architecture may be one that transformers does not know.
+    With `remote_code`, its architecture may be one that transformers does not know. Without `tokenizer`,
+    only what loading the weights needs is read.
     """
     if other := _other_format(directory):
         return [other]
@@ -70,7 +75,7 @@ def model_problems(directory: Path, *, remote_code: bool) -> list[str]:
     except Unusable as unusable:
         config = {}
         found.append(str(unusable))
-    for check in (_tokenizer, _weights):
+    for check in (_tokenizer, _weights) if tokenizer else (_weights,):
         try:
             found += check(directory, config)
         except Unusable as unusable:

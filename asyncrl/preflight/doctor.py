@@ -17,11 +17,11 @@ IMPORT_S = 240.0  # from a cold disk, vLLM takes half a minute
 
 
 def examine(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Outcome]:
-    """Run the checks of the machine, then those of the config if it can be read."""
+    """Check whether the config can be read, then the machine, then what the config needs."""
     config, finding = _read(config_path, overrides)
-    yield from map(execute, machine_checks(config))
     if finding is not None:
         yield execute(Check("config", lambda: finding, fix=""))
+    yield from map(execute, machine_checks(config))
     if config is not None:
         yield from map(execute, run_checks(config))
 

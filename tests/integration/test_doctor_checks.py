@@ -178,8 +178,18 @@ def test_a_machine_that_runs_these_tests_is_well_and_a_config_that_cannot_run_is
     wrong = {name: one for name, one in found.items() if one["verdict"] == "failed" and name != "packages"}
     assert not wrong and status == int(found["packages"]["verdict"] == "failed")
     assert list(found) == [
-        *("packages", "compiler", "torch", "transformers", "deepspeed", "vllm", "gpus", "broadcast"),
-        *("shared memory", "disk", "clock", "open files", "store", "config", "model", "prompts", "rewards"),
+        *(
+            "config",
+            "packages",
+            "compiler",
+            "torch",
+            "transformers",
+            "deepspeed",
+            "vllm",
+            "gpus",
+            "broadcast",
+        ),
+        *("shared memory", "disk", "clock", "open files", "store", "model", "prompts", "rewards"),
     ]
     assert "verified" in found["broadcast"]["found"] and "1 prompts" in found["prompts"]["found"]
     assert not any(config.parent.joinpath("runs").glob("*")), "looking changes nothing"

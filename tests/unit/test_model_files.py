@@ -28,6 +28,9 @@ def test_each_fault_is_named_with_its_file_and_a_way_out(tmp_path: Path, fault: 
     (problem,) = model_problems(directory, remote_code=False)
     assert str(directory) in problem and "; " in problem, "the place, and what to do"
     assert all(words in problem for words in said), problem
+    if "token" in fault or "unigram" in fault or fault == "damaged settings":
+        require_loadable(str(directory), remote_code=False)  # the weights can be loaded
+        return
     with pytest.raises(DataError, match=r"^model\.path: "):
         require_loadable(str(directory), remote_code=False)
 
