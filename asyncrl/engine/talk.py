@@ -94,7 +94,6 @@ class SessionTalk:
     def close(self) -> None:
         """Abort the requests; no further turn begins."""
         self._is_closed = True
-        self._wake()
         for task in self._running:
             task.cancel()
 
@@ -120,7 +119,8 @@ class SessionTalk:
             self._spent += len(rollout.response_ids) + added
         finally:
             self._reserved -= room + added
-            self._wake()
+            self._changed.set()
+            self._changed = asyncio.Event()
         try:
             answer = _cut(self._read(request.prompt_ids, rollout, tools), stop)
         except ConfigError as error:  # only this row may have tools, which nothing parses
@@ -170,11 +170,6 @@ class SessionTalk:
                 f"{budget.max_prompt_tokens}; raise it, or begin the episode with less text",
                 reason="start",
             )
-
-    def _wake(self) -> None:
-        """Let the turns that wait for tokens look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _sample(self, prompt_ids: Sequence[int], spec: SamplingSpec) -> Rollout:
         began_s = time.monotonic()
