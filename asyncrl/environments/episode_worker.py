@@ -37,7 +37,7 @@ from asyncrl.environments.named import load_target
 from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
 from asyncrl.environments.rollout_host import RolloutHost
 from asyncrl.environments.user_code import describe
-from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.processes import adopt_orphans, die_with_parent
 
 # Directory of this package, which the environment's Python need not have.
 PLACE = str(Path(__file__).parents[2])
@@ -81,13 +81,19 @@ class _ForkServer:
         # Process ids by number: of all workers, and of those to wait for.
         self._workers: dict[int, int] = {}
         self._killed: dict[int, int] = {}
+        self._own: set[int] = set()  # children that the import has started
 
     def serve(self, parent_pid: int) -> None:
         # From here on, the death of the parent leaves time to kill what the workers started.
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
         die_with_parent(parent_pid, signal.SIGTERM)
+        # Workers adopt orphans, too. So only what a worker left behind when it ended comes to this process.
+        self._own = _children()
+        adopt_orphans(True)
+        are_left = False
         while True:
-            if select.select([self._control], [], [], REAP_AGAIN_S if self._killed else None)[0]:
+            wait_s = REAP_AGAIN_S if self._killed or are_left else None
+            if select.select([self._control], [], [], wait_s)[0]:
                 try:
                     order, descriptors = receive_order(self._control)
                 except (EOFError, OSError):
@@ -98,6 +104,15 @@ class _ForkServer:
                 if ended:
                     del self._killed[number], self._workers[number]
                     self._tell({"ended": number, "status": os.waitstatus_to_exitcode(status)})
+            are_left = self._end_orphans()
+
+    def _end_orphans(self) -> bool:
+        """Kill what ended workers have left; return whether something was, as its children are next."""
+        orphans = _children() - self._own - set(self._workers.values())
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)  # also of a zombie, which is ours until it is waited for
+            os.waitpid(pid, os.WNOHANG)
+        return bool(orphans)
 
     def _follow(self, order: dict[str, Any], descriptors: list[int]) -> None:
         if "reap" in order:
@@ -130,6 +145,7 @@ class _ForkServer:
 def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str) -> NoReturn:
     """Be a worker until the socket ends."""
     try:
+        adopt_orphans(True)
         os.makedirs(directory, exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         random.seed()  # not the fork server's numbers
@@ -142,6 +158,14 @@ def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str)
     except BaseException:  # noqa: BLE001 - it must not return to the fork server's loop
         sys.excepthook(*sys.exc_info())
     os._exit(1)
+
+
+def _children() -> set[int]:
+    """The process ids of this process's children, also of adopted ones and of those that have ended."""
+    try:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    except OSError:  # the kernel does not list them
+        return set()
 
 
 def _hide_pipes() -> None:

@@ -125,6 +125,7 @@ class NcclFetcher:
 
 def _send(connection: socket.socket, request: Mapping[str, Any]) -> None:
     """Send the slot that the other end asks for. Raises TransferError before anything is sent."""
+    connection.settimeout(None)  # only the first request must come soon
     layout = Layout.from_plain(request["layout"])
     path = str(request["slot"]["path"])
     if not re.fullmatch(rf"/proc/{os.getppid()}/fd/\d+", path):
@@ -247,9 +248,10 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     role, files, *_ = socket.recv_fds(channel, 1, 1)
     connection = socket.socket(fileno=files[0])
-    # EOFError, ConnectionError: the other end or our parent has gone.
-    with contextlib.suppress(EOFError, ConnectionError):
+    # EOFError, ConnectionError: the other end or our parent has gone. TimeoutError: it asks for nothing.
+    with contextlib.suppress(EOFError, ConnectionError, TimeoutError):
         if role == SENDS:  # the learner's `SlotServer` watches this end
+            connection.settimeout(START_S)
             _serve(connection, partial(_send, connection), says=False)
         else:
             threading.Thread(target=_end_with, args=[connection], daemon=True).start()

@@ -101,6 +101,7 @@ class SlotPublisher:
         self._not_copied: OSError | RuntimeError | None = None
         # What each reader has pinned; or the version that it waits for, while a copy of it is made.
         self._readers: dict[str, Published | int] = {}
+        self._over_nccl: set[str] = set()  # generators; a reader is `id:incarnation`
         self._interface = interface
         # Connections need no open address if they come from this host.
         self._server = None if interface is None else self._serve(interface)
@@ -145,7 +146,7 @@ class SlotPublisher:
     def order(self, reader: str, transport: str) -> UpdateOrder | None:
         waits_for = self._unpin(reader)
         found = self._readers[reader] = self._take(transport, waits_for)
-        return None if isinstance(found, int) else self._order(found, transport)
+        return None if isinstance(found, int) else self._order(reader, found, transport)
 
     def release(self, reader: str) -> None:
         self._unpin(reader)
@@ -241,7 +242,7 @@ class SlotPublisher:
             held.unpin()
         return -1
 
-    def _order(self, published: Published, transport: str) -> UpdateOrder:
+    def _order(self, reader: str, published: Published, transport: str) -> UpdateOrder:
         """The order over `transport`. Raises OSError."""
         layout, slot = self._layout.to_plain(), published.slot.describe()
         if transport not in ("tcp", "nccl"):
@@ -253,6 +254,8 @@ class SlotPublisher:
         source = self._server.source(published.stamp)
         if transport == "nccl":
             source["slot"] = slot
+            self._over_nccl.add(reader.partition(":")[0])
+            self._server.most_handed = len(self._over_nccl)
         return published.order(transport, layout=layout, source=source)
 
     def _serve(self, host: str) -> SlotServer:

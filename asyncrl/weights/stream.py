@@ -8,8 +8,9 @@
 
 A connection serves one request and ends. One thread serves all of them, however many there are: the kernel
 sends a slot's memory by itself. With `GROUP` in place of a stamp, the connection is handed to a process, see
-asyncrl/weights/nccl.py. The key, drawn for each start of the learner, keeps strangers out; nothing is
-encrypted. The checksums of the order tell whether the bytes are the learner's.
+asyncrl/weights/nccl.py, of which there are as many as members that get their weights so. The key, drawn for
+each start of the learner, keeps strangers out; nothing is encrypted. The checksums of the order tell whether
+the bytes are the learner's.
 """
 
 import asyncio
@@ -69,10 +70,14 @@ class SlotServer:
             find: returns the open file of a publication's slot, or -1.
             size_bytes: the size of every slot.
             deadline_s: a connection that lasts longer is closed, unless a process has it.
-            start: starts the process for a connection that asks for a group; without it, none is served.
+            start: starts the process for a connection that asks for a group, up to `most_handed`, which is 0
+                at first; a further connection ends the oldest one.
         """
         self._find, self._size_bytes, self._deadline_s = find, size_bytes, deadline_s
         self._start = start
+        # Most connections with a process, of which each takes memory of the learner's host and GPU.
+        self.most_handed = 0
+        self._handed: list[asyncio.Task[None]] = []
         self._key = secrets.token_bytes(32)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -136,7 +141,7 @@ class SlotServer:
                 self._readers[channel] = None
                 if stamp != GROUP:
                     await self._send(channel, self._find(stamp))
-            if stamp == GROUP and self._start:
+            if stamp == GROUP and self._start and self.most_handed:
                 await self._hand_over(channel, self._start)
         except (OSError, asyncio.SendfileNotAvailableError):
             pass  # the other side has gone, or its time is over
@@ -149,18 +154,24 @@ class SlotServer:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
         channel.setblocking(True)
+        task = asyncio.current_task()
+        assert task is not None
+        self._handed.append(task)
+        for oldest in self._handed[: -self.most_handed]:
+            oldest.cancel()
         closed = select.poll()
         closed.register(channel, select.POLLRDHUP)
+        worker = None
         try:
             worker = start(channel)
-        except OSError as error:
-            log.warning("the process that sends weights to a host does not start: %s", error)
-            return
-        try:
             while worker.is_running and not closed.poll(0):
                 await asyncio.sleep(_LOOK_S)
+        except OSError as error:
+            log.warning("the process that sends weights to a host does not start: %s", error)
         finally:
-            worker.end()
+            self._handed.remove(task)
+            if worker is not None:
+                worker.end()
 
     async def _send(self, channel: socket.socket, file: int) -> None:
         size_bytes = self._size_bytes if file >= 0 else 0

@@ -253,6 +253,41 @@ def test_a_failure_in_a_step_is_a_fault_with_its_reason_and_never_a_score(tmp_pa
         raise fault
 
 
+def test_what_an_episode_started_ends_with_it_wherever_it_hides(tmp_path):
+    """Without our variables, in a session of its own, and with another parent than its worker."""
+    code = """
+import os, subprocess, sys
+
+class Hides:
+    def reset(self, note):
+        subprocess.Popen([sys.executable, "-c", HIDDEN, note], env={}, stdout=subprocess.PIPE).stdout.read(1)
+        return "ab"
+    def step(self, response):
+        return "cd", 1.0, True
+
+HIDDEN = '''
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(sys.argv[1], "w") as note:
+            note.write(str(os.getpid()))
+        os.write(1, b"x")
+        os.execv("/bin/sleep", ["sleep", "600"])
+os._exit(0)
+'''
+"""
+
+    async def scenario():
+        async with environment(tmp_path, code, "Hides") as played:
+            for number in range(3):
+                note = tmp_path / f"note{number}"
+                await play(played, ScriptedTalk(["go"]), {"note": str(note)}, prompt="a")
+                await until(lambda note=note: not psutil.pid_exists(int(note.read_text())))
+
+    asyncio.run(scenario())
+
+
 def test_an_observation_that_no_message_can_hold_is_cut_and_no_fault(tmp_path):
     code = """
 class Long:

@@ -142,6 +142,57 @@ def test_strangers_without_the_key_keep_nobody_out(serve, monkeypatch):
         wait_until(lambda: len(server._readers) <= 8)
 
 
+class Pair:
+    """Stands for the process of a connection."""
+
+    is_running = True
+
+    def __init__(self, channel):
+        self.address, self.is_ended = channel.getpeername(), False
+
+    def end(self):
+        self.is_ended = True
+
+
+def test_a_generator_gets_a_process_only_over_nccl_and_as_many_as_members():
+    pairs = []
+    server = SlotServer(
+        "127.0.0.1",
+        lambda stamp: -1,
+        LAYOUT.total_bytes,
+        deadline_s=20.0,
+        start=lambda channel: pairs.append(Pair(channel)) or pairs[-1],
+    )
+
+    def ask():
+        return stream.connect(server.source(STAMP), stream.GROUP, time.monotonic() + 10.0)
+
+    try:
+        with ask() as channel:
+            assert channel.recv(1) == b"" and not pairs, "the run's transport is another"
+        server.most_handed = 2
+        with contextlib.ExitStack() as stack:
+            for number in range(1, 5):
+                stack.enter_context(ask())
+                wait_until(lambda number=number: len(pairs) == number)
+                wait_until(lambda: [pair.is_ended for pair in pairs[:-2]] == [True] * (len(pairs) - 2))
+            assert [pair.is_ended for pair in pairs] == [True, True, False, False]
+        wait_until(lambda: all(pair.is_ended for pair in pairs))
+    finally:
+        server.close()
+
+
+def test_a_process_that_is_asked_for_nothing_ends():
+    code = "from asyncrl.weights import nccl; nccl.START_S = 0.2; nccl.main()"
+    ours, theirs = socket.socketpair()
+    connection, other = socket.socketpair()
+    with ours, theirs, connection, other:
+        argv = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
+        with subprocess.Popen(argv, pass_fds=[theirs.fileno()]) as process:
+            socket.send_fds(ours, [b"s"], [connection.fileno()])
+            assert process.wait(LONG_S) == 0
+
+
 def test_a_host_without_open_files_serves_again_when_it_has_some(serve, monkeypatch):
     server, slot = serve()
     accept, fails = socket.socket.accept, [3]
