@@ -2,8 +2,8 @@
 
 The engine's weights are in one of three states:
 
-    verified   they passed the probe or are the initial model; tickets may start
-    updating   from the pause to the probe's verdict; requests go on, finished groups wait for the verdict
+    verified   they passed the probe; groups are handed over
+    updating   from the start, or a pause, to the probe's verdict; requests go on, finished groups wait for it
     dirty      a transfer or the probe failed, `version` is negative; nothing is sampled until others arrive
 
 consumes  orders   from  control.next_order   the newest order replaces older ones
@@ -46,7 +46,7 @@ class Adoption:
         self._order: UpdateOrder | None = None
         self._ordered, self._verified = asyncio.Event(), asyncio.Event()
         self._adopted = asyncio.Condition()
-        self._verified.set()
+        self._has_passed = False  # whether any weights have passed the probe
 
     @property
     def version(self) -> int:
@@ -124,7 +124,9 @@ class Adoption:
             log.warning("version %d was not received: %s", order.version, error)
             return report(applied=False, reason=str(error))
         finally:
-            self._verified.set()
+            # The learner orders the initial model, too: nothing is trained before engine and learner agree.
+            if self._has_passed:
+                self._verified.set()
         async with self._adopted:
             self._adopted.notify_all()
         return report(
@@ -138,11 +140,13 @@ class Adoption:
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
         try:
-            return self.agreement.judge(await self.engine.score(order.probe_ids), order)
+            measured = self.agreement.judge(await self.engine.score(order.probe_ids), order)
         except ProbeRefused:
             self.engine.distrust()
             await self._discard_running()
             raise
+        self._has_passed = True
+        return measured
 
     async def _discard_running(self) -> None:
         """Abort every request. The weights are dirty from now on."""

@@ -49,7 +49,7 @@ class _Member:
     # Transport of every other attempt after two failures; the same one if no other can work.
     alternative: str
     # The version that the generator has reported as applied; -1 if unknown, so that any version is newer.
-    version: int
+    version: int = _UNKNOWN
     # What it is being updated to; None if it is idle.
     target: Weights | None = None
     # End of the update, or of the back-off.
@@ -106,16 +106,17 @@ class UpdateSchedule:
         usable = (self.transport, *(("slot", "disk") if self.one_host else ("tcp",)))
         return next((transport for transport in usable if transport in offered), None)
 
-    def join(self, holder: str, *, version: int, transports: Sequence[str], now_s: float) -> list[Action]:
+    def join(self, holder: str, *, transports: Sequence[str], now_s: float) -> list[Action]:
         """Add a member whose `transports` include a common one.
 
-        A `version` other than 0, the initial model, counts as unknown: an earlier learner may have made it.
+        Whatever weights it has, an order brings the newest: an earlier learner may have made them, and the
+        initial model has not passed the probe.
         """
         transport = self.common_transport(transports)
         assert transport is not None, f"{holder} offers {transports}"
         other = "disk" if self.one_host else "tcp"
         alternative = other if other in transports else transport
-        self.members[holder] = _Member(transport, alternative, version if version == 0 else _UNKNOWN)
+        self.members[holder] = _Member(transport, alternative)
         return self._begin(holder, now_s)
 
     def remove(self, holder: str) -> list[Action]:

@@ -274,9 +274,7 @@ class ControlHub:
     def _add(self, holder: str, now_s: float) -> None:
         """Bring weights to a member that has answered the welcome from now on."""
         if hello := self._greeted.pop(holder, None):
-            self._carry_out(
-                self._schedule.join(holder, version=hello.version, transports=hello.transports, now_s=now_s)
-            )
+            self._carry_out(self._schedule.join(holder, transports=hello.transports, now_s=now_s))
 
     def _handle_report(self, holder: str, report: UpdateReport, now_s: float) -> None:
         generator_id, _, _ = holder.rpartition(":")

@@ -4,7 +4,11 @@
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+
+from asyncrl.config.base import Mistake
+from asyncrl.config.sections import ModelConfig
 
 STATE = "layers that carry a state from token to token, which would leak between packed sequences"
 OWN = "an attention of its own, which does not take packed sequences"
@@ -51,19 +55,17 @@ ATTENTION = "attention"
 LINEAR = "linear"
 
 
-def architecture_problem(path: str) -> str | None:
-    """Say why the learner cannot train the model in a local directory; None if no reason is known."""
+def architecture_problems(model: ModelConfig) -> Iterator[Mistake]:
+    """Say why the learner cannot train the model in a local directory, if a reason is known."""
     try:
-        config = json.loads((Path(path) / "config.json").read_bytes())
+        config = json.loads((Path(model.path) / "config.json").read_bytes())
         kind = config["model_type"]
         layers = [*map(str, config.get("text_config", config).get("layer_types") or ())]
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return None  # loading says what is wrong with it
+        return  # loading says what is wrong with it
     stateful = sorted({each for each in layers if ATTENTION not in each or LINEAR in each})
-    reason = REFUSED.get(kind) or (f"{STATE} ({', '.join(stateful)})" if stateful else None)
-    if reason is None:
-        return None
-    return (
-        f"{path} is of the architecture {kind}, which the learner cannot train: it has {reason}; choose one "
-        "that docs/models.md calls right, such as llama, qwen3 or mistral"
-    )
+    reason = REFUSED.get(str(kind)) or (f"{STATE} ({', '.join(stateful)})" if stateful else None)
+    if reason is not None:
+        found = f"{model.path} is of the architecture {kind}, which the learner cannot train: it has {reason}"
+        cure = "choose one that docs/models.md calls right, such as llama, qwen3 or mistral"
+        yield Mistake(("model.path",), f"{found}; {cure}")

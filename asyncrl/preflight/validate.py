@@ -24,7 +24,7 @@ from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
-from asyncrl.preflight.architectures import architecture_problem
+from asyncrl.preflight.architectures import architecture_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.forms import Form, form_of
@@ -55,10 +55,9 @@ def validated_config(
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
-        found = [*file_problems(config), *_function_problems(config, root), *_row_problems(config)]
+        found = [*architecture_problems(config.model), *file_problems(config)]
+        found += [*_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-        if is_local(config.model.path) and (problem := architecture_problem(config.model.path)):
-            found.append(Mistake(("model.path",), problem))
         found += _program_problems(config.environment) if generators else ()
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):

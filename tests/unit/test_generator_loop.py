@@ -121,6 +121,7 @@ class World:
         self.engine = FakeEngine(token_s=token_s)
         self.control = Control()
         self.staging = staging or Staging()
+        self.certified = True  # whether the initial model passes the probe before anything else happens
         self.floor = 0.0  # how far the learner's log-probabilities of the first weights are from the engine's
         lane = Lane(
             name="train",
@@ -171,6 +172,9 @@ class World:
             hello = Hello(generator_id="g0", incarnation="i", release="r", config_hash="c", version=0)
             task = asyncio.create_task(self.generator.run(hello))
             try:
+                if self.certified:
+                    await self.control.orders.put(self.order(0))
+                    assert (await self.reported()).applied
                 await script(self)
                 await self.control.orders.put(Stop(reason="test"))
             finally:
@@ -533,6 +537,7 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
 
 def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_agree():
     world = World()
+    world.certified = False
     world.floor = 0.1
 
     async def script(world: World) -> None:
@@ -552,6 +557,7 @@ def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_a
 def test_a_quantised_engine_adopts_its_versions_but_no_wrong_tensor_and_no_nan(tmp_path):
     learner, world = Learner(), World(quantisation="quantization: fp8", staging=HostStaging(tmp_path))
     world.floor = 0.4
+    world.certified = False
     sums = list(learner.sums[1])
     details = {"slot": learner.slots[1].describe(), "layout": learner.layout.to_plain()}
 
@@ -573,6 +579,29 @@ def test_a_quantised_engine_adopts_its_versions_but_no_wrong_tensor_and_no_nan(t
 
     world.run(script)
     learner.close()
+
+
+def test_no_group_is_handed_over_before_the_probe_has_passed_once():
+    world = World()
+    world.certified = False
+
+    async def script(world: World) -> None:
+        await until(lambda: world.engine.stats().sampled_tokens > 0)
+        await elapse(1.0)
+        world.staging.error = "nobody sent"
+        await world.control.orders.put(world.order(0))
+        assert not (await world.reported()).applied
+        await elapse(1.0)
+        world.staging.error = ""
+        await world.control.orders.put(world.order(0, probe_error=0.1))
+        assert "the probe differs" in (await world.reported()).reason
+        await elapse(1.0)
+        assert world.learner.audit().ready == 0
+        await world.control.orders.put(world.order(0))
+        assert (await world.reported()).applied
+        await until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
 
 
 def test_the_floor_is_taken_before_the_first_update_and_from_then_on_holds():

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.preflight.architectures import REFUSED, architecture_problem
+from asyncrl.preflight.architectures import REFUSED, architecture_problems
 from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.miniature import AGREES, require_agreement
 from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
@@ -93,8 +93,9 @@ def test_a_config_is_judged_as_it_is_and_stays_as_it_was() -> None:
 def test_names_are_known_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
     code = (
-        "import sys; from asyncrl.preflight.architectures import architecture_problem as problem; "
-        "print(problem(sys.argv[1]), 'torch' in sys.modules)"
+        "import sys; from asyncrl.config.sections import ModelConfig; "
+        "from asyncrl.preflight.architectures import architecture_problems as problems; "
+        "print(*problems(ModelConfig(path=sys.argv[1])), 'torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True)
     assert "qwen3_next, which the learner cannot train" in said.stdout
@@ -119,7 +120,7 @@ def test_names_are_known_without_torch(tmp_path: Path) -> None:
 )
 def test_layer_types_tell_too(config: object, is_refused: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert bool(architecture_problem(str(tmp_path))) is is_refused
+    assert bool([*architecture_problems(ModelConfig(path=str(tmp_path)))]) is is_refused
 
 
 def test_names_and_the_table_of_the_documentation_agree() -> None:

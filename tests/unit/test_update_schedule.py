@@ -43,12 +43,8 @@ def failed(version):
     return UpdateReport(version=version, applied=False, reason="test")
 
 
-def joined(schedule, *holders, version=0, now_s=0.0):
-    return [
-        a
-        for h in holders
-        for a in schedule.join(h, version=version, transports=("slot", "disk"), now_s=now_s)
-    ]
+def joined(schedule, *holders, now_s=0.0):
+    return [a for h in holders for a in schedule.join(h, transports=("slot", "disk"), now_s=now_s)]
 
 
 def run_one(schedule, holder, version, now_s):
@@ -60,17 +56,18 @@ def run_one(schedule, holder, version, now_s):
     return others
 
 
-def test_the_initial_model_needs_no_update_to_version_zero():
+def test_the_initial_model_is_ordered_too_because_it_has_not_passed_the_probe():
     schedule = make()
-    assert schedule.announce(0, 0.0) == []
     assert joined(schedule, "a") == []
+    assert schedule.announce(0, 0.0) == [Begin("a", "slot")]
+    assert run_one(schedule, "a", 0, 0.5) == []
     assert schedule.announce(1, 1.0) == [Begin("a", "slot")]
 
 
 def test_weights_of_an_unknown_learner_are_replaced_whatever_their_number():
     schedule = make()
     schedule.announce(12, 0.0)
-    assert joined(schedule, "a", version=12) == [Begin("a", "slot")]
+    assert joined(schedule, "a") == [Begin("a", "slot")]
 
 
 def test_a_report_on_an_earlier_learners_order_means_nothing_though_the_number_is_the_same():
@@ -206,7 +203,7 @@ def test_a_transport_that_works_again_is_kept():
 @pytest.mark.parametrize("transport", ["nccl", "tcp", "disk"])
 def test_other_hosts_are_sent_by_tcp_and_never_to_files_that_are_only_here(transport):
     schedule = make(transport, one_host=False)
-    schedule.join("a", version=0, transports=TRANSPORTS, now_s=0.0)
+    schedule.join("a", transports=TRANSPORTS, now_s=0.0)
     transports, now_s = transports_of_failing_updates(schedule, 5)
     assert transports == [transport, transport, "tcp", transport, "tcp"]
     run_one(schedule, "a", 1, now_s)
@@ -216,7 +213,7 @@ def test_other_hosts_are_sent_by_tcp_and_never_to_files_that_are_only_here(trans
 @pytest.mark.parametrize(("transport", "one_host"), [("slot", True), ("nccl", False)])
 def test_a_generator_is_not_sent_what_it_does_not_offer(transport, one_host):
     schedule = make(transport, one_host=one_host)
-    schedule.join("a", version=0, transports=(transport,), now_s=0.0)
+    schedule.join("a", transports=(transport,), now_s=0.0)
     assert set(transports_of_failing_updates(schedule, 4)[0]) == {transport}
 
 
@@ -237,7 +234,7 @@ def test_the_common_transport_is_the_best_that_both_have(wanted, offered, one_ho
     assert schedule.common_transport(offered) == common
     if common is not None:
         schedule.announce(1, 0.0)
-        assert schedule.join("a", version=0, transports=offered, now_s=0.0) == [Begin("a", common)]
+        assert schedule.join("a", transports=offered, now_s=0.0) == [Begin("a", common)]
 
 
 def test_while_the_publisher_has_no_version_every_tick_asks_again_and_it_is_no_failure():
@@ -246,7 +243,7 @@ def test_while_the_publisher_has_no_version_every_tick_asks_again_and_it_is_no_f
     assert schedule.announce(1, 0.0) == [Begin("a", "slot")]
     for now_s in (0.1, 0.2, 1000.0):  # a copy has no deadline
         assert schedule.tick(now_s) == [Begin("a", "slot")]
-    assert schedule.failed == 0 and schedule.members["a"].version == 0
+    assert schedule.failed == 0 and schedule.members["a"].version == -1
     assert run_one(schedule, "a", 1, 1000.0) == []
 
 
