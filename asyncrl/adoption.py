@@ -46,7 +46,6 @@ class Adoption:
         self._order: UpdateOrder | None = None
         self._ordered, self._verified = asyncio.Event(), asyncio.Event()
         self._adopted = asyncio.Condition()
-        self._has_passed = False  # whether any weights have passed the probe
 
     @property
     def version(self) -> int:
@@ -124,8 +123,7 @@ class Adoption:
             log.warning("version %d was not received: %s", order.version, error)
             return report(applied=False, reason=str(error))
         finally:
-            # The learner orders the initial model, too: nothing is trained before engine and learner agree.
-            if self._has_passed:
+            if self.agreement.has_passed:  # nothing is trained before engine and learner agree
                 self._verified.set()
         async with self._adopted:
             self._adopted.notify_all()
@@ -140,13 +138,11 @@ class Adoption:
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
         try:
-            measured = self.agreement.judge(await self.engine.score(order.probe_ids), order)
+            return self.agreement.judge(await self.engine.score(order.probe_ids), order)
         except ProbeRefused:
             self.engine.distrust()
             await self._discard_running()
             raise
-        self._has_passed = True
-        return measured
 
     async def _discard_running(self) -> None:
         """Abort every request. The weights are dirty from now on."""

@@ -121,6 +121,7 @@ class Agreement:
     dtype: str  # of the model
     quantisation: str = ""  # the engine's settings for it, as in the config
     floor: Difference | None = None
+    has_passed: bool = False  # whether any weights have passed; the learner orders the initial model, too
 
     def begin(self, scores: NDArray[np.float32], order: UpdateOrder) -> None:
         """Take the floor from the engine's scores with the weights of version 0."""
@@ -137,10 +138,8 @@ class Agreement:
         Raises ProbeRefused if they, or those of version 0, differ by more than rounding explains.
         """
         assert self.floor is not None
-        found, allowed = (
-            Difference.between(scores, order.probe_logprobs),
-            _allowed(self.floor, self.limit, self._explained),
-        )
+        found = Difference.between(scores, order.probe_logprobs)
+        allowed = _allowed(self.floor, self.limit, self._explained)
         values = (found.mean, found.max, allowed.max, self.floor.mean, self.floor.max)
         measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))
         plausible = _plausible(self.limit, self._explained)
@@ -149,6 +148,7 @@ class Agreement:
         if not found.within(allowed):
             moved = Difference.between(np.asarray(order.probe_logprobs, np.float32), order.initial_logprobs)
             raise ProbeRefused(self._update_refused(found, allowed, moved), measured)
+        self.has_passed = True
         return measured
 
     @property

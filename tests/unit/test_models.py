@@ -17,6 +17,7 @@ from asyncrl.trainer.miniature import AGREES, require_agreement
 from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
 from asyncrl.trainer.policy import PolicyModule
 from tests.support.architectures import NAMES, rows
+from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -32,6 +33,7 @@ FACTORS = {"cohere": {"logit_scale": 0.25}, "granite": {"logits_scaling": 3.0}}
 @pytest.mark.parametrize("name", [*DROPOUTS, *FACTORS])
 def test_two_passes_are_equal_and_those_of_transformers(name: str, tmp_path: Path) -> None:
     more = {**DROPOUTS, **FACTORS}[name]
+    tiny_qwen2(tmp_path)  # for its tokenizer
     config = AutoConfig.for_model(name, **SIZES, **more, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -55,6 +57,7 @@ def test_two_passes_are_equal_and_those_of_transformers(name: str, tmp_path: Pat
 
 def test_a_plain_pass_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen2", **SIZES, num_key_value_heads=1, intermediate_size=64)
+    tiny_qwen2(tmp_path)  # for its tokenizer
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     policy = PolicyModule(load_model(ModelConfig(path=str(tmp_path), dtype="float32"), CPU))
     attention = policy.model.config._attn_implementation
