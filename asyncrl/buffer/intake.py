@@ -162,7 +162,7 @@ class Intake:
         if step.rejected:
             self.open(version)
         if not self._ever_fit:
-            require_life([reason for _, reason in step.rejected], self.groups)
+            require_life(step.rejected, self.groups, after=self._issued_before)
         if step.unfit.total() > (most := self.max_refills * self.groups):
             accepted = f"{len(step.accepted)} of {self.groups}"
             raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)

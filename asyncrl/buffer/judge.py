@@ -102,8 +102,12 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
 
 
-def require_life(reasons: Sequence[str], batch: int) -> None:
-    """Raise RunError if all groups of a run are dead, and they are a batch; `reasons` are those of all."""
+def require_life(rejected: Sequence[tuple[Group, str]], batch: int, *, after: int) -> None:
+    """Raise RunError if all groups of a run are dead, and they are a batch.
+
+    Tickets up to `after` do not count: earlier settings may have caused what happened to them.
+    """
+    reasons = [reason for group, reason in rejected if group.ticket_id > after]
     if len(reasons) < max(FEWEST_DEAD, batch):
         return
     # Reasons of equal faults differ in numbers: tickets, attempts, seconds.

@@ -292,10 +292,6 @@ class Supervisor:
         standby = child.standby
         if standby is None:
             return None
-        if hung := standby.watch.look(self._attention.now_s):
-            log.warning("the standby of %s hangs and is not used: %s", child.spec.name, hung)
-            self._end_standby(child)
-            return None
         try:
             standby.process.take_over()
         except BrokenPipeError:

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from asyncrl.environments.base import Answer, BudgetSpent, Message
+from asyncrl.types import Rollout, VersionSpan
 
 
 class ScriptedTalk:
@@ -39,3 +42,18 @@ class ScriptedTalk:
         self.shown.append(shown)
         said = self._script(shown)
         return Answer(text=said) if isinstance(said, str) else said
+
+
+def rollout_of(prompt_ids, ids, *, version: int = 0) -> Rollout:
+    return Rollout(
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        response_ids=np.array(ids, dtype=np.int32),
+        action_mask=np.ones(len(ids), dtype=np.bool_),
+        behaviour_logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+        version_spans=(VersionSpan(version, len(ids)),),
+        finish_reason="stop",
+    )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

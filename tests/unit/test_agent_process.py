@@ -31,7 +31,7 @@ from tests.support.waiting import HANG, has_ended, turns, until, wait_until, wai
 
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
 ASK = """
-    import json, os, sys, time, urllib.request
+    import json, os, sys, threading, time, urllib.request
     row = json.loads(os.environ.get("ASYNCRL_ROW", "null"))
     def ask(text, **more):
         body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
@@ -381,7 +381,7 @@ def test_a_result_counts_although_the_program_does_not_end(tmp_path, spent):
 def test_a_program_that_neither_ends_nor_writes_a_result_is_waited_for(tmp_path):
     """Until the generator's own limit, which is a fault if no function scores the episode."""
     seen = tmp_path / "seen"
-    program = f"ask('x'); time.sleep(1.5); open({str(seen)!r}, 'w').close(); {HANG}"
+    program = f"ask('x'); threading.Event().wait(1.5); open({str(seen)!r}, 'w').close(); {HANG}"
     with pytest.raises(asyncio.CancelledError):
         play(tmp_path, ScriptedTalk(TEXT), program, cancel_when=seen.exists, episode_s=0.1, step_s=0.1)
 

@@ -19,10 +19,10 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.tree import Session
+from tests.support.characters import character_tokenizer
 from tests.support.chat_templates import STOPS, renderer_of, tokenizer_of
 from tests.support.public_templates import TEMPLATES
-from tests.unit.test_prompts import character_tokenizer
-from tests.unit.test_session import rollout_of, user
+from tests.support.talks import rollout_of, user
 
 
 def said(text, **more):

@@ -530,7 +530,7 @@ WALKS = (
 
 
 def test_gigpo_compares_the_turns_of_text_environments_that_follow_the_same_observation():
-    """By hand, with gamma 1, leave-one-out: R = 1, 1.5, 0; turns in `a` still got 1, 1.5, 1, 0, in `b` 1 and 0."""
+    """By hand, with gamma 1, other episodes: R = 1, 1.5, 0; turns in `a` still got 1, 1.5, 1, 0, in `b` 1 and 0."""
 
     async def play(talk, episode):
         first, *steps = WALKS[episode]
@@ -550,9 +550,9 @@ def test_gigpo_compares_the_turns_of_text_environments_that_follow_the_same_obse
     expected = [
         0.25 + (1 - 2.5 / 3),
         0.25 + 1,
-        1.0 + (1.5 - 2 / 3),
+        1.0 + (1.5 - 1 / 2),
         1.0,
-        1.0 + (1 - 2.5 / 3),
+        1.0 + (1 - 1 / 2),
         -1.25 - 3.5 / 3,
         -1.25 - 1,
     ]

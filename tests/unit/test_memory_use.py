@@ -179,8 +179,9 @@ def test_an_architecture_that_cannot_be_counted_is_estimated_and_plan_says_so():
 
 
 def test_a_model_that_the_learner_would_refuse_is_refused_before_it_is_counted():
-    with pytest.raises(ConfigError, match="logits_scaling"):
-        counted(SHAPE, config_of_kind("granite", logits_scaling=8.0), ModelConfig(path="m"), False)
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        config = AutoConfig.for_model("gemma2", **SIZES, final_logit_softcapping=30.0)
+        counted(SHAPE, config, ModelConfig(path="m"), False)
     with pytest.raises(ConfigError, match="selective recomputes the module `mlp`"):
         config = AutoConfig.for_model("granitemoeshared", **SIZES)
         counted(SHAPE, config, ModelConfig(path="m"), "selective")

@@ -5,40 +5,20 @@ import logging
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
+from tests.support.characters import BOS, CHARACTERS, EOS, SPECIALS, character_tokenizer
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"
-SPECIALS = ["<pad>", "<bos>", "<eos>"]
-BOS, EOS = 1, 2
-CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def character_tokenizer(directory: Path, *, pattern: str = "<bos> $A", template: str | None = None) -> str:
-    """One token per character; `pattern` says which special tokens stand around a text."""
-    vocabulary = {token: index for index, token in enumerate(SPECIALS + CHARACTERS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=pattern, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    fast.chat_template = template
-    fast.save_pretrained(directory)
-    return str(directory)
 
 
 @pytest.fixture

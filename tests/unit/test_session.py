@@ -18,9 +18,10 @@ from asyncrl.session.chat_messages import key_after
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.delta import closer, delta, rewritten
 from asyncrl.session.tree import Session
-from asyncrl.types import Rollout, VersionSpan
+from asyncrl.types import VersionSpan
 from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of, tokenizer_of
 from tests.support.random_agent import TOOL, Agent, Call
+from tests.support.talks import rollout_of, user
 from tests.support.task_config import config_of
 
 CONVERSATIONS = int(os.environ.get("ASYNCRL_CONVERSATIONS", "1800"))
@@ -127,21 +128,6 @@ def test_a_template_that_rewrites_history_is_known_at_the_start(name, caplog):
     prompts = SimpleNamespace(tokenizer=renderer._tokenizer, renderer=renderer)
     players.Players.of(config, Path()).sampler(None, prompts, "g0")
     assert ("environment.history is template" in caplog.text) == (name in REWRITING)
-
-
-def rollout_of(prompt_ids, ids, *, version: int = 0) -> Rollout:
-    return Rollout(
-        prompt_ids=np.array(prompt_ids, dtype=np.int32),
-        response_ids=np.array(ids, dtype=np.int32),
-        action_mask=np.ones(len(ids), dtype=np.bool_),
-        behaviour_logprobs=np.full(len(ids), -1.0, dtype=np.float32),
-        version_spans=(VersionSpan(version, len(ids)),),
-        finish_reason="stop",
-    )
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def said(session: Session, renderer, messages, answer: str, *, tools=(), train=True, stop: str = "", **more):

@@ -136,24 +136,6 @@ def test_a_standby_that_hangs_is_replaced_and_costs_no_restart(tmp_path):
         assert supervisor.deaths() == {"learner": 0} and len(host.of("learner")) == 1
 
 
-def test_a_standby_that_hangs_is_not_used(tmp_path, caplog):
-    """Its silence becomes too long while the learner is dead and waits for its restart."""
-    host = VirtualHost(learner=works)
-    spec = one(tmp_path, has_standby=True, ends_run=True)
-    with supervised(host, spec, max_restarts=9, limits=LIMITS) as supervisor:
-        run_until(supervisor, lambda: host.of("learner", stands_by=True))
-        run_for(supervisor, 10.0)
-        (standby,) = host.of("learner", stands_by=True)
-        standby.stop()
-        run_for(supervisor, 29.0)
-        # The back-off after several deaths is longer than what the standby has left.
-        supervisor._children["learner"].deaths_s.extend([host.now_s()] * 4)
-        host.of("learner")[0].kill()
-        run_until(supervisor, lambda: len(host.of("learner")) == 2)
-        assert standby.status == SIGKILL and not standby.is_called
-    assert "the standby of learner hangs and is not used: learner made no progress" in caplog.text
-
-
 def test_what_the_kernel_holds_ends_the_run_with_its_reason(tmp_path):
     host = VirtualHost(g0=hangs)
     with supervised(host, one(tmp_path, "g0"), max_restarts=5, limits=LIMITS) as supervisor:
