@@ -158,12 +158,14 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
 async def _unequal(pool: RewardPool, part: str, cases: Sequence[Case], tried: Tried) -> str:
     """Score responses again, and return the first two scores that differ; empty if none do."""
     before = {kind: iter(scores) for kind, scores in tried.scores.items()}
-    for case in cases:
+    for index, case in enumerate(cases):
+        if index in tried.abstained:
+            continue
         first = next(before[case.kind])
         try:
             (score,) = await pool.score([case.given])
         except RewardError as error:
             return f"{first:g}, and then an error: {error}"
-        if score.parts[part] != first:
-            return f"{first:g} and {score.parts[part]:g}"
+        if (second := score.parts.get(part)) != first:
+            return f"{first:g} and {'none' if second is None else f'{second:g}'}"
     return ""

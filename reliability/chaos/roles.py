@@ -163,7 +163,7 @@ async def _engine(place: Place, seed: int) -> FakeEngine:
 
 async def _generate(place: Place, name: str, seed: int) -> None:
     engine = await _engine(place, seed)
-    sampler = Sampler(engine, Rewards(), lambda ids: "x" * len(ids), name)
+    sampler = Sampler(engine, Rewards(), lambda ids: ("x" * len(ids),) * 2, name)
     spec = SamplingSpec(temperature=1.0, max_response_tokens=8)
     await generate(place, name, engine, sampler, partial(_prompt, place), spec)
 

@@ -213,7 +213,7 @@ class Nothing:
     def close(self) -> None: ...
 
     async def score(self, inputs: list[RewardInput]) -> list[Score]:
-        return [Score(total=1.0, parts={})] * len(inputs)
+        return [Score(total=1.0, parts={"same": 1.0})] * len(inputs)
 
 
 class WatchedClient(ControlClient):
@@ -282,7 +282,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
     await Generator(
         engine=engine,
         lanes=[lane],
-        sampler=Sampler(engine, nothing, lambda ids: "", name),  # type: ignore[arg-type]
+        sampler=Sampler(engine, nothing, lambda ids: ("", ""), name),  # type: ignore[arg-type]
         staging=WatchedStaging(Path(endpoint.removeprefix("ipc://")).parent / "w", told, rng, options),
         control=client,
         tracker=nothing,  # type: ignore[arg-type]

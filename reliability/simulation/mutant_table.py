@@ -265,7 +265,7 @@ MUTANTS = [
     # -- control messages
     one("anybody speaks for a member", control("zmq", "if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:", "if False:")),
     one("a member is dead after half of the silence", control("membership", "> self._timeout_s]", "> self._timeout_s / 4]")),
-    one("a new member has the version that it says", control("updates", "version if version == 0 else _UNKNOWN", "version")),
+    one("a new member has the initial model", control("updates", "    version: int = _UNKNOWN", "    version: int = 0")),
     one("a report of any lineage counts", control("updates", "Weights(report.version, report.lineage) != member.target:", "member.target is None or report.version != member.target.version:")),
     one("a report of any version counts", control("updates", "Weights(report.version, report.lineage) != member.target:", "member.target is None or report.lineage != member.target.lineage:")),
     one("a failed update counts as applied", control("updates", "        if not report.applied:\n", "        if False:\n")),

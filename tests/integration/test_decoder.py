@@ -121,7 +121,7 @@ def test_a_frame_that_kills_its_decoder_is_refused_and_the_next_one_passes(monke
     start = subprocess.Popen
 
     def faulty(command, **kwargs):
-        return start([sys.executable, "-c", FATAL, *command[3:]], **kwargs)
+        return start([sys.executable, "-c", FATAL, *command[4:]], **kwargs)
 
     monkeypatch.setattr(subprocess, "Popen", faulty)
     decoder = IsolatedDecoder(KEY, frame_s=5.0)
