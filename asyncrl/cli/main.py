@@ -21,10 +21,10 @@ def main() -> None:
     # To find plugins, pydantic reads the metadata of all packages: a third of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     sys.unraisablehook = _unraisable
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore Ctrl-C
-        signal.signal(signal.SIGINT, _interrupt)
     status = INTERRUPTED
     try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background commands ignore it
+            signal.signal(signal.SIGINT, _interrupt)
         status = _status(sys.argv[1:])
     except KeyboardInterrupt:  # may be raised anywhere, also within an import
         pass

@@ -24,8 +24,11 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # Process, user and group of a peer, `struct ucred` of the kernel.
 _CREDENTIALS = struct.Struct("3i")
 # Instead of a preexec_fn, which is not safe in a process with threads.
+# A Ctrl-C in a terminal reaches this program, too; Python's own handler would print a traceback.
 _BOUND_TO_PARENT = """
-import os, sys
+import os, signal, sys
+if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 from asyncrl.hosting.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
 try:

@@ -63,6 +63,10 @@ def ledger_of(run: Path, step: int) -> dict[str, Any]:
 
 def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) -> None:
     run = config.parent / "runs" / "whole"
+    reward = config.parent / "rewards.py"  # so slow that the learner is not done before it is looked at
+    reward.write_text(
+        reward.read_text().replace("    return", "    __import__('threading').Event().wait(0.25)\n    return")
+    )
 
     # 1. A generator is killed in the middle; the run finishes, and every group is accounted for.
     up = start(config, "telemetry.prometheus_port=0", "generator.engine=vllm")
