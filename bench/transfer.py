@@ -76,6 +76,7 @@ def serve(options: argparse.Namespace) -> None:
         deadline_s=DEADLINE_S,
         start=partial(nccl.start, nccl.SENDS),
     )
+    server.most_handed = 1
     described["source"] = server.source(1)
     store = TCPStore(LOOPBACK, 0, 2, is_master=True, wait_for_workers=False)
     described["store"] = store.port
