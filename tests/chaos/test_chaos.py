@@ -46,7 +46,9 @@ def test_what_is_poisonous_is_set_aside_with_its_reason_while_files_are_damaged(
         verdict = world.finish()
         found, survived = fates(world, verdict)
     assert verdict.is_good and not survived, (verdict, survived)
-    assert found["deadly ticket"] == found["deadly step"] == {"deadly": 1}
+    assert found["deadly ticket"] == {"deadly": 1}
+    # A death of the learner may undo the versions that sampled the step's group, which then kills nobody again.
+    assert found["deadly step"] in ({"deadly": 1}, {"discarded_lineage": 1})
     assert found.keys() >= set(GROUPS)
     assert {"untrainable", "discarded_lineage"} <= {
         reason for reasons in found.values() for reason in reasons
