@@ -11,7 +11,7 @@ from asyncrl.batch.plan import Plan
 from asyncrl.buffer.intake import Collected
 from asyncrl.learner import Step
 from asyncrl.trainer.base import StepResult
-from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.types import Group, Rollout, Turns, VersionSpan
 
 
 def rollout(**parts: float) -> Rollout:
@@ -24,6 +24,19 @@ def rollout(**parts: float) -> Rollout:
         finish_reason="stop",
         reward=sum(parts.values()),
         reward_parts=parts,
+    )
+
+
+def beginning(rollout: Rollout, mask: np.ndarray, turns: Turns) -> Rollout:
+    """The first tokens of a rollout, as many as `mask` has, with these actions and turns."""
+    size = len(mask)
+    return replace(
+        rollout,
+        response_ids=rollout.response_ids[:size],
+        action_mask=mask,
+        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:size], np.float32(0.0)),
+        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:size]),
+        turns=turns,
     )
 
 

@@ -22,8 +22,9 @@ from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig
 from asyncrl.trainer.base import LOSS, StepResult
-from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from asyncrl.types import Group, Rollout, Turns
 from tests.support.fake_learner import SETTINGS, Batch, Meeting
+from tests.support.steps import beginning
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4
 CAP, CLIP, CRITIC_CLIP, ENTROPY, SCALE = 1.2, 0.2, 0.05, 0.03, 7.0
@@ -76,18 +77,12 @@ def in_branches(groups: list[Group]) -> list[Group]:
 
 def branch(rollout: Rollout, start: int, end: int, *, order: int) -> Rollout:
     mask = rollout.action_mask[:end] & (np.arange(end) >= start)
-    return replace(
-        rollout,
-        response_ids=rollout.response_ids[:end],
-        action_mask=mask,
-        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:end], np.float32(0.0)),
-        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:end]),
-        turns=Turns(
-            ends=np.array([end], np.int32),
-            rewards=np.array([SPLIT_REWARDS[order]], np.float32),
-            order=np.array([order], np.int32),
-        ),
+    turns = Turns(
+        ends=np.array([end], np.int32),
+        rewards=np.array([SPLIT_REWARDS[order]], np.float32),
+        order=np.array([order], np.int32),
     )
+    return beginning(rollout, mask, turns)
 
 
 def initial(seed: int, low: float, high: float) -> Flat:

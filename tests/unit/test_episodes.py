@@ -28,9 +28,10 @@ from asyncrl.learner import Step
 from asyncrl.report.episode_metrics import episode_metrics
 from asyncrl.report.reports import eval_records
 from asyncrl.report.step_metrics import COLLAPSED, step_metrics
-from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from asyncrl.types import Group, Rollout, Turns
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known
+from tests.support.steps import beginning
 
 NEEDS = frozenset({"logprobs_T", "values_T", "sum_squared_probs_T", "reference_logprobs_T"})
 SHAPING = (partial(soft_overlong, buffer_tokens=6, penalty=1.0),)
@@ -106,14 +107,8 @@ def branched(groups: Sequence[Group], seed: int) -> list[Group]:
 def _part(rollout: Rollout, first: int, end: int) -> Rollout:
     mask, turns = rollout.action_mask[:end] & (np.arange(end) >= first), rollout.turns
     own = (turns.ends > first) & (turns.ends <= end)
-    return replace(
-        rollout,
-        response_ids=rollout.response_ids[:end],
-        action_mask=mask,
-        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:end], np.float32(0.0)),
-        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:end]),
-        turns=Turns(ends=turns.ends[own], rewards=turns.rewards[own], states=turns.states[own]),
-    )
+    own_turns = Turns(ends=turns.ends[own], rewards=turns.rewards[own], states=turns.states[own])
+    return beginning(rollout, mask, own_turns)
 
 
 def rewards_without_episodes(groups: Sequence[Group], measured: dict[str, torch.Tensor]) -> GroupRewards:
@@ -252,19 +247,13 @@ def _turns_of(rollout: Rollout, chosen: np.ndarray) -> Rollout:
     ends, size = turns.ends[chosen], int(turns.ends[chosen][-1])
     place = np.searchsorted(turns.ends, np.arange(size), side="right")
     mask = rollout.action_mask[:size] & chosen[place]
-    return replace(
-        rollout,
-        response_ids=rollout.response_ids[:size],
-        action_mask=mask,
-        behaviour_logprobs=np.where(mask, rollout.behaviour_logprobs[:size], np.float32(0.0)),
-        version_spans=tuple(VersionSpan(int(version), 1) for version in rollout.versions[:size]),
-        turns=Turns(
-            ends=ends,
-            rewards=turns.rewards[chosen],
-            states=turns.states[chosen],
-            order=np.flatnonzero(chosen).astype(np.int32),
-        ),
+    chosen_turns = Turns(
+        ends=ends,
+        rewards=turns.rewards[chosen],
+        states=turns.states[chosen],
+        order=np.flatnonzero(chosen).astype(np.int32),
     )
+    return beginning(rollout, mask, chosen_turns)
 
 
 @pytest.mark.parametrize("name", registry.names("aggregation"))

@@ -314,6 +314,20 @@ UNUSABLE: dict[str, Callable[[list[Rollout]], list[Rollout]]] = {
 NONE = np.empty(0, dtype=np.int32)
 
 
+def only_dead(world: World) -> Group:
+    """Run until four groups are there; the one that failed both of its attempts."""
+
+    async def script(world: World) -> None:
+        await until(lambda: world.learner.audit().ready == 4)
+
+    world.run(script)
+    counters = world.learner.audit().counters
+    assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
+    groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
+    (dead,) = [group for group in groups if group.dead_reason]
+    return dead
+
+
 @pytest.mark.parametrize("fault", UNUSABLE)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generator(fault, greedy):
@@ -331,14 +345,7 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
     world.engine.sample = sample_badly
     world.generator.sampler._decode = read_strictly
 
-    async def script(world: World) -> None:
-        await until(lambda: world.learner.audit().ready == 4)
-
-    world.run(script)
-    counters = world.learner.audit().counters
-    assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
-    groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
-    assert [group.ticket_id for group in groups if group.dead_reason] == [2]
+    assert only_dead(world).ticket_id == 2
 
 
 @pytest.mark.parametrize(
@@ -361,14 +368,7 @@ def test_whatever_a_ticket_raises_is_its_failed_attempt_and_the_generator_lives_
 
     world.generator.sampler.group = poisonous  # type: ignore[method-assign]
 
-    async def script(world: World) -> None:
-        await until(lambda: world.learner.audit().ready == 4)
-
-    world.run(script)
-    counters = world.learner.audit().counters
-    assert (counters["failed"], counters["dead"], counters.get("returned", 0)) == (2, 1, 0)
-    groups = [decode_group(frame) for frame in world.learner.frames((1, 2, 3, 4))]
-    (dead,) = [group for group in groups if group.dead_reason]
+    dead = only_dead(world)
     assert (dead.ticket_id, dead.dead_reason) == (2, reason)
 
 
