@@ -59,8 +59,6 @@ echo "installing asyncrl[$extra] into .venv (a few minutes the first time)"
 install=("${pip[@]}" install --constraint deploy/constraints.txt -e ".[$extra,dev]")
 # The CPU build of torch is not on PyPI itself; PyTorch's own index is asked only where it is not found otherwise.
 "${install[@]}" || "${install[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
-# Test data: real chat templates, which only TRL's wheel has as files. Its code is not run, so its dependencies are left out.
-"${pip[@]}" install --no-deps "trl>=1.16,<2"
 touch "$stamp"
 rm .venv/installing
 

@@ -1,5 +1,6 @@
 """The sections of a config, one frozen model each; `schema` puts them together. Names carry units."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, WithJsonSchema, field_validator, model_validator
@@ -19,6 +20,24 @@ _TOKENS = (
     OTHER_RUN,
     "it decides the tokens of every prompt and the reference; a moved model can be linked to its old path",
 )
+
+
+_ADAPTER = refused("the adapter and its optimizer state are in the checkpoint")
+
+
+class LoraConfig(Part):
+    """The low-rank adapter that is trained in place of the model's own weights (arXiv:2106.09685)."""
+
+    rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], _ADAPTER] = 16
+    """Rank r of the two matrices beside each weight; vLLM offers these."""
+    alpha: Annotated[Positive, _ADAPTER] = 32.0
+    """The product of the two matrices is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], _ADAPTER] = ()
+    """Last names of the linear layers with an adapter, such as `q_proj`; by default all of the blocks."""
+    start: Annotated[Path | None, _ADAPTER] = None
+    """Directory of an adapter to begin with, as PEFT writes it; by default one that changes nothing."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """What generators get: the small adapter, or the whole weights with it added, which sample faster."""
 
 
 class ModelConfig(Part):
@@ -42,6 +61,8 @@ class ModelConfig(Part):
     call inside of it is not made. A tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
+    lora: Annotated[LoraConfig | None, refused("other tensors are trained and saved")] = None
+    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults."""
 
 
 class RewardFunctionConfig(Part):
