@@ -61,8 +61,9 @@ class ModelConfig(Part):
     call inside of it is not made. A tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
-    lora: Annotated[LoraConfig | None, refused("other tensors are trained and saved")] = None
-    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults."""
+    lora: LoraConfig | None = None
+    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults, and null, the
+    default, trains the weights."""
 
 
 class RewardFunctionConfig(Part):
