@@ -29,7 +29,7 @@ class LoraConfig(Part):
     """The low-rank adapter that is trained in place of the model's own weights (arXiv:2106.09685)."""
 
     rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], _ADAPTER] = 16
-    """Rank r of the two matrices beside each weight; vLLM offers these."""
+    """Rank r of the two matrices that are added to each weight; vLLM offers these."""
     alpha: Annotated[Positive, _ADAPTER] = 32.0
     """The product of the two matrices is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], _ADAPTER] = ()
