@@ -65,6 +65,11 @@ class ModelConfig(Part):
     """An adapter that is trained in place of the model's own weights; `{}` takes the defaults, and null, the
     default, trains the weights."""
 
+    @property
+    def update_target(self) -> Literal["weights", "adapter"]:
+        """What an update of the generators replaces."""
+        return "adapter" if self.lora is not None and self.lora.sync == "adapter" else "weights"
+
 
 class RewardFunctionConfig(Part):
     """One reward function."""

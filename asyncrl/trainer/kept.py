@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.hosting.memory_use import ModelShape
+from asyncrl.lora import inject
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.trainer.recompute import recompute
 
@@ -95,6 +96,8 @@ def kept_per_token(config: Any, model: ModelConfig, setting: Setting) -> int:
             attn_implementation=COUNTED,
             trust_remote_code=model.trust_remote_code,
         ).train()
+        if model.lora is not None:
+            inject(built, model.lora)
     kept, largest = _run(built, _recomputed(built, setting))
     if setting:
         recompute(built, setting)

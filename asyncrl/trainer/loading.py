@@ -1,5 +1,6 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
+import json
 import re
 from pathlib import Path
 from pickle import UnpicklingError
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
+from asyncrl.lora import SETTINGS, TENSORS, peft_config
 from asyncrl.trainer.attention import choose_attention
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
@@ -108,8 +111,18 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:
-    """Write a Hugging Face model directory: `state` as safetensors, the model's config and its tokenizer."""
-    model.save_pretrained(directory, state_dict=state)
+    """Write a Hugging Face model directory: `state` as safetensors, the model's config and its tokenizer.
+
+    With `config.lora`, `state` is an adapter, and the directory one of PEFT's.
+    """
+    if config.lora is None:
+        model.save_pretrained(directory, state_dict=state)
+    else:
+        directory.mkdir()
+        save_file(state, directory / TENSORS, metadata={"format": "pt"})
+        targets = {name.split(".")[-3] for name in state}
+        settings = peft_config(config.lora, config.path, targets)
+        (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )

@@ -1,16 +1,14 @@
 """The adapter of a model: PEFT's own is the oracle."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from asyncrl import lora
 from asyncrl.config.sections import LoraConfig
 from asyncrl.errors import ConfigError
-from tests.support.models import tiny_qwen2
+from tests.support.models import model_of, peft_adapter, tiny_qwen2
 
 IDS = torch.arange(2, 30)[None]
 
@@ -18,22 +16,6 @@ IDS = torch.arange(2, 30)[None]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def model_of(base: Path):
-    return AutoModelForCausalLM.from_pretrained(base).eval()
-
-
-def peft_adapter(base: Path, directory: Path, **settings):
-    """A model with an adapter by PEFT alone, random in both matrices, and saved."""
-    import peft
-
-    torch.manual_seed(1)
-    chosen = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
-    settings = peft.LoraConfig(**chosen | settings, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model_of(base), settings).eval()
-    model.save_pretrained(directory)
-    return model
 
 
 def logits(model) -> torch.Tensor:
