@@ -120,14 +120,15 @@ class PromptSource:
         """Return the first `count` held-out prompts, or all if there are fewer."""
         return self._eval[:count]
 
-    def decode(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return the text of response tokens, exactly as sampled: without special tokens, and with them.
+    def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
+        """Return the text of response tokens, exactly as sampled, without special tokens, or `raw` with them.
 
         The stop token at the end is in neither.
         """
+        if raw:
+            return self.renderer.decode(without_stop(self.renderer, token_ids))
         decode = self.tokenizer.decode
-        text = str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return text, self.renderer.decode(without_stop(self.renderer, token_ids))
+        return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def make_plan(data: DataConfig, rows: int, *, seed: int) -> SamplePlan:
