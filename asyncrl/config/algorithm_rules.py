@@ -129,12 +129,13 @@ def _interpolation_saves_something(
 
 def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl, default = algorithm.kl, KLConfig()
-    for key in ("placement", "target", "reference_decay", "bias_corrected"):
-        if getattr(kl, key) != getattr(default, key) and not kl.coefficient:
+    for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
+        found = getattr(kl, key)
+        if found != getattr(default, key) and not kl.coefficient:
             yield Mistake(
                 (f"algorithm.kl.{key}", "algorithm.kl.coefficient"),
-                f"algorithm.kl.{key} is {getattr(kl, key)}, but algorithm.kl.coefficient is 0 and stays so: "
-                "there is no reference model; set a coefficient, e.g. 0.001, or drop the key",
+                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient "
+                "is 0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it",
             )
     if kl.horizon != default.horizon and kl.target is None:
         text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"
