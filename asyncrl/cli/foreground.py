@@ -124,7 +124,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
         )
     else:
         found = what_is_saved(directory)
-        again = "goes on from there" if any(directory.checkpoints.glob("step-*")) else "begins again"
+        again = "goes on from there" if directory.saved_mark.exists() else "begins again"
         next_steps = (
             f"stopped before the end{found and f', {found}'}; `asyncrl up {directory.config}` {again}"
         )

@@ -215,11 +215,7 @@ def open_curriculum(config: Config, rows: int, saved: Mapping[str, Any]) -> Curr
     )
 
 
-def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[tuple[int, ...], ...]:
-    """Draw the token sequences of the probe, the last one of `length` and others before it in the same pack.
-
-    They are random, so that every weight takes part, and always the same.
-    """
+def draw_probe(seed: int, lengths: Sequence[int], vocabulary: int) -> list[tuple[int, ...]]:
+    """Draw token sequences of these lengths: random, so that every weight takes part, and always the same."""
     draw = random.Random(seed)
-    lengths = (max(2, length // 3), max(2, length // 2), length)
-    return tuple(tuple(draw.randrange(vocabulary) for _ in range(each)) for each in lengths)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths]
