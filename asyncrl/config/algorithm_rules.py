@@ -160,14 +160,15 @@ def _interpolation_saves_something(
 def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl, default, advantage = algorithm.kl, KLConfig(), algorithm.advantage
     needed = registry.NEEDS.get(("advantage", advantage.name), frozenset())
-    for key in ("placement", "target", "reference_decay", "bias_corrected"):
+    for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
         if key == "reference_decay" and (_is_own(advantage) or "reference_logprobs_T" in needed):
             continue
-        if getattr(kl, key) != getattr(default, key) and not kl.coefficient:
+        found = getattr(kl, key)
+        if found != getattr(default, key) and not kl.coefficient:
             yield Mistake(
                 (f"algorithm.kl.{key}", "algorithm.kl.coefficient"),
-                f"algorithm.kl.{key} is {getattr(kl, key)}, but algorithm.kl.coefficient is 0 and stays so: "
-                "there is no reference model; set a coefficient, e.g. 0.001, or drop the key",
+                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient "
+                "is 0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it",
             )
     if kl.horizon != default.horizon and kl.target is None:
         text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"

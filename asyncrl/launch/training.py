@@ -13,6 +13,7 @@ from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
+from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.first_probe import certified_probe
@@ -27,6 +28,7 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.full_memory import naming_memory
+from asyncrl.trainer.miniature import require_agreement
 from asyncrl.trainer.open import open_trainer
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ def train(
     stop = threading.Event()
     hooks = Hooks.load(config.learner.hooks)
     with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
+        if not directory.saved_mark.exists():
+            # Before weights are read. A run that has saved something was judged when it began.
+            require_agreement(read_model(config.model)[0])
         log.info("loading the model")
         recipe = recipe_of(config, share=rendezvous.rank // config.learner.sequence_parallel, device=device)
         trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)

@@ -43,7 +43,7 @@ UNITS = (
     ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
     (
         "share",
-        r"eval/(accuracy|pass@.*|maj@.*)|preference/accuracy|critic/(explained_variance|value_clipped)",
+        r"eval/(se/)?(accuracy|pass@.*|maj@.*)|preference/accuracy|critic/(explained_variance|value_clipped)",
     ),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?|engine/occupancy|episodes/duty"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),

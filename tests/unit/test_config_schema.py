@@ -293,7 +293,7 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(kl=KL | {"horizon": 5}), "algorithm.kl.horizon is set"),
     (algorithm(kl=KL | {"horizon": 5, "target": 0.1, "reference_decay": 0.9}), None),
     (algorithm(kl=KL | {"estimator": "k1"}), "zero on average; allowed there are k2, k3"),
-    (algorithm(kl={"estimator": "k1"}), None),
+    (algorithm(kl={"estimator": "k1"}), "algorithm.kl.estimator is k1, but algorithm.kl.coefficient is 0"),
     (algorithm(kl=KL | {"estimator": "k1", "bias_corrected": True}), None),
     (
         algorithm(kl={"bias_corrected": True}),
