@@ -10,7 +10,13 @@ from asyncrl.data.prompts import draw_probe
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import read_model
 from asyncrl.trainer.base import Trainer
+from asyncrl.trainer.miniature import require_agreement
 from asyncrl.weights.agreement import learner_fault
+
+
+def require_right_code(config: Config) -> None:
+    """Raise ConfigError if the learner computes something else than transformers with a model of this kind."""
+    require_agreement(read_model(config.model)[0])
 
 
 def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence[int]], list[float]]:

@@ -13,10 +13,9 @@ from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
-from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
-from asyncrl.launch.first_probe import certified_probe
+from asyncrl.launch.first_probe import certified_probe, require_right_code
 from asyncrl.launch.learner_parts import open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.saving import Saving
@@ -28,7 +27,6 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.full_memory import naming_memory
-from asyncrl.trainer.miniature import require_agreement
 from asyncrl.trainer.open import open_trainer
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ def train(
     with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
         if not directory.saved_mark.exists():
             # Before weights are read. A run that has saved something was judged when it began.
-            require_agreement(read_model(config.model)[0])
+            require_right_code(config)
         log.info("loading the model")
         recipe = recipe_of(config, share=rendezvous.rank // config.learner.sequence_parallel, device=device)
         trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
