@@ -256,7 +256,7 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
 
 
 def _an_adapter_is_enough(model: ModelConfig, algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    """An adapter is trained, and nothing else; the policy without it is the reference."""
+    """An adapter is trained, and nothing else; the policy with it as it began is the reference."""
     if model.lora is None:
         return
     if model.lora.start is not None and model.lora.sync == "merged":
@@ -267,7 +267,7 @@ def _an_adapter_is_enough(model: ModelConfig, algorithm: AlgorithmConfig) -> Ite
         yield Mistake(("model.lora.sync", "model.lora.start"), text)
     key, decay = "algorithm.kl.reference_decay", algorithm.kl.reference_decay
     if decay != 1:
-        found = f"{key} is {decay:g}, but with model.lora the reference is the policy without its adapter"
+        found = f"{key} is {decay:g}, but with model.lora the reference is the policy as it began"
         yield Mistake((key, "model.lora"), f"{found}, which does not move; drop {key}, or model.lora")
     name = algorithm.advantage.name
     if "values_T" in needs("advantage", name):

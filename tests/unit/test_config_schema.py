@@ -332,7 +332,7 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (LORA | algorithm(kl=KL), None),
     (
         LORA | algorithm(kl=KL | {"reference_decay": 0.9}),
-        "the policy without its adapter, which does not move",
+        "the policy as it began, which does not move",
     ),
     (LORA | algorithm(advantage="gae"), "whose critic would train all its weights"),
     ({"model": {"path": "m", "lora": {"sync": "merged", "start": "a"}}}, "set sync: adapter, or merge"),
