@@ -22,15 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
-from asyncrl.engine.base import (
-    Device,
-    EngineStats,
-    SamplingSpec,
-    aborted,
-    adapter_of,
-    require_shapes,
-    require_target,
-)
+from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted, require_shapes, require_target
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.lora import adapter_tensors, inject
@@ -145,11 +137,10 @@ class _Request:
 class TransformersEngine:
     """The `Engine` interface on `transformers.generate`, made by `start`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, has_adapter: bool, deadline_s: float) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, target: str, deadline_s: float) -> None:
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
-        # What an update replaces.
-        self._target = "adapter" if has_adapter else "weights"
-        self._replaced = dict(adapter_tensors(model) if has_adapter else model.named_parameters())
+        self._target = target  # what an update replaces
+        self._replaced = dict(adapter_tensors(model) if target == "adapter" else model.named_parameters())
         ends = model.generation_config.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(found), dtype=torch.long)
@@ -181,8 +172,8 @@ class TransformersEngine:
             loaded = AutoModelForCausalLM.from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
-            if (lora := adapter_of(model)) is not None:
-                inject(loaded, lora)
+            if model.lora is not None and model.update_target == "adapter":
+                inject(loaded, model.lora)
             loaded = loaded.to(device).eval()
         except ConfigError:
             raise
@@ -194,7 +185,7 @@ class TransformersEngine:
         if model.dtype != "float32":
             # As in learner and vLLM: a bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
             head.forward = lambda hidden: functional.linear(hidden.float(), head.weight.float(), head.bias)
-        return cls(loaded, tokenizer, has_adapter=lora is not None, deadline_s=weights.deadline_s)
+        return cls(loaded, tokenizer, target=model.update_target, deadline_s=weights.deadline_s)
 
     @property
     def weights(self) -> Weights:
