@@ -1,6 +1,7 @@
 """The processes of a generator that run user code: rewards, and the environment if there is one."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.run.starts import unchanged
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
@@ -40,10 +42,11 @@ class Players:
     @classmethod
     def of(cls, config: Config, run_root: Path) -> "Players":
         """Make what the config names; nothing is started."""
+        loaded = unchanged(config)
         return cls(
             config,
-            RewardPool(config.reward, run_root) if config.reward.functions else None,
-            _environment_of(config),
+            RewardPool(config.reward, run_root, loaded) if config.reward.functions else None,
+            _environment_of(config, loaded),
         )
 
     async def start(self, prompts: PromptSource) -> None:
@@ -134,8 +137,8 @@ class Players:
             await self.scorer.close()
 
 
-def _environment_of(config: Config) -> Environments | AgentEnvironment | None:
+def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:
     section, variables = config.environment, config.run.environment
     if section.command:
-        return AgentEnvironment(section, variables)
-    return Environments(section, variables) if section.uses else None
+        return AgentEnvironment(section, variables, loaded)
+    return Environments(section, variables, loaded) if section.uses else None

@@ -48,11 +48,16 @@ class _Lost(RewardError):
 class RewardPool:
     """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
 
-    def __init__(self, config: RewardConfig, run_root: Path) -> None:
-        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints."""
+    def __init__(
+        self, config: RewardConfig, run_root: Path, loaded: Callable[[], None] = lambda: None
+    ) -> None:
+        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints.
+
+        `loaded` is called when a process has loaded the functions, and raises if it must not be used.
+        """
         self._config = config
         self._sandbox = sandbox_of(config, run_root)
-        self._workers = [_Worker(config, self._sandbox) for _ in range(config.workers)]
+        self._workers = [_Worker(config, self._sandbox, loaded) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -103,8 +108,9 @@ class RewardPool:
 class _Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
-    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None) -> None:
+    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None, loaded: Callable[[], None]) -> None:
         self._config = config
+        self._loaded = loaded
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
         self._printed = Printed()
@@ -198,6 +204,7 @@ class _Worker:
             if "error" in reply:
                 raise RewardError(reply["error"])
             self._wants_raw = bool(reply.get("raw"))
+            self._loaded()
         except BaseException:
             self.kill()
             raise
