@@ -1,6 +1,7 @@
 """The processes of a generator that run user code: rewards, and the environment if there is one."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from asyncrl.engine.episodes import EpisodeSampler, require_same_start
 from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
@@ -34,7 +35,7 @@ class Players:
     """The processes that run user code: those of the reward functions, and those of the environment."""
 
     config: Config
-    scorer: RewardPool | None
+    scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
 
     @classmethod
@@ -42,7 +43,7 @@ class Players:
         """Make what the config names; nothing is started."""
         return cls(
             config,
-            RewardPool(config.reward, run_root) if config.reward.functions else None,
+            Rewards(config.reward, run_root) if config.reward.functions else None,
             _environment_of(config),
         )
 
@@ -68,7 +69,7 @@ class Players:
         """Return what samples and scores the group of a ticket."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
-            return Sampler(engine, self.scorer, prompts.decode, generator_id)
+            return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=self.scorer.counts)
 
         model = self.config.model
         renderer = prompts.renderer
@@ -97,6 +98,7 @@ class Players:
             seed=self.config.run.seed,
             max_sequences=self._max_sequences,
             most_missing=self.config.batch.missing_episodes,
+            counts=self.scorer.counts if self.scorer else Counter(),
         )
 
     @property
