@@ -18,6 +18,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst"
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
 
+# Modules of the extra `judge`.
+JUDGES = ("openai", "aiolimiter")
+
 
 def file_problems(config: Config) -> Iterator[Mistake]:
     """Find mistakes in the files that a config names on this host. Hub names are not checked."""
@@ -128,6 +131,11 @@ def _division(config: Config) -> Iterator[Mistake]:
 
 
 def _packages(config: Config) -> Iterator[Mistake]:
+    for index, one in enumerate(config.reward.functions):
+        missing = [name for name in JUDGES if importlib.util.find_spec(name) is None]
+        if one.remote and missing:
+            found = f"is {one.function}, but {' and '.join(missing)} is not installed"
+            yield Mistake((f"reward.functions.{index}.function",), f"{found}; {install_command('judge')}")
     for name, off in TRACKERS.items():
         value = getattr(config.telemetry, name)
         if value != off and importlib.util.find_spec(name) is None:

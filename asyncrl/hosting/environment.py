@@ -48,7 +48,8 @@ def child_environment(
         # By default vLLM writes process titles over the environment, and so over the run's mark.
         "SPT_NOENV": "1",
     }
-    patterns = [*EVERY_PROCESS.split(), *config.run.environment, *password, *also]
+    keys = [remote.key_env for one in config.reward.functions if (remote := one.remote) and remote.key_env]
+    patterns = [*EVERY_PROCESS.split(), *config.run.environment, *password, *keys, *also]
     inherited = {
         name: value
         for name, value in os.environ.items()

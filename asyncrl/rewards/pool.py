@@ -19,12 +19,11 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.algo.trainable import MOST_REWARD
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
-from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
@@ -46,7 +45,7 @@ class _Lost(RewardError):
 
 
 class RewardPool:
-    """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
+    """The Scorer of reward functions: `config.workers` processes, shared by all groups in flight."""
 
     def __init__(
         self, config: RewardConfig, run_root: Path, loaded: Callable[[], None] = lambda: None
@@ -95,14 +94,7 @@ class RewardPool:
             parts, answer = await worker.call(one)
         finally:
             self._idle.put_nowait(worker)
-        weights = {function.part: function.weight for function in self._config.functions}
-        total = sum(weights[name] * value for name, value in parts.items())
-        for name, value in (*parts.items(), ("weighted sum", total)):
-            if not abs(value) <= MOST_REWARD:
-                raise RewardError(
-                    f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down"
-                )
-        return Score(total=total, parts=parts, answer=answer)
+        return scored(self._config.functions, parts, answer)
 
 
 class _Worker:

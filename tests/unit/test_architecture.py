@@ -61,6 +61,8 @@ READS_THE_ENVIRONMENT = {
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
+    # keys of services, in the variables that a config names
+    "rewards/endpoints.py",
 }  # fmt: skip
 # The root names what users import, for type checkers. No module imports it.
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -147,7 +147,7 @@ def test_keys_that_are_named_exist():
                 assert plain in known or plain in ITEMS, f"{page.name}: {name}"
 
 
-ITEMS = {"reward.functions.function", "reward.functions.weight", "reward.functions.name"}
+ITEMS = {f"reward.functions.{key}" for key in ("function", "weight", "name", "params")}
 
 
 def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
