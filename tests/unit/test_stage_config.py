@@ -1,0 +1,162 @@
+"""The config and the rows of a stage: every mistake is named with its place before TRL is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from asyncrl.config.load import load
+from asyncrl.config.named_files import misused_stage
+from asyncrl.config.resolved import dump_config
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.stages.rows import COLUMNS, for_trl, read_rows
+from asyncrl.stages.settings import StageConfig, validated_stage
+from asyncrl.stages.trl_settings import OURS, TRAINERS, fields_of, refused
+from tests.support.stages import rows_of, tiny_stage, write_rows
+
+
+def line_of(path, text):
+    return next(n for n, line in enumerate(path.read_text().splitlines(), start=1) if text in line)
+
+
+@pytest.mark.parametrize("stage", TRAINERS)
+def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp_path, stage):
+    path = tiny_stage(tmp_path, stage)
+    config = validated_stage(path)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load(StageConfig, again) == config
+    train, held_out = read_rows(config)
+    assert len(train) == 64 and len(held_out) == 16
+    assert for_trl(train, stage)[0].keys() == set(COLUMNS[stage][0]), "a column of another use is left out"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "trl.learning_rat=1",
+            "trl.learning_rat: is no field of TRL's SFTConfig; did you mean `learning_rate`?",
+        ),
+        ("trl.beta=0.1", "trl.beta: is no field of TRL's SFTConfig"),
+        ("trl.output_dir=x", "trl.output_dir: is refused: set run.root and run.name"),
+        ("trl.report_to=wandb", "trl.report_to: is refused: set telemetry"),
+        ("trl.seed=1", "trl.seed: is refused: set run.seed"),
+        ("trl.deepspeed=x.json", "trl.deepspeed: is refused: each rank holds the whole model"),
+        ("trl.hub_model_id=x", "trl.hub_model_id: is refused: nothing is uploaded"),
+        ("trl.learning_rate=fast", "trl.learning_rate: is 'fast'; TRL's SFTConfig allows float"),
+        ("trl.max_steps=true", "trl.max_steps: is true; TRL's SFTConfig allows int"),
+        ("stage=ppo", "one of sft, rm, dpo, kto, distil"),
+        ("teacher={path: x}", "teacher: is given, but stage is sft"),
+        ("stage=distil", "teacher is missing, and distil needs one"),
+        ("model.chat_template=true", "model.chat_template: is for `asyncrl up`"),
+        ("model.lora={sync: merged}", "model.lora.sync: is for `asyncrl up`"),
+        (
+            "model.lora={start: nowhere}",
+            "model.lora.start: found nowhere, which has no readable adapter_config",
+        ),
+        ("learning_rate=1", "did you mean `trl.learning_rate`?"),
+        ("data.train=no.jsonl", "data.train: found no no.jsonl"),
+        ("model.path=./nowhere", "model.path: found no ./nowhere"),
+        ("batch.groups=4", "batch"),
+    ],
+)
+def test_each_mistake_is_named_with_its_key_and_the_way_out(tmp_path, override, said):
+    with pytest.raises(ConfigError) as raised:
+        validated_stage(tiny_stage(tmp_path, "sft"), [override])
+    assert said in str(raised.value)
+
+
+def test_a_mistake_in_the_file_has_its_line(tmp_path):
+    path = tiny_stage(tmp_path, "sft", trl={"packin": True})
+    with pytest.raises(ConfigError, match=rf"{path}:{line_of(path, 'packin')}  trl.packin: .*`packing`"):
+        validated_stage(path)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
+    with pytest.raises(ConfigError, match=r"model.lora.start: found an adapter of other; model.path is "):
+        validated_stage(tiny_stage(tmp_path, "sft"), [f"model.lora={{start: {tmp_path}/adapter}}"])
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
+    path = tiny_stage(tmp_path, "distil")
+    file = tmp_path / "teacher/tokenizer.json"
+    file.write_text(file.read_text().replace('"a"', '"ä"'))
+    with pytest.raises(ConfigError, match=r"teacher.path: .*whose vocabulary is not that of"):
+        validated_stage(path)
+
+
+def broken(stage, change):
+    rows = rows_of(stage, 10, 6)
+    change(rows)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "place", "said"),
+    [
+        ("sft", lambda rows: [row.pop("completion") for row in rows], 1, "found the columns note, prompt; stage sft needs"),
+        ("dpo", lambda rows: [row.pop("chosen") for row in rows], 1, "needs prompt, chosen, rejected or chosen, rejected"),
+        ("kto", lambda rows: rows[3].update(label="yes"), 4, "column `label` holds 'yes'; allowed are true and false"),
+        ("kto", lambda rows: [row.update(label=True) for row in rows], 0, "every label is true; KTO needs good and bad"),
+        ("rm", lambda rows: rows[2].update(rejected=rows[2]["chosen"]), 3, "chosen and rejected are the same"),
+        ("dpo", lambda rows: rows[4].pop("rejected"), 5, "column `rejected` holds nothing; allowed is text"),
+        ("sft", lambda rows: rows[1].update(completion=7), 2, "column `completion` holds '7'; allowed is text"),
+        ("distil", lambda rows: rows[5].update(prompt=[{"role": "user"}]), 6, "allowed is text, which is not empty, as in"),
+        ("sft", lambda rows: rows[0].update(prompt=[{"role": "user", "content": "x"}]), 1, "has no chat template"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_the_stage_are_named_with_file_and_line(tmp_path, stage, change, place, said):
+    path = tiny_stage(tmp_path, stage)
+    source = write_rows(tmp_path / f"{stage}.jsonl", broken(stage, change))
+    with pytest.raises(DataError) as raised:
+        read_rows(load(StageConfig, path))
+    assert said in str(raised.value)
+    assert str(raised.value).startswith(f"{source}:{place}: " if place else f"{source}: ")
+
+
+def test_conversations_fit_a_model_with_a_chat_template(tmp_path):
+    path = tiny_stage(tmp_path, "sft")
+    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
+    chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
+    write_rows(tmp_path / "sft.jsonl", chat)
+    assert for_trl(read_rows(load(StageConfig, path))[0], "sft") == chat
+
+
+def test_the_directory_of_a_stage_is_no_model_and_the_message_says_what_is(tmp_path):
+    run = tmp_path / "runs" / "sft"
+    run.mkdir(parents=True)
+    assert misused_stage(run / "hf") == "", "not of a stage"
+    (run / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "sft"}, "stage": "sft"}))
+    for path in (run, run / "hf"):
+        assert "is not finished" in misused_stage(path)
+        assert f"`asyncrl stage {run}/config.yaml` goes on" in misused_stage(path)
+        with pytest.raises(ConfigError, match=r"model.path: found .* of a stage that is not finished"):
+            validated_stage(tiny_stage(tmp_path, "dpo"), [f"model.path={path}"])
+    (run / "hf").mkdir()
+    assert misused_stage(run / "hf") == ""
+    assert misused_stage(run).endswith(f"its model is {run / 'hf'}")
+    (run / "hf/adapter_config.json").write_text("{}")
+    assert f"model.lora.start: {run / 'hf'}" in misused_stage(run / "hf")
+
+
+def test_what_trl_lacks_is_known_without_importing_it():
+    code = "import sys, asyncrl.stages.trl_settings as t; assert len(t.fields_of('sft')) > 100"
+    check = f"{code}; sys.exit(any(name in sys.modules for name in ('torch', 'trl', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("stage", TRAINERS)
+def test_the_fields_that_are_read_from_trls_source_are_those_of_its_class(stage):
+    import dataclasses
+
+    import trl
+
+    fields = dataclasses.fields(getattr(trl, f"{TRAINERS[stage][1]}Config"))
+    assert set(fields_of(stage)) == {field.name for field in fields if not field.name.startswith("_")}
+    assert refused("vllm_mode") and refused("hub_token") and not refused("max_steps")
+    assert "output_dir" in OURS
