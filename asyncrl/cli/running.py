@@ -56,6 +56,19 @@ def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, p
 
 
 @app.command()
+def stage(
+    words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
+) -> None:
+    """Train on given data, by TRL: answers, preferences, a reward model. The same command resumes."""
+    from asyncrl.stages.settings import validated_stage
+
+    checked = validated_stage(*required_config(words, config))
+    from asyncrl.cli.foreground import stage_here
+
+    raise typer.Exit(stage_here(checked, fresh=fresh, plain=plain))
+
+
+@app.command()
 def quickstart(
     words: Annotated[
         list[str] | None,
