@@ -21,6 +21,7 @@ from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
 from tests.support.stages import tiny_stage
 from tests.support.waiting import wait_until
+from tests.support.whole_run import tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -211,3 +212,32 @@ def test_two_ranks_train_one_model_and_a_stage_that_is_asked_to_stop_saves_and_g
     assert asyncrl("export", str(directory.path), "--to", str(tmp_path / "out")).returncode == 0
     assert (tmp_path / "out" / "README.md").read_text() == (directory.model / "README.md").read_text()
     assert json.loads(asyncrl("status", str(directory.path), "--json").stdout)["state"] == "finished"
+
+
+def test_a_pipeline_goes_on_with_the_first_part_that_is_not_finished_up_to_a_run(tmp_path):
+    few = {"trl": {"max_steps": 4}}
+    trained(tiny_stage(tmp_path, "sft", **few))
+    tiny_stage(tmp_path, "rm", **few)
+    tiny_stage(tmp_path, "dpo", model={"path": "overridden"}, **few)
+    with tiny_run(tmp_path) as task:
+        path = tmp_path / "pipeline.yaml"
+        path.write_text("pipeline: [sft.yaml, rm.yaml, dpo.yaml, run.yaml]\n")
+        # A run cannot begin where a stage is, which the last part finds.
+        text = task.read_text()
+        task.write_text(text.replace("name: whole", "name: whole\n  environment: [{}]"))
+        refused = asyncrl("pipeline", "--plain", str(path))
+        assert refused.returncode == 2 and "run.environment" in refused.stderr
+        task.write_text(text)
+        done = asyncrl("pipeline", "--plain", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if " of 4: " in line] == [
+        f"{number} of 4: {tmp_path / name}"
+        for number, name in enumerate(("sft.yaml", "rm.yaml", "dpo.yaml", "run.yaml"), start=1)
+    ]
+    assert f"{tmp_path}/runs/sft is finished" in done.stdout
+    for name in ("rm", "dpo"):
+        found = record(RunDirectory(tmp_path / "runs" / name))
+        assert found["finished"] and found["fixed"]["model.path"] == f"{tmp_path}/runs/sft/hf"
+    run = tmp_path / "runs" / "whole"
+    assert f"path: {tmp_path}/runs/dpo/hf" in (run / "config.yaml").read_text()
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"

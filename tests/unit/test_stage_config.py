@@ -10,11 +10,17 @@ import yaml
 from asyncrl.config.load import load
 from asyncrl.config.named_files import misused_stage
 from asyncrl.config.resolved import dump_config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.stages.pipeline import planned
 from asyncrl.stages.rows import COLUMNS, for_trl, read_rows
 from asyncrl.stages.settings import StageConfig, validated_stage
 from asyncrl.stages.trl_settings import OURS, TRAINERS, fields_of, refused
 from tests.support.stages import rows_of, tiny_stage, write_rows
+
+RUN = (
+    "run: {name: task}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
+)
 
 
 def line_of(path, text):
@@ -160,3 +166,59 @@ def test_the_fields_that_are_read_from_trls_source_are_those_of_its_class(stage)
     assert set(fields_of(stage)) == {field.name for field in fields if not field.name.startswith("_")}
     assert refused("vllm_mode") and refused("hub_token") and not refused("max_steps")
     assert "output_dir" in OURS
+
+
+def pipeline_of(tmp_path, *names):
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"pipeline": list(names)}))
+    return path
+
+
+def test_each_part_of_a_pipeline_begins_with_the_policy_before_it(tmp_path):
+    for stage in ("sft", "rm", "dpo"):
+        tiny_stage(tmp_path, stage)
+    text = (tmp_path / "dpo.yaml").read_text()
+    (tmp_path / "dpo.yaml").write_text(text.replace(f"path: {tmp_path}/model", "chat_template: false"))
+    (tmp_path / "task.yaml").write_text(RUN)
+    links = planned(pipeline_of(tmp_path, "sft.yaml", "rm.yaml", "dpo.yaml", "task.yaml"))
+    made = [f"model.path={tmp_path}/runs/{name}/hf" for name in ("sft", "dpo")]
+    assert [link.overrides for link in links] == [[], [made[0]], [made[0]], [made[1]]]
+    assert [link.is_stage for link in links] == [True, True, True, False]
+
+
+def test_an_adapter_is_trained_on_by_all_that_follow(tmp_path):
+    tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8, "alpha": 4}})
+    tiny_stage(tmp_path, "dpo", model={"path": "elsewhere"})
+    (tmp_path / "task.yaml").write_text(RUN)
+    _, *others = planned(pipeline_of(tmp_path, "sft.yaml", "dpo.yaml", "task.yaml"))
+    for link, name in zip(others, ("sft", "dpo"), strict=True):
+        model = load(StageConfig if link.is_stage else Config, link.file, link.overrides).model
+        assert model.path == f"{tmp_path}/model"
+        assert (model.lora.rank, model.lora.alpha, str(model.lora.start)) == (
+            8,
+            4,
+            f"{tmp_path}/runs/{name}/hf",
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), r"pipeline.yaml:1  pipeline: .*at least 1"),
+        (
+            ("sft.yaml", "nine.yaml"),
+            r"pipeline.yaml:3  pipeline.1: found no .*nine.yaml; give the configs relative",
+        ),
+        (("task.yaml", "sft.yaml"), r"task.yaml is no stage; only the last"),
+        (("sft.yaml", "sft.yaml"), r"two parts have the run directory .*runs/sft; set run.name"),
+        (("sft.yaml", "bad.yaml"), r"bad.yaml:\d+  trl.packin: .*did you mean `packing`"),
+    ],
+)
+def test_mistakes_anywhere_in_a_pipeline_are_named_before_anything_trains(tmp_path, names, said):
+    tiny_stage(tmp_path, "sft")
+    tiny_stage(tmp_path, "dpo", name="bad", trl={"packin": 1})
+    text = (tmp_path / "bad.yaml").read_text()
+    (tmp_path / "bad.yaml").write_text(text.replace("stage: dpo", "stage: sft"))
+    (tmp_path / "task.yaml").write_text(RUN)
+    with pytest.raises(ConfigError, match=said):
+        planned(pipeline_of(tmp_path, *names))
