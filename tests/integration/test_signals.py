@@ -34,7 +34,7 @@ COMMANDS = [
     "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30", "validate task.yaml",
     "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick", "eval model task.yaml", "version",
-    "play task.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
+    "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
 ]  # fmt: skip
 """A run is added where one is needed."""
 ENDLESS = (

@@ -16,6 +16,7 @@ from asyncrl.stages.pipeline import planned
 from asyncrl.stages.rows import COLUMNS, for_trl, read_rows
 from asyncrl.stages.settings import StageConfig, validated_stage
 from asyncrl.stages.trl_settings import OURS, TRAINERS, fields_of, refused
+from tests.support.pages import ROOT, files
 from tests.support.stages import rows_of, tiny_stage, write_rows
 
 RUN = (
@@ -222,3 +223,33 @@ def test_mistakes_anywhere_in_a_pipeline_are_named_before_anything_trains(tmp_pa
     (tmp_path / "task.yaml").write_text(RUN)
     with pytest.raises(ConfigError, match=said):
         planned(pipeline_of(tmp_path, *names))
+
+
+def test_the_configs_of_the_page_and_the_example_are_right(tmp_path):
+    blocks = files(ROOT / "docs" / "stages.md")
+    assert blocks.keys() == {"sft.yaml", "rm.yaml", "dpo.yaml", "distil.yaml", "pipeline.yaml"}
+    for name, content in (blocks | {"task.yaml": RUN}).items():
+        (tmp_path / name).write_text(content)
+    first, second, last = planned(tmp_path / "pipeline.yaml")
+    assert second.overrides == ["model.path=runs/words-sft/hf"] and not last.is_stage
+    assert first.file.name == "sft.yaml"
+    for path in [*tmp_path.glob("[!pt]*.yaml"), *(ROOT / "configs" / "stages").glob("*.yaml")]:
+        assert load(StageConfig, path).trl, path
+
+
+def test_the_example_makes_rows_of_the_best_samples_of_a_run(tmp_path):
+    samples = [
+        {"kind": kind, "prompt": f"p{number}", "response": f"r{reward}", "reward": reward}
+        for number in range(20)
+        for kind, reward in (("train", 0.5), ("train", 1.0), ("eval", 2.0), ("dropped", None), ("train", 0.0))
+    ]
+    write_rows(tmp_path / "samples.jsonl", samples)
+    script = ROOT / "examples" / "best_samples.py"
+    subprocess.run([sys.executable, script, tmp_path, tmp_path], check=True, timeout=60)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("best", "best-eval")
+    }
+    assert {name: len(found) for name, found in rows.items()} == {"best": 18, "best-eval": 2}
+    assert all(row["completion"] == "r1.0" for found in rows.values() for row in found)
+    assert not {row["prompt"] for row in rows["best"]} & {row["prompt"] for row in rows["best-eval"]}
