@@ -74,6 +74,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "learner": {"device": "cpu"},
     }
     (root / "task.yaml").write_text(yaml.safe_dump(values))
+    (root / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    stage = {
+        "run": {"name": "stage"},
+        "stage": "sft",
+        "model": {"path": "model"},
+        "data": {"train": "rows.jsonl"},
+    }
+    (root / "stage.yaml").write_text(yaml.safe_dump(stage))
+    (root / "pipeline.yaml").write_text("pipeline: [stage.yaml]\n")
     with RunLock(root / "runs" / "other" / "supervisor.lock"):
         yield root
 

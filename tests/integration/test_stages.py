@@ -198,6 +198,7 @@ def test_two_ranks_train_one_model_and_a_stage_that_is_asked_to_stop_saves_and_g
         drained.join(300.0)
         assert up.returncode == 143, said
     finally:
+        up.kill()
         for process in processes_of(directory.path):
             process.kill()
     (step,) = directory.saved_steps()
