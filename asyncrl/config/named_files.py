@@ -31,6 +31,7 @@ def file_problems(config: Config) -> Iterator[Mistake]:
             text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
             yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
     yield from _model(config)
+    yield from _teacher(config)
     yield from _division(config)
     yield from _packages(config)
 
@@ -84,6 +85,18 @@ def _model(config: Config) -> Iterator[Mistake]:
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
     yield from _sizes(config, directory)
+
+
+def _teacher(config: Config) -> Iterator[Mistake]:
+    key, path, directory = "algorithm.reference.path", config.reference.path, Path(config.reference.path)
+    if config.algorithm.reference is None:
+        return
+    if not directory.is_dir() and (is_local(path) or directory.exists()):
+        yield Mistake((key,), f"{unusable(path)}; give a Hugging Face model directory or a hub name")
+    elif directory.is_dir() and (
+        found := model_problems(directory, remote_code=config.model.trust_remote_code)
+    ):
+        yield Mistake((key,), "; and ".join(found[:SHOWN]))
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -181,6 +181,25 @@ def vocabulary_size(model: ModelConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def other_tokens(config: Config) -> str | None:
+    """Say how the teacher of algorithm.reference reads ids otherwise than the policy; None if it does not.
+
+    Raises DataError if either tokenizer cannot be loaded.
+    """
+    if config.algorithm.reference is None:
+        return None
+    theirs, mine = (load_tokenizer(one).get_vocab() for one in (config.reference, config.model))
+    cure = "give a teacher of the same tokenizer and vocabulary"
+    if unlike := theirs.items() ^ mine.items():
+        token, _ = min(unlike, key=lambda item: item[1])
+        found = f"the tokenizer of {config.reference.path} has {token!r} as {theirs.get(token)}"
+        return f"{found}, and that of {config.model.path} (model.path) as {mine.get(token)}; {cure}"
+    if (rows := vocabulary_size(config.reference)) < (allowed := vocabulary_size(config.model)):
+        found = f"config.json of {config.reference.path} has vocab_size {rows}"
+        return f"{found}, less than {allowed} of {config.model.path} (model.path); {cure}"
+    return None
+
+
 def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
     """Yield one line that names the first prompts above the limit, if there are any."""
     lengths = {index: len(prompt.token_ids) for index, prompt in enumerate(prompts)}

@@ -209,6 +209,17 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         None,
     ),
     ({"batch": {"group_size": 1}} | algorithm(advantage="distill"), None),
+    (algorithm(advantage="distill", reference={"path": "t"}), None),
+    (algorithm(kl={"coefficient": 0.1}, reference={"path": "t"}), None),
+    (algorithm(advantage="mine:f", reference={"path": "t"}), None),
+    (
+        algorithm(reference={"path": "t"}),
+        "neither algorithm.kl nor advantage `grpo` uses a reference; drop it, set kl.coefficient",
+    ),
+    (
+        algorithm(advantage="distill", reference={"path": "t"}, kl={"reference_decay": 0.9}),
+        "would mix the policy's weights into it; drop one of them",
+    ),
     (
         {"batch": {"group_size": 1}} | algorithm(advantage={"name": "distill", "reward": 1.0}),
         "compares rollouts of one group",
