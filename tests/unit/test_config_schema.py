@@ -398,6 +398,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         | {"data": {"train": "t", "curriculum": {"floor": 0.1}}},
         "leaves one episode of a group, whose rewards are always equal; set at most 6",
     ),
+    ({"telemetry": {"pairs": True}}, None),
+    (
+        {"telemetry": {"pairs": True}, "environment": {"uses": "e.py:E"}},
+        "episodes of an environment are more than an answer to a prompt; drop it",
+    ),
+    (
+        {"telemetry": {"pairs": True}, "batch": {"group_size": 1}} | algorithm(advantage="reinforce"),
+        "a group has no best and worst",
+    ),
     ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
     ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),
     (

@@ -1,5 +1,7 @@
-"""The reference model: frozen, a moving average of the policy, or a teacher; with an adapter, the policy as it
-began."""
+"""The reference model: frozen, a moving average of the policy, or a teacher.
+
+With an adapter and without a teacher it is the policy as it began.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
