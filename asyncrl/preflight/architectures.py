@@ -55,7 +55,7 @@ ATTENTION = "attention"
 LINEAR = "linear"
 
 
-def architecture_problems(model: ModelConfig) -> Iterator[Mistake]:
+def architecture_problems(model: ModelConfig, key: str = "model.path") -> Iterator[Mistake]:
     """Say why the learner cannot train the model in a local directory, if a reason is known."""
     try:
         config = json.loads((Path(model.path) / "config.json").read_bytes())
@@ -68,4 +68,4 @@ def architecture_problems(model: ModelConfig) -> Iterator[Mistake]:
     if reason is not None:
         found = f"{model.path} is of the architecture {kind}, which the learner cannot train: it has {reason}"
         cure = "choose one that docs/models.md calls right, such as llama, qwen3 or mistral"
-        yield Mistake(("model.path",), f"{found}; {cure}")
+        yield Mistake((key,), f"{found}; {cure}")
