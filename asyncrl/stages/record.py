@@ -33,7 +33,7 @@ def refuse_changed_stage(config: StageConfig, directory: RunDirectory, rows: Map
     begun = read_stage(directory)
     if not begun:
         return
-    findings = resume_findings(StageConfig, begun["fixed"], kept_values(config), weights=directory.model)
+    findings = resume_findings(StageConfig, begun["fixed"], kept_values(config), weights=str(directory.model))
     found = [f"{keys[0]}: {text}" for keys, text in findings]
     for key in sorted(rows.keys() | begun["data"].keys()):
         if (now := rows.get(key)) != (then := begun["data"].get(key)):
