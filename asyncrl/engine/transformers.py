@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted
 from asyncrl.errors import EngineError, ResultError, TransferError
+from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
 from asyncrl.weights.base import UpdateOrder
@@ -166,10 +167,12 @@ class TransformersEngine:
         options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(model.path, **options)
-            loaded = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(model.path, **options)
+            loaded = model_class(config).from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
             loaded = loaded.to(device).eval()
+            freeze_vision(loaded)
         except Exception as error:
             raise EngineError(
                 f"transformers cannot load model {model.path!r} on {device}: {error}"
@@ -267,7 +270,8 @@ class TransformersEngine:
     def _load(self, order: UpdateOrder) -> None:
         if order.target != "weights":
             raise TransferError(f"an update of {order.target!r}; this engine knows only weights")
-        layout, ours = Layout.from_plain(order.details["layout"]), dict(self._model.named_parameters())
+        layout = Layout.from_plain(order.details["layout"])
+        ours = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         theirs = {spec.name: spec.shape for spec in layout.specs}
         for name in theirs.keys() | ours.keys():
             if theirs.get(name) != (shape := tuple(ours[name].shape) if name in ours else None):

@@ -9,12 +9,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
-from asyncrl.trainer.attention import choose_attention
+from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
+from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
@@ -38,19 +39,23 @@ def load_model(
     sequence_parallel: int = 1,
     sharers: Ranks | None = None,
 ) -> Any:
-    """Load a causal language model without dropout. Raises DataError and ConfigError.
+    """Load a causal language model without dropout, whose vision part, if any, is frozen.
+
+    Raises DataError and ConfigError.
 
     With `sharers`, those ranks load parts of the model together, and all of them raise what one has found.
     """
     require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
+    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        of_model = AutoConfig.from_pretrained(config.path, **options)
+        model, found = model_class(of_model).from_pretrained(
             config.path,
-            revision=config.revision,
             dtype=dtype,
-            attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
-            trust_remote_code=config.trust_remote_code,
+            attn_implementation=of_text(of_model, attention),
+            **options,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
@@ -83,6 +88,7 @@ def load_model(
         )
     require_divisible(model.config, sequence_parallel)
     recompute(model, gradient_checkpointing)
+    freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return without_dropout(model).to(device).train()
 
@@ -110,7 +116,7 @@ def _config_of(module: nn.Module) -> Any:
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:
     """Write a Hugging Face model directory: `state` as safetensors, the model's config and its tokenizer."""
     model.save_pretrained(directory, state_dict=state)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
+    tools.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    tokenizer.save_pretrained(directory)
+    ).save_pretrained(directory)

@@ -159,6 +159,8 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
         "lr": result.lr,
         "names": list(before),
     }
+    if "export" in scenario:
+        trainer.export(Path(scenario["export"]))
     trainer.close()
     return {name: (u / (lr - u.abs())).contiguous() for name, u in steps.items()}, report
 

@@ -62,6 +62,7 @@ class TrainedModel:
         falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
         self.engine: Any = deepspeed.initialize(
             model=module,
+            model_parameters=[each for _, each in trained_parameters(module)],
             config=settings,
             lr_scheduler=lambda adamw: LambdaLR(
                 adamw, lambda step: rate_share(step, total_steps=total_steps, **falling)
@@ -135,12 +136,15 @@ class TrainedModel:
         return grad_norm
 
 
-def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+def whole_parameters(
+    model: nn.Module, *, write: bool = False, trained: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter of a model, gathered if it is sharded, and valid until the next one is requested.
 
-    Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards.
+    Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards;
+    with `trained`, frozen parameters are left out.
     """
-    for members in gathers(model.named_parameters()):
+    for members in gathers(trained_parameters(model) if trained else model.named_parameters()):
         sharded = [parameter for _, parameter in members if hasattr(parameter, "ds_tensor")]
         gathered: AbstractContextManager[None] = nullcontext()
         if sharded:
@@ -149,6 +153,11 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[tuple
             for member in members:
                 beat()
                 yield member
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter that is not frozen: these are optimised and published."""
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
 
 
 def size_of(parameter: nn.Parameter) -> int:

@@ -21,7 +21,12 @@ from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
 from asyncrl.trainer.deepspeed.reference import Reference
-from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
+from asyncrl.trainer.deepspeed.trained_model import (
+    TrainedModel,
+    size_of,
+    trained_parameters,
+    whole_parameters,
+)
 from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
@@ -161,23 +166,24 @@ class DeepSpeedTrainer:
         return [Usage(**json.loads(one)) for one in self._ranks.gather(own)]
 
     def specs(self) -> list[TensorSpec]:
-        """Describe all parameters of the policy, without gathering them."""
+        """Describe the trained parameters of the policy, without gathering them."""
         return [
             TensorSpec(
                 name=name,
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
             )
-            for name, parameter in self._policy.engine.module.model.named_parameters()
+            for name, parameter in trained_parameters(self._policy.engine.module.model)
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in whole_parameters(self._policy.engine.module.model):
+        for name, parameter in whole_parameters(self._policy.engine.module.model, trained=True):
             yield name, parameter.detach()
 
     def export(self, directory: Path) -> None:
         writes = Writes()
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors() if self.rank == 0}
+        whole = whole_parameters(self._policy.engine.module.model)
+        state = {name: each.detach().to("cpu", copy=True) for name, each in whole if self.rank == 0}
         if self.rank == 0:
             writes.attempt(lambda: self._export(state, directory))
         writes.conclude(directory, self._ranks)
