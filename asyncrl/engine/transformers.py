@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted
+from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.errors import EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
@@ -82,9 +82,15 @@ class _Request:
     """One call of `generate`: its logits processor and stopping criterion. B responses, V known tokens."""
 
     def __init__(
-        self, engine: "TransformersEngine", prompt_ids: Sequence[int], count: int, spec: SamplingSpec
+        self,
+        engine: "TransformersEngine",
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        images: PromptImages | None,
     ) -> None:
         self.prompt_ids, self.count, self.spec = prompt_ids, count, spec
+        self.inputs = images.inputs(count) if images is not None else {}
         self.is_aborted = False
         self.sampled_by: list[Weights] = []
         self._engine = engine
@@ -192,9 +198,16 @@ class TransformersEngine:
         return str(self._updates)
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        *,
+        salt: str | None = None,
+        images: PromptImages | None = None,
     ) -> list[Rollout]:
-        request = _Request(self, prompt_ids, count, spec)  # `salt` has no effect: no cache outlives a request
+        # `salt` has no effect: no cache outlives a request.
+        request = _Request(self, prompt_ids, count, spec, images)
         self._running[request] = asyncio.wrap_future(self._sampling.submit(self._generate, request))
         try:
             rollouts = await self._running[request]
@@ -223,6 +236,7 @@ class TransformersEngine:
             ids_BN = self._model.generate(
                 ids_1N.expand(request.count, -1),
                 attention_mask=torch.ones_like(ids_1N).expand(request.count, -1),
+                **{name: tensor.to(self._model.device) for name, tensor in request.inputs.items()},
                 generation_config=settings,
                 logits_processor=[request.process],
                 stopping_criteria=[request.ended],

@@ -1,17 +1,26 @@
 """A tiny Idefics3, the class of SmolVLM and the only one with images that vLLM's CPU build loads."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
     PreTrainedTokenizerFast,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from asyncrl.batch.packing import TrainSample
+from asyncrl.data.image_processor import LearnerImages
+from tests.support.task_config import config_of
 
 SIDE, PATCH, SCALE = 56, 14, 2
 IMAGE_TOKENS = (SIDE // PATCH) ** 2 // SCALE**2
@@ -91,3 +100,34 @@ def picture(file: Path, colour: tuple[int, int, int], size: tuple[int, int] = (S
         image.putpixel((place, place), (255, 255, 255))
     image.save(file)
     return file
+
+
+def picture_bytes(shade: int, size: tuple[int, int] = (SIDE, SIDE)) -> bytes:
+    """A PNG that is like no other shade's."""
+    rng = np.random.default_rng(shade)
+    buffer = BytesIO()
+    Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def with_pictures(items: Sequence[TrainSample], model: str) -> list[TrainSample]:
+    """Each sample with 0, 1 or 2 pictures before its prompt, of two sizes, and without marks elsewhere."""
+    processor = AutoProcessor.from_pretrained(model)
+    found = []
+    for index, one in enumerate(items):
+        images = tuple(picture_bytes(10 * index + i, (SIDE, SIDE - 14 * i)) for i in range(index % 3))
+        ids = [7]
+        if images:
+            pictures = [Image.open(BytesIO(image)) for image in images]
+            ids = processor(text=["<image>" * len(images)], images=[pictures])["input_ids"][0]
+        prompt, response = (np.where(part < 7, part + 7, part) for part in (one.prompt_ids, one.response_ids))
+        prompt = np.concatenate([np.array(ids, dtype=np.int32), prompt])
+        found.append(replace(one, prompt_ids=prompt, response_ids=response, images=images))
+    return found
+
+
+def images_of(model: str, data: str) -> LearnerImages:
+    """What a rank of a learner with these rows has."""
+    return LearnerImages(
+        config_of(model={"path": model, "chat_template": True}, data={"train": data, "images_key": "images"})
+    )
