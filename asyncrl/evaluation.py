@@ -7,6 +7,7 @@ other rules begins with the next round that its version has not passed (`resume_
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,23 +87,39 @@ class EvalResult:
 
 
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Return the metrics of a round; a sample counts as solved if its reward is 1 or more."""
+    """Return the metrics of a round; a sample counts as solved if its reward is 1 or more.
+
+    `eval/se/<name>` is the standard error of `eval/<name>`. Prompts were drawn, so its unit is the prompt,
+    however many samples each has.
+    """
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
     metrics: dict[str, float] = {"eval/dead_groups": len(groups) - len(scored)}
     if scored:
         samples = len(rewards[0])
-        metrics |= {
-            "eval/reward_mean": _mean(_mean(group) for group in rewards),
-            "eval/accuracy": _mean(count / samples for count in solved),
-            f"eval/pass@{samples}": _mean(pass_at_k(count, samples, samples) for count in solved),
+        votes = votes_of(scored)
+        by_prompt = {
+            "eval/reward_mean": [_mean(group) for group in rewards],
+            "eval/accuracy": [count / samples for count in solved],
+            f"eval/pass@{samples}": [pass_at_k(count, samples, samples) for count in solved],
             **{
-                f"eval/best@{k}": _mean(best_at_k(group, k) for group in rewards)
+                f"eval/best@{k}": [best_at_k(group, k) for group in rewards]
                 for k in range(2, samples + 1)
                 if k == samples or k.bit_count() == 1
             },
-            **_majorities(scored),
+            **_majorities(votes),
+        }
+        metrics |= {name: _mean(values) for name, values in by_prompt.items()}
+        if len(scored) > 1:
+            root = math.sqrt(len(scored))
+            metrics |= {
+                f"eval/se/{name.removeprefix('eval/')}": float(np.std(values, ddof=1)) / root
+                for name, values in by_prompt.items()
+            }
+        if votes:
+            metrics["eval/answered_share"] = _mean(bool(one) for answers, _ in votes for one in answers)
+        metrics |= {
             "eval/length_mean": _mean(
                 sum(one.actions for one in episode) for group in scored for episode in group.by_episode
             ),
@@ -122,18 +139,13 @@ def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
 
 
-def _majorities(groups: Sequence[Group]) -> dict[str, float]:
-    """Return maj@k if reward functions extract answers. k is 3 or more: a majority of two is a coin toss."""
-    if not (votes := votes_of(groups)):
-        return {}
-    samples = len(votes[0][0])
+def _majorities(votes: Sequence[tuple[list[str | None], list[bool]]]) -> dict[str, list[float]]:
+    """Return maj@k by prompt, if there are votes. k is 3 or more: a majority of two is a coin toss."""
+    samples = len(votes[0][0]) if votes else 0
     return {
-        "eval/answered_share": _mean(bool(answer) for answers, _ in votes for answer in answers),
-        **{
-            f"eval/maj@{k}": _mean(maj_at_k(answers, solved, k) for answers, solved in votes)
-            for k in range(3, samples + 1)
-            if k == samples or (k.bit_count() == 1 and k <= MOST_VOTES)
-        },
+        f"eval/maj@{k}": [maj_at_k(answers, solved, k) for answers, solved in votes]
+        for k in range(3, samples + 1)
+        if k == samples or (k.bit_count() == 1 and k <= MOST_VOTES)
     }
 
 

@@ -24,7 +24,11 @@ if [ "$1" = fast ]; then
     others -m fast --dist loadfile -n 2
     exit
 fi
-# Three processes on two cores, because these tests wait half of the time for what they started. In the
-# order of the files: by their number of tests, the longest would come last.
-others -m "not alone and not group" --dist loadfile -n 3 --no-loadscope-reorder
-others -m "$([ "$1" = all ] && echo "alone or group" || echo "alone ${stale:+or ${stale// / or }}")"
+# Three processes on two cores, because these tests wait half of the time for what they started. In the order of
+# tests/groups.toml and of the files: by their number of tests, the longest would come last.
+others -m "not group" --dist loadfile -n 3 --no-loadscope-reorder
+if [ "$1" = all ]; then
+    others -m group --dist loadfile -n 2
+elif [ -n "$stale" ]; then
+    others -m "${stale// / or }" --dist loadfile -n 2
+fi

@@ -183,12 +183,12 @@ def shown(value: Any) -> str:
 
 
 def minimal() -> Config:
-    """The least that is a config."""
+    """The least that is a config, with the sections that are null by default."""
     functions = [{"function": "exact_match"}]
     return Config.model_validate(
         {
             "run": {"name": "x"},
-            "model": {"path": "m"},
+            "model": {"path": "m", "lora": {}},
             "data": {"train": "t"},
             "reward": {"functions": functions},
         }

@@ -302,7 +302,7 @@ def make_generator(buffer: MemoryBuffer, control: Control) -> Generator:
     return Generator(
         engine=engine,
         lanes=[lane],
-        sampler=Sampler(engine, Counting(), lambda ids: ("".join(map(str, ids)),) * 2, "g0"),
+        sampler=Sampler(engine, Counting(), lambda ids, **_: "".join(map(str, ids)), "g0"),
         staging=NoStaging(),
         control=control,
         tracker=NoTracker(),

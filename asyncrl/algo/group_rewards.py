@@ -30,7 +30,7 @@ class GroupRewards:
     truncated_S: Tensor | None = None  # bool, responses cut off at the length limit; used by gae
     behaviour_logprobs_T: Tensor | None = None  # ln mu of the generator; used by optimal_token_baseline
     logprobs_T: Tensor | None = None  # ln pi at the start of the update; used by optimal_token_baseline
-    reference_logprobs_T: Tensor | None = None  # ln pi of the reference; for a user's advantage function
+    reference_logprobs_T: Tensor | None = None  # ln pi of the reference; used by the module `preferences`
     # Sum of squared probabilities over the vocabulary; used by optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
     # The turns of all sequences, in the order of the tokens; used by the module `turn_advantages`.

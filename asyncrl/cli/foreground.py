@@ -111,8 +111,8 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     console.print()
     for name in ("eval/accuracy", "eval/reward_mean", "reward/mean"):
         if len(series := state.series(name)) >= 2:
-            (first_step, first), (last_step, last) = series[0], series[-1]
-            console.print(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+            first, last = (state.history.at_step(name, series[index][0]) for index in (0, -1))
+            console.print(f"{name}: {first} -> {last}")
     for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:
         for text in sample_lines(sample, console.width, 3):
             console.print(text)
@@ -124,7 +124,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
         )
     else:
         found = what_is_saved(directory)
-        again = "goes on from there" if any(directory.checkpoints.glob("step-*")) else "begins again"
+        again = "goes on from there" if directory.saved_mark.exists() else "begins again"
         next_steps = (
             f"stopped before the end{found and f', {found}'}; `asyncrl up {directory.config}` {again}"
         )

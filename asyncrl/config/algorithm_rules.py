@@ -18,7 +18,7 @@ from asyncrl.config.sections import (
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
 GROUP_ADVANTAGES |= {"gpg", "maxrl", "lite_ppo", "gdpo", "optimal_token_baseline"}
-GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo"}
+GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo", *registry.ON_PAIRS}
 
 # Advantages whose objective depends on the size of the group: pass@k for k episodes.
 WHOLE_GROUPS = {"grpo_passk"}
@@ -34,8 +34,9 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
 def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Mistake]:
-    name = algorithm.advantage.name
-    if batch.group_size == 1 and name in GROUP_ADVANTAGES:
+    name, params = algorithm.advantage.name, algorithm.advantage.params
+    compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
+    if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
         cure = "use group_size >= 2 or another advantage"
         text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; {cure}"
         yield Mistake(("batch.group_size", "algorithm.advantage"), text)
@@ -61,6 +62,7 @@ def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: Staleness
     """Either the correction or the loss, but not both, must account for the age of tokens."""
     lag = staleness.max_lag
     loss, correction = algorithm.policy_loss.name, algorithm.correction.name
+    ages = lag > 0 and algorithm.advantage.name not in registry.ON_PAIRS
     if algorithm.proximal == "behaviour":
         if correction != "none":
             yield Mistake(
@@ -68,7 +70,7 @@ def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: Staleness
                 f"algorithm.correction is `{correction}`, but with algorithm.proximal behaviour it compares "
                 "a policy with itself: every weight would be 1; set correction: none, or proximal: recompute",
             )
-        if loss in WITHOUT_RATIO and lag > 0:
+        if loss in WITHOUT_RATIO and ages:
             yield Mistake(
                 ("algorithm.proximal", "algorithm.policy_loss", "staleness.max_lag"),
                 f"algorithm.proximal is behaviour and policy_loss `{loss}` has no ratio: nothing corrects "
@@ -81,13 +83,41 @@ def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: Staleness
                 "algorithm.rejections compare proximal and behaviour policy, but algorithm.proximal is "
                 "behaviour, the same; drop them, or set proximal: recompute",
             )
-    elif correction == "none" and lag > 0 and not _is_own(algorithm.policy_loss):
+    elif correction == "none" and ages and not _is_own(algorithm.policy_loss):
         yield Mistake(
             ("algorithm.correction", "algorithm.proximal", "algorithm.policy_loss", "staleness.max_lag"),
             f"algorithm.correction is none, but algorithm.proximal is {algorithm.proximal}, whose loss "
             f"leaves the age of tokens (up to {lag} steps: staleness.max_lag) to the correction; set "
             "correction: truncate, or proximal: behaviour with a loss that has a ratio, or max_lag: 0",
         )
+
+
+def _pairs_are_trained_whole(
+    algorithm: AlgorithmConfig, batch: BatchConfig, staleness: StalenessConfig
+) -> Iterator[Mistake]:
+    """The gradient of a loss on given episodes needs the weights of the step's beginning, and all tokens."""
+    name, key = algorithm.advantage.name, "algorithm.advantage"
+    sees_rewards = name in registry.ON_PAIRS or name == "distill"
+    if sees_rewards and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
+        text = f"algorithm.kl.placement is reward, but advantage `{name}` has its own use of the reference"
+        yield Mistake(("algorithm.kl.placement", key), f"{text}; set placement: loss, or coefficient: 0")
+    if name not in registry.ON_PAIRS:
+        return
+    reason = f"advantage `{name}` is the gradient of a loss on whole episodes, at the weights before a step"
+    wanted: tuple[tuple[str, object, object], ...] = (
+        ("algorithm.policy_loss", algorithm.policy_loss.name, "reinforce"),
+        ("algorithm.aggregation", algorithm.aggregation.name, "seq-mean-token-sum"),
+        ("algorithm.correction", algorithm.correction.name, "none"),
+        ("algorithm.rejections", [choice.name for choice in algorithm.rejections], []),
+        ("algorithm.mask_truncated", algorithm.mask_truncated, False),
+        ("staleness.policy", staleness.policy, "drop" if staleness.policy == "drop" else "correct_only"),
+        ("batch.minibatches", batch.minibatches, 1),
+        ("batch.epochs", batch.epochs, 1),
+    )
+    for one, found, allowed in wanted:
+        if found != allowed and ":" not in str(found):
+            text = f"{one} is {found}, but {reason}; set it to {allowed}"
+            yield Mistake((one, key), text.replace("True", "true").replace("False", "false").replace("'", ""))
 
 
 def _rejections_reject(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
@@ -128,13 +158,17 @@ def _interpolation_saves_something(
 
 
 def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    kl, default = algorithm.kl, KLConfig()
-    for key in ("placement", "target", "reference_decay", "bias_corrected"):
-        if getattr(kl, key) != getattr(default, key) and not kl.coefficient:
+    kl, default, advantage = algorithm.kl, KLConfig(), algorithm.advantage
+    needed = registry.NEEDS.get(("advantage", advantage.name), frozenset())
+    for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
+        if key == "reference_decay" and (_is_own(advantage) or "reference_logprobs_T" in needed):
+            continue
+        found = getattr(kl, key)
+        if found != getattr(default, key) and not kl.coefficient:
             yield Mistake(
                 (f"algorithm.kl.{key}", "algorithm.kl.coefficient"),
-                f"algorithm.kl.{key} is {getattr(kl, key)}, but algorithm.kl.coefficient is 0 and stays so: "
-                "there is no reference model; set a coefficient, e.g. 0.001, or drop the key",
+                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient "
+                "is 0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it",
             )
     if kl.horizon != default.horizon and kl.target is None:
         text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"
@@ -286,6 +320,7 @@ ALGORITHM_RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _groups_can_be_compared,
     _groups_may_lack_episodes,
     _stale_tokens_are_corrected,
+    _pairs_are_trained_whole,
     _rejections_reject,
     _normalised_weights_are_known,
     _interpolation_saves_something,

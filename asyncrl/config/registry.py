@@ -38,6 +38,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
             "reinforce_plus_plus_baseline",
             "token_advantages": "gae reinforce_plus_plus remax optimal_token_baseline",
             "turn_advantages": "turn_rloo gigpo mt_grpo turn_gae",
+            "preferences": "dpo_pairs ipo_pairs kto best_of_n distill",
         }
     ),
     "policy_loss": _table(
@@ -86,8 +87,15 @@ SUPPLIED: Mapping[str, tuple[str, ...]] = {
     "shaping": ("response_tokens", "max_response_tokens", "finish_reason")
 }
 
+# Advantages that are the gradient of a loss on given answers, whichever policy sampled them, at the weights
+# that a batch's only optimizer step starts from.
+ON_PAIRS = frozenset({"dpo_pairs", "ipo_pairs", "kto", "best_of_n"})
+
 # Columns of `GroupRewards` that only an environment gives.
 OF_TURNS = frozenset({"turn_rewards_K", "turn_states_K"})
+
+# Log-probabilities of the policy and of the reference, of which the reference is another model.
+OF_REFERENCE = frozenset({"logprobs_T", "reference_logprobs_T"})
 
 # Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass, rewards of turns.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
@@ -98,6 +106,10 @@ NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("advantage", "gigpo"): OF_TURNS,
     ("advantage", "mt_grpo"): frozenset({"turn_rewards_K"}),
     ("advantage", "turn_gae"): frozenset({"turn_rewards_K", "values_T"}),
+    ("advantage", "dpo_pairs"): OF_REFERENCE,
+    ("advantage", "ipo_pairs"): OF_REFERENCE,
+    ("advantage", "kto"): OF_REFERENCE,
+    ("advantage", "distill"): OF_REFERENCE,
 }
 
 # Arguments that the learner passes by keyword to functions that declare them.

@@ -29,7 +29,7 @@ class LoraConfig(Part):
     """The low-rank adapter that is trained in place of the model's own weights (arXiv:2106.09685)."""
 
     rank: Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], _ADAPTER] = 16
-    """Rank r of the two matrices beside each weight; vLLM offers these."""
+    """Rank r of the two matrices that are added to each weight; vLLM offers these."""
     alpha: Annotated[Positive, _ADAPTER] = 32.0
     """The product of the two matrices is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], _ADAPTER] = ()
@@ -61,8 +61,14 @@ class ModelConfig(Part):
     call inside of it is not made. A tokenizer with a `response_template` needs none."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model; read it first."""
-    lora: Annotated[LoraConfig | None, refused("other tensors are trained and saved")] = None
-    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults."""
+    lora: LoraConfig | None = None
+    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults, and null, the
+    default, trains the weights."""
+
+    @property
+    def update_target(self) -> Literal["weights", "adapter"]:
+        """What an update of the generators replaces."""
+        return "adapter" if self.lora is not None and self.lora.sync == "adapter" else "weights"
 
 
 class RewardFunctionConfig(Part):

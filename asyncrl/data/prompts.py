@@ -139,14 +139,15 @@ class PromptSource:
         """Return the first `count` held-out prompts, or all if there are fewer."""
         return self._eval[:count]
 
-    def decode(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """Return the text of response tokens, exactly as sampled: without special tokens, and with them.
+    def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
+        """Return the text of response tokens, exactly as sampled, without special tokens, or `raw` with them.
 
         The stop token at the end is in neither.
         """
+        if raw:
+            return self.renderer.decode(without_stop(self.renderer, token_ids))
         decode = self.tokenizer.decode
-        text = str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return text, self.renderer.decode(without_stop(self.renderer, token_ids))
+        return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def make_plan(data: DataConfig, rows: int, *, seed: int) -> SamplePlan:
@@ -233,11 +234,7 @@ def open_curriculum(config: Config, rows: int, saved: Mapping[str, Any]) -> Curr
     )
 
 
-def draw_probe(seed: int, length: int, vocabulary: int) -> tuple[tuple[int, ...], ...]:
-    """Draw the token sequences of the probe, the last one of `length` and others before it in the same pack.
-
-    They are random, so that every weight takes part, and always the same.
-    """
+def draw_probe(seed: int, lengths: Sequence[int], vocabulary: int) -> list[tuple[int, ...]]:
+    """Draw token sequences of these lengths: random, so that every weight takes part, and always the same."""
     draw = random.Random(seed)
-    lengths = (max(2, length // 3), max(2, length // 2), length)
-    return tuple(tuple(draw.randrange(vocabulary) for _ in range(each)) for each in lengths)
+    return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths]

@@ -5,8 +5,9 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Episode:
     outcome: Outcome
     messages: Sequence[Message]
     response: str  # the last answer
-    raw_response: str  # its text with special tokens, calls and reasoning
+    raw_response: Callable[[], str]  # its text with special tokens, calls and reasoning
     turns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -189,7 +190,7 @@ class EpisodeSampler:
             outcome=outcome,
             messages=talk.transcript,
             response=talk.response,
-            raw_response=self._renderer.decode(without_stop(self._renderer, last_ids)),
+            raw_response=partial(self._renderer.decode, without_stop(self._renderer, last_ids)),
             turns=len(session.turns),
             metrics={
                 **counts,

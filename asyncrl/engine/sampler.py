@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from asyncrl.algo.trainable import GroupLimits, trainable
@@ -47,10 +48,10 @@ class Sampler:
         self,
         engine: Engine,
         scorer: Scorer,
-        decode: Callable[[Sequence[int]], tuple[str, str]],
+        decode: Callable[..., str],
         generator_id: str,
     ) -> None:
-        """Take `decode`, which gives the text of a response without and with special tokens."""
+        """Take `decode(ids)`, which gives the text of a response, with `raw=True` with special tokens."""
         self._engine = engine
         self._scorer = scorer
         self._decode = decode
@@ -110,16 +111,16 @@ class Sampler:
         return [rollout for rollouts in answers for rollout in rollouts]
 
     async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        texts = [self._decode(rollout.response_ids.tolist()) for rollout in rollouts]
+        all_ids = [rollout.response_ids.tolist() for rollout in rollouts]
         inputs = [
             RewardInput(
                 prompt=prompt.text,
-                response=text,
-                raw_response=raw,
+                response=self._decode(ids),
+                raw_response=partial(self._decode, ids, raw=True),
                 row=prompt.row,
                 truncated=rollout.truncated,
             )
-            for rollout, (text, raw) in zip(rollouts, texts, strict=True)
+            for rollout, ids in zip(rollouts, all_ids, strict=True)
         ]
         scores = await self._scorer.score(inputs)
         if not all(score.parts for score in scores):

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl import lora
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_gpus
@@ -70,7 +71,8 @@ def freeze_vision(model: Any) -> None:
 def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     """Return Hugging Face's config of a model and its shape; the meta device counts each parameter once.
 
-    Raises DataError: the config cannot be read, or transformers does not know the architecture.
+    Raises DataError: the config cannot be read, or transformers does not know the architecture. Raises
+    ConfigError: the model cannot have the adapter of `model.lora`.
     """
     import torch
     from transformers import AutoConfig
@@ -83,4 +85,10 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
-    return config, ModelShape.of(config, sum(parameter.numel() for parameter in built.parameters()))
+    numbers, adapter = sum(parameter.numel() for parameter in built.parameters()), 0
+    if model.lora is not None:
+        lora.require_usable(model.lora, model.path)
+        with torch.device("meta"):
+            lora.inject(built, model.lora)
+        adapter = sum(parameter.numel() for _, parameter in lora.adapter_tensors(built))
+    return config, ModelShape.of(config, numbers, adapter=adapter)

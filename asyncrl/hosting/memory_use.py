@@ -2,7 +2,7 @@
 
 N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with
 any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the
-accumulated gradients, 3 also the weights.
+accumulated gradients, 3 also the weights. With `model.lora`, all but the weights are of the adapter only.
 """
 
 from dataclasses import dataclass
@@ -52,9 +52,11 @@ class ModelShape:
     # `learner.gradient_checkpointing` of the run; None if that was not counted, and why it could not be.
     kept_per_token: int | None = None
     uncounted: str = ""
+    # Numbers of the adapter of `model.lora`, which `parameters` does not count; 0 without.
+    adapter: int = 0
 
     @classmethod
-    def of(cls, config: Any, parameters: int) -> Self:
+    def of(cls, config: Any, parameters: int, adapter: int = 0) -> Self:
         """The sizes in a model's Hugging Face `config`, with its number of `parameters`."""
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -67,7 +69,13 @@ class ModelShape:
             query=heads * head_size,
             kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
             vocabulary=text.vocab_size,
+            adapter=adapter,
         )
+
+    @property
+    def trained(self) -> int:
+        """How many numbers have a gradient."""
+        return self.adapter or self.parameters
 
 
 def zero_stage(wanted: int, dtype: str) -> int:
@@ -80,18 +88,25 @@ def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
     return shape.parameters * DTYPE_BYTES[model.dtype]
 
 
+def published_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    """One published version: the weights, or the adapter."""
+    numbers = shape.adapter if model.update_target == "adapter" else shape.parameters
+    return numbers * DTYPE_BYTES[model.dtype]
+
+
 def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of one model on one rank, at the peak of its step.
 
     Gradients of one backward pass and the accumulated ones are the same tensors only in float32 below ZeRO 2.
     """
-    parameters, stage = shape.parameters, zero_stage(learner.zero_stage, model.dtype)
+    parameters, stage = shape.trained, zero_stage(learner.zero_stage, model.dtype)
     gradients, optimizer = pass_bytes(shape, model, learner), 0
     if not learner.offload_optimizer:
         gradients += _share(parameters * FP32, learner, divided=stage >= 2)
         master = parameters * FP32 if stage > 0 else 0
         optimizer = _share(parameters * MOMENTS_BYTES + master, learner, divided=stage >= 1)
-    weights = _share(weights_bytes(shape, model), learner, divided=stage == 3)
+    all_bytes = (shape.parameters + shape.adapter) * DTYPE_BYTES[model.dtype]
+    weights = _share(all_bytes, learner, divided=stage == 3)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
@@ -105,14 +120,17 @@ def pass_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) ->
     stage = zero_stage(learner.zero_stage, model.dtype)
     if stage < 2 and model.dtype == "float32":
         return 0
-    return _share(weights_bytes(shape, model), learner, divided=stage == 3)
+    return _share(shape.trained * DTYPE_BYTES[model.dtype], learner, divided=stage == 3)
 
 
 def head_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
     """What the output layer's gradient adds; it is the first of a backward pass, when all activations exist.
 
-    From ZeRO 2 on, it takes the place of the others, because those of the last pass are gone by then.
+    From ZeRO 2 on, it takes the place of the others, because those of the last pass are gone by then. With an
+    adapter, the output layer has none.
     """
+    if shape.adapter:
+        return 0
     size_bytes = HEAD_COPIES * shape.vocabulary * shape.hidden * FP32
     if zero_stage(learner.zero_stage, model.dtype) < 2:
         return size_bytes
@@ -128,7 +146,7 @@ def resting_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     parts, stage = trained_bytes(shape, model, learner), zero_stage(learner.zero_stage, model.dtype)
     resting = parts["weights"] + parts["optimizer"]
     if not learner.offload_optimizer and (stage == 3 or (stage < 2 and model.dtype == "bfloat16")):
-        resting += _share(shape.parameters * FP32, learner, divided=stage == 3)
+        resting += _share(shape.trained * FP32, learner, divided=stage == 3)
     return resting + (_bucket_bytes(shape, model) if stage == 3 else 0)
 
 
@@ -151,11 +169,11 @@ def rank_bytes(
     found["activations"] = activations_bytes(shape, model, learner)
     found["output layer"] = head_bytes(shape, model, learner)
     found["buffers"] = buffers_bytes(shape, model, learner)
-    if reference:
+    if reference and not shape.adapter:  # the policy without its adapter
         found["reference"] = parts["weights"]
     if critic:
         found["critic"] = resting_bytes(shape, model, learner)
-    return found | ({SLOTS: slots * weights_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
+    return found | ({SLOTS: slots * published_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
 
 
 def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -170,13 +188,13 @@ def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig)
     gathered = min(shape.parameters, GATHERED_WEIGHTS) if stage == 3 and learner.ranks > 1 else 0
     gathered *= DTYPE_BYTES[model.dtype]
     if stage == 3 and model.dtype == "bfloat16" and not learner.offload_optimizer:
-        copied = min(-(-shape.parameters // learner.ranks), STEPPED_NUMBERS) * FP32
+        copied = min(-(-shape.trained // learner.ranks), STEPPED_NUMBERS) * FP32
         gathered = max(gathered, copied - activations_bytes(shape, model, learner))
     return bucket + gathered
 
 
 def _bucket_bytes(shape: ModelShape, model: ModelConfig) -> int:
-    return min(shape.parameters, BUCKET_NUMBERS) * DTYPE_BYTES[model.dtype]
+    return min(shape.trained, BUCKET_NUMBERS) * DTYPE_BYTES[model.dtype]
 
 
 def torch_bytes(parts: dict[str, int], *, rank: int) -> int:
@@ -188,7 +206,7 @@ def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
     """Bytes of host memory of all ranks for one trained model: the float32 gradients, master copy and moments
     that `learner.offload_optimizer` keeps there instead of on the GPUs. DeepSpeed has the gradients twice.
     """
-    return shape.parameters * (3 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
+    return shape.trained * (3 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
 
 
 def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
@@ -271,7 +289,6 @@ def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
-    """Bytes on disk: weights, master copy if there is one, moments, Hugging Face export of the policy."""
-    master = FP32 if model.dtype == "bfloat16" else 0
-    trained = weights_bytes(shape, model) + shape.parameters * (master + MOMENTS_BYTES)
-    return trained * (2 if critic else 1) + weights_bytes(shape, model)
+    """Bytes on disk: weights or adapter, master copy if there is one, moments, export of the policy."""
+    master, size = FP32 if model.dtype == "bfloat16" else 0, DTYPE_BYTES[model.dtype]
+    return shape.trained * ((size + master + MOMENTS_BYTES) * (2 if critic else 1) + size)

@@ -1,6 +1,5 @@
 """The first probe: each rank computes what transformers computes, or nothing is trained."""
 
-import random
 from collections.abc import Sequence
 from itertools import chain
 
@@ -11,7 +10,13 @@ from asyncrl.data.prompts import draw_probe
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import read_model
 from asyncrl.trainer.base import Trainer
+from asyncrl.trainer.miniature import require_agreement
 from asyncrl.weights.agreement import learner_fault
+
+
+def require_right_code(config: Config) -> None:
+    """Raise ConfigError if the learner computes something else than transformers with a model of this kind."""
+    require_agreement(read_model(config.model)[0])
 
 
 def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence[int]], list[float]]:
@@ -22,13 +27,12 @@ def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence
     """
     text = read_model(config.model)[0].get_text_config()
     longest = config.sampling.max_tokens
-    probe = draw_probe(config.run.seed, min(config.weights.probe_tokens, longest - 1), text.vocab_size)
+    last = min(config.weights.probe_tokens, longest - 1)
+    lengths = [max(2, last // 3), max(2, last // 2), last]
     window = getattr(text, "sliding_window", None) or longest
-    length = min(window + len(probe[-1]), longest)
-    sequences = [*probe]
-    if length > window:
-        draw = random.Random(config.run.seed)
-        sequences.append(tuple(draw.randrange(text.vocab_size) for _ in range(length)))
+    beyond = [min(window + last, longest)] if window < longest else []
+    sequences = draw_probe(config.run.seed, [*lengths, *beyond], text.vocab_size)
+    probe = sequences[: len(lengths)]
     plain = trainer.score_plainly(sequences)
     # A long sequence is compared at its end.
     packed, alone = (

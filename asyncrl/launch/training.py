@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
-from asyncrl.launch.first_probe import certified_probe
+from asyncrl.launch.first_probe import certified_probe, require_right_code
 from asyncrl.launch.learner_parts import open_images, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.saving import Saving
@@ -51,6 +51,9 @@ def train(
     stop = threading.Event()
     hooks = Hooks.load(config.learner.hooks)
     with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
+        if not directory.saved_mark.exists():
+            # Before weights are read. A run that has saved something was judged when it began.
+            require_right_code(config)
         log.info("loading the model")
         images = open_images(config)
         share = rendezvous.rank // config.learner.sequence_parallel

@@ -17,6 +17,7 @@ from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
+from asyncrl.preflight.idle_keys import idle_keys
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
@@ -28,7 +29,7 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     """Return warnings about a valid config, one line each; without `generators`, these are on other hosts."""
     root = read_draft(Config, path, overrides).root
     found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
-    found += (*_endless(config), *_rows(config), *missing_device(config), *_cores(config))
+    found += (*_endless(config), *_rows(config), *missing_device(config), *_cores(config), *idle_keys(config))
     return [*found, *_idle(config, generators=generators)]
 
 

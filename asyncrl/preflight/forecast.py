@@ -24,6 +24,7 @@ from asyncrl.hosting.memory_use import (
     gpu_slots,
     kv_bytes_per_token,
     offloaded_bytes,
+    published_bytes,
     rank_bytes,
     receiver_bytes,
     sequence_kv_bytes,
@@ -198,6 +199,11 @@ def _memory(
     yield _count("the model", "parameters", shape.parameters, formed)
     dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
     yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
+    if config.model.lora is not None:
+        formed = "model.lora: the parameters with a gradient, in the optimizer and in checkpoints"
+        yield _count("the model", "adapter", shape.adapter, formed)
+        formed = f"{config.model.update_target} x {DTYPE_BYTES[dtype]}, because of model.lora.sync"
+        yield _size("the model", "an update", published_bytes(shape, config.model), formed)
     on_gpu = _on_gpu(config, machine)
     yield from _rank_lines(config, rank)
     yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
@@ -253,7 +259,7 @@ def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str,
 
 
 def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
-    learner, half = config.learner, config.model.dtype == "bfloat16"
+    learner, half, target = config.learner, config.model.dtype == "bfloat16", config.model.update_target
     sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
     backward = ", x 2 of one backward pass" if half else ", as much of one backward pass"
     shards = learner.zero_stage >= 2
@@ -270,7 +276,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
         "reference": "weights, because of algorithm.kl",
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
-        SLOTS: f"weights x {gpu_slots(config.weights)}, which generators load; on the first rank only",
+        SLOTS: f"{target} x {gpu_slots(config.weights)}, which generators load; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",
         SENDER: "nccl: 1 GiB for CUDA + 0.4 GiB for NCCL, for one host of generators; first rank only",
     }
@@ -304,9 +310,10 @@ def _host_lines(
 ) -> Iterator[Line]:
     ranks, count = config.learner.ranks, len(placement.generators)
     weights = weights_bytes(shape, config.model)
-    host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES + 2 * weights
+    host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES
+    host += 2 * published_bytes(shape, config.model)
     host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
-    formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published copies of the weights"
+    formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):
         # Generators of this host read the published copies in place.

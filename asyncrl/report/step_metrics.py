@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
+from asyncrl.algo.preferences import preference_metrics
 from asyncrl.algo.trainable import MOST_PARTS, UNTRAINABLE
 from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
@@ -40,7 +41,12 @@ def step_metrics(step: Step) -> dict[str, float]:
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
-    metrics |= _critic_metrics(step) | dict(step.coefficients) | dict(step.hook_metrics)
+    metrics |= (
+        preference_metrics(step.plan.rewards)
+        | _critic_metrics(step)
+        | dict(step.coefficients)
+        | dict(step.hook_metrics)
+    )
     metrics |= _rollout_metrics(step) | _intake_metrics(step)
     return metrics | _staleness_metrics(step) | _time_metrics(step)
 

@@ -13,7 +13,7 @@ from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.run_charts import CURVES, by_minute
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.history import Points, highest
-from asyncrl.telemetry.text import at_step, duration, number
+from asyncrl.telemetry.text import duration, number
 
 # Plotted over minutes too: a run with fewer steps may need more time.
 OVER_TIME = ("eval/accuracy", "reward/mean")
@@ -123,12 +123,12 @@ def over_time(archive: Archive, name: str) -> Points:
 
 def _at(run: Archive, name: str, index: int) -> str:
     series = run.series(name)
-    return at_step(series[index]) if series else "-"
+    return run.history.at_step(name, series[index][0]) if series else "-"
 
 
 def _best(run: Archive, name: str) -> str:
     series = run.series(name)
-    return at_step(highest(series)) if series else "-"
+    return run.history.at_step(name, highest(series)[0]) if series else "-"
 
 
 def _mean(run: Archive, name: str, share: float = 1.0) -> str:

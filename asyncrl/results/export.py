@@ -12,7 +12,7 @@ from asyncrl.config.named_files import has_chat_template
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
-from asyncrl.telemetry.text import at_step, duration, visible, visible_lines
+from asyncrl.telemetry.text import duration, visible, visible_lines
 
 CARD = "README.md"
 SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
@@ -95,8 +95,9 @@ def _is_hub_name(name: str) -> bool:
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
     """Return first and last values up to `step`: later steps are not in these weights."""
-    known = {name: [point for point in archive.series(name) if point[0] <= step] for name in SHOWN}
-    return [(name, at_step(points[0]), at_step(points[-1])) for name, points in known.items() if points]
+    known = {name: [at for at, _ in archive.series(name) if at <= step] for name in SHOWN}
+    shown = archive.history.at_step
+    return [(name, shown(name, steps[0]), shown(name, steps[-1])) for name, steps in known.items() if steps]
 
 
 def _setting(archive: Archive, name: str) -> str:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from asyncrl.results.archive import Archive, read_archive, read_samples
@@ -15,7 +16,7 @@ from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import highest
-from asyncrl.telemetry.text import at_step, duration
+from asyncrl.telemetry.text import duration
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean",
@@ -94,8 +95,9 @@ def headline_table(archive: Archive) -> Table:
     rows = []
     for name in [name for wanted in HEADLINES for name in archive.names if fnmatchcase(name, wanted)]:
         series = archive.series(name)
-        best = at_step(highest(series)) if name.startswith(HIGHER_IS_BETTER) else ""
-        rows.append((name, at_step(series[0]), at_step(series[-1]), best))
+        shown = partial(archive.history.at_step, name)
+        best = shown(highest(series)[0]) if name.startswith(HIGHER_IS_BETTER) else ""
+        rows.append((name, shown(series[0][0]), shown(series[-1][0]), best))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
 
 

@@ -11,7 +11,7 @@ in place of the number abstains: the other functions score the response. If a fu
 returns anything else, or if all abstain, the ticket fails; that is never a score of 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,8 +33,9 @@ class RewardInput:
     response: str
     # The dataset row, whose columns become arguments.
     row: Mapping[str, Any]
-    # The response with its special tokens, but without the stop token at its end; None if nothing knows it.
-    raw_response: str | None = None
+    # Decodes the response with its special tokens, but without the stop token at its end, for functions that
+    # take this argument; None if it has none.
+    raw_response: Callable[[], str] | None = None
     # Whether the response was cut off at the length limit.
     truncated: bool = False
 

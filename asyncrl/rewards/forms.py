@@ -44,6 +44,10 @@ class Form:
     # Whether the function has a `**` parameter.
     takes_all: bool
 
+    def takes(self, name: str) -> bool:
+        """Return whether an argument of this name reaches the function."""
+        return self.takes_all or name in self.accepted
+
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - GIVEN)
@@ -57,8 +61,7 @@ class Form:
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
     def _wanted(self, values: Mapping[str, Any], *, without: Container[str] = ()) -> dict[str, Any]:
-        names = values.keys() if self.takes_all else values.keys() & self.accepted
-        return {name: value for name, value in values.items() if name in names and name not in without}
+        return {name: value for name, value in values.items() if self.takes(name) and name not in without}
 
 
 class TRLForm(Form):

@@ -33,6 +33,14 @@ def load_function(name: str) -> Callable[..., Any]:
         raise RewardError(str(error)) from error
 
 
+def form_for(function: Callable[..., Any]) -> Form:
+    """The form of a function. Raises RewardError for an unknown one."""
+    try:
+        return form_of(list(inspect.signature(function).parameters.values()))
+    except ValueError:  # some built-in types have no signature
+        return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
+
+
 def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
     """Wrap a function of any form, async or not, as (prompt, response, columns) -> (reward, answer).
 
@@ -40,10 +48,7 @@ def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]]
     wrapper raises it for a missing column, and for a returned value that is not a finite number or not an
     answer; exceptions of the function itself pass through.
     """
-    try:
-        form = form_of(list(inspect.signature(function).parameters.values()))
-    except ValueError:  # some built-in types have no signature
-        form = Form(accepted=frozenset(), required=frozenset(), takes_all=False)
+    form = form_for(function)
 
     def call(prompt: str, response: str, columns: Mapping[str, Any]) -> tuple[float, str | None]:
         if missing := form.lacking(columns):

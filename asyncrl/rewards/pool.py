@@ -108,6 +108,8 @@ class _Worker:
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
         self._printed = Printed()
+        # Whether a function takes `raw_response`, which costs a second decoding.
+        self._wants_raw = False
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -117,8 +119,11 @@ class _Worker:
         A worker that fails is killed.
         """
         in_step = False
-        raw = one.response if one.raw_response is None else one.raw_response
-        columns = {"truncated": one.truncated, "raw_response": raw} | dict(one.row)
+        await self.load()
+        columns: dict[str, Any] = {"truncated": one.truncated}
+        if self._wants_raw:
+            columns["raw_response"] = one.raw_response() if one.raw_response else one.response
+        columns |= one.row
         request = _packed({"prompt": one.prompt, "response": one.response, "columns": columns})
 
         async def begin() -> None:
@@ -192,6 +197,7 @@ class _Worker:
             reply = await self._receive("ready", bool, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
+            self._wants_raw = bool(reply.get("raw"))
         except BaseException:
             self.kill()
             raise

@@ -3,7 +3,7 @@
 Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
 
     in   {functions: [[part, function], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
-    out  {ready: true} | {error: reason}
+    out  {ready: true, raw: whether a function takes `raw_response`} | {error: reason}
     in   {prompt, response, columns}                                                        each call
     out  {started: true}, then for each part, up to the first error,
          {value: float, answer: text or nil} | {error: reason}, with {spent: true} to be replaced;
@@ -27,7 +27,7 @@ from asyncrl.errors import RewardError, as_unicode
 from asyncrl.hosting.processes import close_to_others, die_with_parent
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
-from asyncrl.rewards.functions import bind, load_function
+from asyncrl.rewards.functions import bind, form_for, load_function
 from asyncrl.sandbox.bubblewrap import SCRATCH
 
 MAX_REASON_CHARACTERS = 2000
@@ -55,6 +55,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
     with contextlib.suppress(EOFError):
         rewards: list[Reward] = []
+        raw = False
         orders = msgpack.unpackb(receive(requests))
         is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
         _restrict(orders.get("limits", {}), is_alone=is_alone)
@@ -63,8 +64,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             if isinstance(loaded, str):
                 reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
                 return
-            rewards.append(loaded)
-        reply({"ready": True})
+            reward, is_raw = loaded
+            rewards.append(reward)
+            raw |= is_raw
+        reply({"ready": True, "raw": raw})
         while True:
             call = msgpack.unpackb(receive(requests))
             reply({"started": True})
@@ -104,8 +107,9 @@ def _tidied() -> dict[str, bool]:
     return {"spent": True} if is_full or 2 * len(os.listdir("/proc/self/fd")) > descriptors else {}
 
 
-def _load(function: str) -> Reward:
-    return bind(load_function(function))
+def _load(name: str) -> tuple[Reward, bool]:
+    function = load_function(name)
+    return bind(function), form_for(function).takes("raw_response")
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -31,6 +31,9 @@ TRUNCATED = 0.5
 TOLD_STEPS = 3  # first steps in which a share of truncated responses is said that never was smaller
 # A step that moves log-probabilities so far replaces the policy instead of improving it.
 MOVED_NATS = 1.0
+# The log-probability of chosen answers relative to its first value, mean of `FLAT_STEPS` steps. Both are
+# negative: above 1 it falls, as it does where training only makes the rejected answers fall faster.
+CHOSEN_FALL = 1.5
 FLAT_STEPS = 5  # steps in a row with no signal: a single small batch may have none by chance
 WINDOW = 20  # steps that are remembered
 QUIET_STEPS = 5  # steps in a row without cause that end an alarm: a metric at its threshold logs rarely
@@ -78,6 +81,12 @@ def _flat(value: float, past: Past) -> bool:
     return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0
 
 
+def _chosen(value: float, past: Past) -> bool:
+    name = "preference/chosen_logprob"
+    last = [value, *(row[name] for row in list(past.recent)[-FLAT_STEPS + 1 :] if name in row)]
+    return len(last) == FLAT_STEPS and sum(last) / FLAT_STEPS < CHOSEN_FALL * past.first[name]
+
+
 ALARMS: Mapping[str, Alarm] = {
     "entropy": Alarm(
         "policy/entropy",
@@ -110,6 +119,12 @@ ALARMS: Mapping[str, Alarm] = {
         "group/zero_variance",
         _flat,
         "all rewards of a group are equal: use easier or harder prompts, or another reward; see the samples",
+    ),
+    "chosen": Alarm(
+        "preference/chosen_logprob",
+        _chosen,
+        "the preferred answers become unlikely, too, or longer (completions/length_mean): raise beta of the "
+        "advantage, lower learner.optimizer.lr, or take best_of_n",
     ),
     "untrainable": Alarm(
         "groups/rejected_untrainable",

@@ -93,8 +93,11 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     def percent(name: str) -> str:
         return share(state.latest(name))
 
-    best = max(state.series("eval/accuracy"), key=lambda point: point[1], default=None)
-    record = f"  best {number(best[1])} at step {best[0]}" if best else ""
+    held_out = "-"
+    if accuracy := state.series("eval/accuracy"):
+        best, shown = max(accuracy, key=lambda point: point[1]), state.history.score
+        newest = shown("eval/accuracy", accuracy[-1][0])
+        held_out = f"{newest}  best {number(best[1])} at step {best[0]}"
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
     cut, masked = percent("completions/truncated_share"), percent("staleness/masked_share")
     idle = f"gen {share(state.idle_generators)}  stall {share(state.stalled_generators)}"
@@ -103,7 +106,7 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
         compute = f"mfu {percent('perf/mfu')}  {data_size(gpu[0])} of {data_size(gpu[1])}"
     learning = [
         ("reward", f"{of('reward/mean')} ± {of('reward/std')}"),
-        ("held-out", of("eval/accuracy") + record),
+        ("held-out", held_out),
         ("length", f"{of('completions/length_mean')}  max {of('completions/length_max')}  cut {cut}"),
         ("policy", f"entropy {of('policy/entropy')}  grad {of('policy/grad_norm')}"),
         ("mismatch", f"k3 {of('mismatch/k3', 2)}  ess {of('mismatch/ess', 2)}"),

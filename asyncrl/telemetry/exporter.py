@@ -41,10 +41,13 @@ UNITS = (
     ("tokens_per_second", r".*tokens_per_s"),
     ("seconds", r"time/.*|.*_s"),
     ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
-    ("share", r"eval/(accuracy|pass@.*|maj@.*)|critic/(explained_variance|value_clipped)"),
+    (
+        "share",
+        r"eval/(se/)?(accuracy|pass@.*|maj@.*)|preference/accuracy|critic/(explained_variance|value_clipped)",
+    ),
     ("share", r"weight/(zero|truncated|rejected)(/.*)?|engine/occupancy|episodes/duty"),
     ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
-    ("nats", r"mismatch/turn/.*"),
+    ("nats", r"mismatch/turn/.*|preference/(margin|chosen_logprob|rejected_logprob)"),
     (
         "nats",
         r".*/(entropy|logprob|kl_reference|nll|k1|k3|moved|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",

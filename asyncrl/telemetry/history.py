@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.files import tell_unreadable
+from asyncrl.telemetry.text import number
 
 REJECTED = "groups/rejected_"
 MISSING = "episodes/missing/"
@@ -140,6 +141,16 @@ class History:
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric."""
         return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
+
+    def score(self, name: str, step: int) -> str:
+        """Return a value as text, with its standard error if it has one: 0.512 ± 0.021."""
+        row = self.rows[step]
+        error = row.get(f"eval/se/{name.removeprefix('eval/')}")
+        return number(row[name]) + (f" ± {number(error, 2)}" if error is not None else "")
+
+    def at_step(self, name: str, step: int) -> str:
+        """Return a value as text, with its step: 0.512 ± 0.021 (step 40)."""
+        return f"{self.score(name, step)} (step {step})"
 
 
 def _by_reason(row: Row, prefix: str) -> dict[str, int]:

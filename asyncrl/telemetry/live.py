@@ -97,11 +97,11 @@ def step_line(state: DashboardState, step: int) -> str:
     row = state.history.rows[step]
     at = row.get
     total = f"/{state.status.total_steps}" if state.status else ""
-    accuracy = [value for known, value in state.series("eval/accuracy") if known <= step]
+    evaluated = [known for known, _ in state.series("eval/accuracy") if known <= step]
     parts = [
         f"step {step}{total}",
         f"reward {number(at('reward/mean'))}",
-        f"held-out {number(accuracy[-1])}" if accuracy else "",
+        f"held-out {state.history.score('eval/accuracy', evaluated[-1])}" if evaluated else "",
         f"length {number(at('completions/length_mean'))}",
         f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
         f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",

@@ -45,11 +45,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.2g}"
 
 
-def at_step(point: tuple[int, float]) -> str:
-    """Return a value with its step: 0.512 (step 40)."""
-    return f"{number(point[1])} (step {point[0]})"
-
-
 def share(value: float | None) -> str:
     """Return a share as a percentage; `-` when unknown."""
     if value is None or math.isnan(value):

@@ -45,13 +45,19 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int
     """
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 2 * 2 * pairs * shape.query * shape.layers
+    return attention + _weight_flops(shape, lengths, logits)
+
+
+def _weight_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int:
+    """Return those of the products with weights; for the weights' gradients they are as many."""
     weights = 2 * sum(lengths) * _layer_weights(shape) * shape.layers
-    return weights + attention + 2 * logits * shape.hidden * shape.vocabulary
+    return weights + 2 * logits * shape.hidden * shape.vocabulary
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], logits: int) -> int:
-    """Return those of a forward and a backward pass."""
-    return (1 + BACKWARD) * forward_flops(shape, lengths, logits)
+    """Return those of a forward and a backward pass. Below an adapter, weights have no gradient."""
+    both = (1 + BACKWARD) * forward_flops(shape, lengths, logits)
+    return both - (_weight_flops(shape, lengths, logits) if shape.adapter else 0)
 
 
 def is_known(shape: ModelShape) -> bool:

@@ -146,7 +146,8 @@ class TokenLogprobs(torch.autograd.Function):
         at_target_T = at_target_T.to(hidden_TD.dtype)
         hidden_gradient_TD = torch.empty_like(hidden_TD)
         # At least float32: in bfloat16 the contributions of many chunks would be lost in rounding.
-        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype)
+        # An output layer below an adapter is frozen.
+        sums_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype) if ctx.needs_input_grad[1] else None
         of_chunk = fused(off_target_gradient, hidden_TD.device.type)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -156,8 +157,10 @@ class TokenLogprobs(torch.autograd.Function):
             logit_gradient_CV = of_chunk(logits_CV, *columns, by_entropy_C, hidden_TD.dtype)
             logit_gradient_CV.scatter_(-1, target_T[part, None], at_target_T[part, None])
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
-            weight_gradient_VD += product(logit_gradient_CV.T, hidden_TD[part])
-        return hidden_gradient_TD, weight_gradient_VD.to(weight_VD.dtype), None, None, None, None, None
+            if sums_VD is not None:
+                sums_VD += product(logit_gradient_CV.T, hidden_TD[part])
+        weight_gradient_VD = None if sums_VD is None else sums_VD.to(weight_VD.dtype)
+        return hidden_gradient_TD, weight_gradient_VD, None, None, None, None, None
 
 
 class LogprobHead(nn.Module):

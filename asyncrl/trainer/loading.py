@@ -1,5 +1,6 @@
 """Models are loaded from Hugging Face directories, and the policy is exported to one."""
 
+import json
 import re
 from pathlib import Path
 from pickle import UnpicklingError
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
@@ -15,6 +17,7 @@ from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
+from asyncrl.lora import SETTINGS, TENSORS, peft_config
 from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
@@ -87,6 +90,9 @@ def load_model(
             "files from the same model"
         )
     require_divisible(model.config, sequence_parallel)
+    if config.lora is not None and sees_images(model.config):
+        found = f"model.lora is set, but {config.path} has a vision part, which is frozen"
+        raise DataError(f"{found}; remove model.lora, or choose a model of text only")
     recompute(model, gradient_checkpointing)
     freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
@@ -114,8 +120,18 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:
-    """Write a Hugging Face model directory: `state` as safetensors, the model's config and its tokenizer."""
-    model.save_pretrained(directory, state_dict=state)
+    """Write a Hugging Face model directory: `state` as safetensors, the model's config and its tokenizer.
+
+    With `config.lora`, `state` is an adapter, and the directory one of PEFT's.
+    """
+    if config.lora is None:
+        model.save_pretrained(directory, state_dict=state)
+    else:
+        directory.mkdir()
+        save_file(state, directory / TENSORS, metadata={"format": "pt"})
+        targets = {name.split(".")[-3] for name in state}
+        settings = peft_config(config.lora, config.path, targets)
+        (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
     tools.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code

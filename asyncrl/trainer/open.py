@@ -4,10 +4,8 @@ import torch
 
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
-from asyncrl.hosting.machine import read_model
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.miniature import require_agreement
 
 
 def open_trainer(
@@ -24,8 +22,7 @@ def open_trainer(
 ) -> Trainer:
     """Open the trainer of `learner.backend`. Raises ConfigError, DataError, RunError.
 
-    An architecture that cannot be trained is refused before any weights are read. The trainer loads the
-    policy, and the same model again for a reference and a critic.
+    The trainer loads the policy, and the same model again for a reference and a critic.
 
     Args:
         model: what is trained.
@@ -38,7 +35,6 @@ def open_trainer(
         critic: how a critic is trained; None without one.
         slots: published versions that rank 0 will have on its GPU.
     """
-    require_agreement(read_model(model)[0])
     match learner.backend:
         case "deepspeed":
             from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer

@@ -50,11 +50,11 @@ class UpdateOrder:
     probe_ids: tuple[int, ...]
     # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
     probe_logprobs: tuple[float, ...]
-    # The same with the weights of model.path, with which every engine starts as version 0.
+    # The same with the weights of model.path, and with the adapter of `model.lora` as it begins: version 0.
     initial_logprobs: tuple[float, ...]
     # History of the learner that made the version.
     history: str = str(INITIAL)
-    # What it replaces: "weights" is the whole model.
+    # What it replaces: "weights" is the whole model, "adapter" that of `model.lora`.
     target: str = "weights"
     size_bytes: int = 0
     # The rows of data.train that an epoch skips, one bit each, by the number of the epoch.

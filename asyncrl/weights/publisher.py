@@ -49,6 +49,7 @@ class SlotPublisher:
         interface: address of this host for generators on other hosts, which fetch weights from a port of it;
             None if all are on this host.
         history: history of the weights that are published.
+        target: what a version replaces in an engine, see `UpdateOrder`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SlotPublisher:
         deadline_s: float,
         interface: str | None = None,
         history: History = INITIAL,
+        target: str = "weights",
     ) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -76,6 +78,7 @@ class SlotPublisher:
             probe_logprobs=(),
             initial_logprobs=tuple(initial_logprobs),
             history=str(history),
+            target=target,
             size_bytes=layout.total_bytes,
         )
         self._directory = directory
@@ -293,4 +296,5 @@ def open_publisher(
         deadline_s=config.weights.deadline_s,
         interface=config.control.bind and host_of(config.control.bind),
         history=history,
+        target=config.model.update_target,
     )

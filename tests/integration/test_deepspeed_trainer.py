@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
-from tests.support.trainer_worker import sequences, tokens_of
+from tests.support.trainer_worker import plain_loss, sequences, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -37,18 +36,9 @@ def learner() -> Iterator[Ranks]:
 
 
 def oracle(model: Path) -> tuple[dict[str, Tensor], float]:
-    """Gradient and loss of a stock model: one sequence at a time, full logits, no packing, no DeepSpeed."""
+    """Gradient and loss of a stock model."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    items = sequences()
-    total = torch.zeros(())
-    for one in items:
-        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
-        table = (policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
-        chosen = table.gather(-1, torch.from_numpy(one.response_ids.astype(np.int64))[:, None]).squeeze(-1)
-        entropy = -(table.exp() * table).sum(-1)
-        keep = torch.from_numpy(one.keep)
-        total = total - (chosen * torch.from_numpy(one.advantages))[keep].sum() - 0.1 * entropy[keep].sum()
-    loss = total / tokens_of(items)
+    loss = plain_loss(policy)
     loss.backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, float(loss.detach())
 

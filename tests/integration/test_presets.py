@@ -46,6 +46,7 @@ FITTED = {
     "dr_grpo": ["algorithm.aggregation.scale=5"],
     "dapo": ["algorithm.shaping.0.buffer_tokens=2"],
     "ppo": ["critic.warmup_steps=1"],
+    "distill": ["algorithm.advantage.reward=1"],  # the teacher of this run is the model that it starts from
 }
 """What a preset asks to be adapted to the length of a response or of a run."""
 

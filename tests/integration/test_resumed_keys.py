@@ -211,7 +211,7 @@ class Life:
         self.generator = Generator(
             engine=self.engine,
             lanes=lanes(config, self.connections[1], Prompts(), VOCABULARY),  # type: ignore[arg-type]
-            sampler=Sampler(self.engine, Rewards(config), lambda ids: ("x" * len(ids),) * 2, "g0"),
+            sampler=Sampler(self.engine, Rewards(config), lambda ids, **_: "x" * len(ids), "g0"),
             staging=Nowhere(),
             control=self.control,
             tracker=Nowhere(),

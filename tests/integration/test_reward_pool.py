@@ -261,12 +261,28 @@ def test_parts_that_abstain_are_left_out_of_the_sum(functions):
     run(config(functions, "sums", "words", weights={"sums": 3.0}), scenario)
 
 
-def test_a_function_may_ask_for_the_response_with_its_special_tokens(functions):
-    async def scenario(pool):
-        given = [ask("dog"), RewardInput(prompt="p", response="dog", raw_response="<think>dog", row={})]
-        assert [score.total for score in await pool.score(given)] == [3.0, 10.0]
+@pytest.mark.parametrize(
+    ("names", "scores"),
+    [
+        (["raw"], [3.0, 10.0]),
+        (["good", "raw"], [6.0, 13.0]),
+        (["columns"], [2.0, 2.0]),
+        (["good"], [3.0, 3.0]),
+    ],
+)
+def test_the_response_with_its_special_tokens_is_decoded_if_a_function_asks_for_it(functions, names, scores):
+    decoded = []
 
-    run(config(functions, "raw"), scenario)
+    def decode() -> str:
+        decoded.append(1)
+        return "<think>dog"
+
+    async def scenario(pool):
+        given = [ask("dog"), RewardInput(prompt="p", response="dog", raw_response=decode, row={})]
+        assert [score.total for score in await pool.score(given)] == scores
+        assert len(decoded) == (names != ["good"])
+
+    run(config(functions, *names), scenario)
 
 
 def test_waiting_for_a_worker_is_nobodys_timeout_and_workers_run_side_by_side(functions):
@@ -318,12 +334,12 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_not_for_ever(functio
     async def scenario(pool):
         nonlocal most
         assert (await pool.score([ask("abc")]))[0].total == 3.0
-        assert caplog.text.count("did not begin a call") == len(refused) == most
+        assert caplog.text.count("did not load the functions") == len(refused) == most
         pool._workers[0].kill()
         refused.clear()
         most = pool_module.BEGINNINGS
         with pytest.raises(
-            RewardError, match=r"3 reward workers in a row did not begin .*temporarily unavailable"
+            RewardError, match=r"3 reward workers in a row did not load .*temporarily unavailable"
         ):
             await pool.score([ask("abc")])
         assert (await pool.score([ask("abc")]))[0].total == 3.0
@@ -415,7 +431,7 @@ def test_a_missing_column_is_named_and_odd_values_are_passed_as_text(functions):
     async def scenario(pool):
         with pytest.raises(
             RewardError,
-            match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'raw_r.*', 'truncated'\]",
+            match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]",
         ):
             await pool.score([ask(day=date(2026, 1, 1))])
         with pytest.raises(RewardError, match=r"cannot be sent this row: .*surrogate"):

@@ -140,6 +140,7 @@ def make_rewards(
         greedy_rewards_group=uniform(len(sizes)),
         logprobs_T=uniform(tokens, -3.0, -0.1),
         behaviour_logprobs_T=uniform(tokens, -3.0, -0.1),
+        reference_logprobs_T=uniform(tokens, -3.0, -0.1),
         truncated_S=uniform(len(lengths)) > 0,
         sum_squared_probs_T=uniform(tokens, 0.3, 1.0),
     )

@@ -20,7 +20,7 @@ GROUPS: dict[str, dict[str, list[str]]] = {name: found for name, found in LISTS.
 PASSED = ROOT / "tests" / "groups.lock"
 PATTERNS: dict[str, list[str]] = {
     "fast": LISTS["fast"],
-    "alone": LISTS["alone"],
+    "first": LISTS["first"],
     **{name: group["tests"] for name, group in GROUPS.items()},
 }
 
@@ -38,9 +38,15 @@ def is_listed(patterns: Iterable[str], test: str) -> bool:
 
 
 def marks_of(test: str) -> list[str]:
-    """A test of a group is not fast, and runs alone when it runs."""
+    """A test of a group has no other mark: it runs with its group only."""
     groups = [name for name in GROUPS if is_listed(PATTERNS[name], test)]
-    return [*groups, "group"] if groups else [n for n in ("fast", "alone") if is_listed(PATTERNS[n], test)]
+    return [*groups, "group"] if groups else [n for n in ("fast", "first") if is_listed(PATTERNS[n], test)]
+
+
+def place_of(test: str) -> int:
+    """Where the list `first` has a test; what it does not have comes behind all of it."""
+    places = (place for place, pattern in enumerate(LISTS["first"]) if matches(pattern, test))
+    return next(places, len(LISTS["first"]))
 
 
 def files_of(name: str) -> list[Path]:
@@ -109,6 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in marks_of(item.nodeid):
             item.add_marker(name)
+    items.sort(key=lambda item: place_of(item.nodeid))
     for name, pattern in _of_directories(config):
         if not any(matches(pattern, item.nodeid) for item in items):
             raise pytest.UsageError(

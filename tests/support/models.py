@@ -1,10 +1,11 @@
 """Tiny Hugging Face directories for tests."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz ?"
 SIZES = {
@@ -35,3 +36,21 @@ def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0, **sizes: in
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def model_of(directory: Path) -> Any:
+    """The model as transformers alone loads it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def peft_adapter(base: Path, directory: Path, **settings: Any) -> Any:
+    """The model with an adapter by PEFT alone, random in both matrices, that is saved into `directory`."""
+    import asyncrl  # noqa: F401, I001 - before peft, it hides libraries that were built for another torch
+    import peft
+
+    torch.manual_seed(1)
+    chosen = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(**chosen | settings, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of(base), config).eval()
+    model.save_pretrained(directory)
+    return model

@@ -80,6 +80,20 @@ def loss_over(total: int) -> Any:
     return loss
 
 
+def plain_loss(policy: Any) -> Tensor:
+    """The loss of a stock model: one sequence at a time, full logits, no packing, no DeepSpeed."""
+    items = sequences()
+    total = torch.zeros(())
+    for one in items:
+        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
+        table = (policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
+        chosen = table.gather(-1, torch.from_numpy(one.response_ids.astype(np.int64))[:, None]).squeeze(-1)
+        entropy = -(table.exp() * table).sum(-1)
+        keep = torch.from_numpy(one.keep)
+        total = total - (chosen * torch.from_numpy(one.advantages))[keep].sum() - 0.1 * entropy[keep].sum()
+    return total / tokens_of(items)
+
+
 def critic_loss_over(total: int, target: float | None = None) -> Any:
     """Squared distance of the values to `target`, or to the advantages."""
 
@@ -107,7 +121,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Tr
         optimizer=OptimizerConfig(**optimizer),
     )
     return open_trainer(
-        ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32")),
+        ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32"), lora=scenario.get("lora")),
         learner,
         temperature=0.7,
         optimizer_steps=1,
@@ -132,7 +146,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
     return {
         f"{model}.{name}": tensor.detach().clone()
         for model in models
-        for name, tensor in whole_parameters(models[model])
+        for name, tensor in whole_parameters(models[model].named_parameters())
     }
 
 
@@ -500,14 +514,16 @@ def full_disk(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
 
 
 def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """One step, a checkpoint of it, and what the trained weights say of a sequence before and after."""
+    """One step, a checkpoint of it, what it publishes, and the score of a sequence before and after."""
     trainer = build(job, scenario, lr=1e-2)
     scores = [trainer.score([scenario["ids"]])[0]]
-    trainer.step([microbatch(sequences(), CPU)], loss_over(60))
+    mine = [microbatch(sequences()[trainer.share :: trainer.shares], CPU)]
+    trainer.step(mine, loss_over(60))
     scores.append(trainer.score([scenario["ids"]])[0])
     CheckpointStore(Path(scenario["store"]), KEY, 2).save(1, trainer, {"version": 1})
+    published = parameters(trainer)
     trainer.close()
-    return {"done": torch.zeros(1)}, scores
+    return published, scores
 
 
 class Held(TorchDispatchMode):
@@ -545,7 +561,9 @@ def loading(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Te
         config = ModelConfig(path=job["model"], dtype=scenario["dtype"])
         model = load_in_shards(config, CPU, ranks)
         kept = held.now
-    tensors = {name: parameter.detach().clone() for name, parameter in whole_parameters(model)}
+    tensors = {
+        name: parameter.detach().clone() for name, parameter in whole_parameters(model.named_parameters())
+    }
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     report = {"bytes": [json.loads(one) for one in ranks.gather(json.dumps([kept, held.peak]).encode())]}
     deepspeed.comm.destroy_process_group()

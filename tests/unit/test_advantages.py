@@ -298,7 +298,7 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("gae", gae, {"gae_lambda": 0.5, "critic_lambda": 1.0, "whitened": False}),
 ]
 IDS = [f"{name}-{params}" for name, _, params in CASES]
-NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae", "turn_gae"}
+NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae", "turn_gae", "distill"}
 """Estimators that compare with something else than the group."""
 
 
@@ -325,7 +325,10 @@ def test_a_group_of_one_has_advantage_exactly_zero(name):
     assert estimate(name, rewards)[alone_T].abs().max() == 0.0
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "lite_ppo", "rloo", "opo", "gpg", "maxrl", "grpo_passk"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "dr_grpo", "lite_ppo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", *sorted(registry.ON_PAIRS)],
+)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6, 0.7])
 def test_a_group_of_equal_rewards_has_advantage_exactly_zero(name, reward):
     rewards = make_rewards(5, sizes=[3, 5, 2])
@@ -391,7 +394,8 @@ def test_small_differences_of_large_rewards_survive():
         rewards_S=torch.tensor([4096.0, 4096.5, 4096.0, 4096.5]),
         lengths_S=torch.ones(4, dtype=torch.int64),
         sequence_T=torch.arange(4),
-        **dict.fromkeys(["values_T", "logprobs_T", "behaviour_logprobs_T", "sum_squared_probs_T", "turn_T"]),
+        **dict.fromkeys(["values_T", "logprobs_T", "behaviour_logprobs_T", "reference_logprobs_T"]),
+        **dict.fromkeys(["sum_squared_probs_T", "turn_T"]),
     )
     s = math.sqrt(0.75)
     assert estimate("grpo", rewards).tolist() == pytest.approx([-s, s, -s, s], rel=1e-4)
@@ -457,6 +461,10 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
         ("mt_grpo", "turn_rewards_K"),
         ("turn_gae", "values_T"),
         ("turn_gae", "turn_rewards_K"),
+        ("dpo_pairs", "logprobs_T"),
+        ("ipo_pairs", "reference_logprobs_T"),
+        ("kto", "reference_logprobs_T"),
+        ("distill", "logprobs_T"),
     ],
 )
 def test_a_missing_column_is_named(name, column):
@@ -513,8 +521,10 @@ def test_log_linear_proximal_is_finite_for_any_behaviour(behaviour):
 
 
 def test_every_registered_advantage_is_tested_here():
-    """Those of turns are in test_turn_advantages.py."""
-    of_turns = {
-        name for name, place in registry.TABLES["advantage"].items() if place.startswith("turn_advantages:")
+    """Those of turns and of preferences have test files of their own."""
+    elsewhere = {
+        name
+        for name, place in registry.TABLES["advantage"].items()
+        if place.startswith(("turn_advantages:", "preferences:"))
     }
-    assert {name for name, _, _ in CASES} == set(registry.names("advantage")) - of_turns
+    assert {name for name, _, _ in CASES} == set(registry.names("advantage")) - elsewhere

@@ -15,6 +15,7 @@ LAYER = {
     "version": 0, "lineage": 0, "types": 0, "columns": 0, "errors": 0, "backoff": 0, "files": 0, "plugins": 0, "builds": 0,
     "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1, "session": 1, "sandbox": 1,
     "config": 2,
+    "lora": 2.5,
     "hosting": 3,
     "wire": 4, "stopwatch": 4,
     "weights": 5,

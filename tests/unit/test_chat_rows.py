@@ -357,5 +357,6 @@ def test_a_response_is_decoded_without_special_tokens_and_with_them(tmp_path):
     tokenizer.save_pretrained(model)
     prompts = source(model, write(tmp_path / "t.jsonl", "hi"))
     ids = tokenizer("<think>the dog</think>yes<eos>", add_special_tokens=False)["input_ids"]
-    assert prompts.decode(ids) == ("the dogyes", "<think>the dog</think>yes")
-    assert prompts.decode(ids[:-1]) == ("the dogyes", "<think>the dog</think>yes")
+    for sampled in (ids, ids[:-1]):
+        assert prompts.decode(sampled) == "the dogyes"
+        assert prompts.decode(sampled, raw=True) == "<think>the dog</think>yes"

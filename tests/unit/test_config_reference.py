@@ -48,7 +48,7 @@ def test_shipped_configs_are_valid_and_name_the_schema(path):
     [
         "algorithm: {advantage: rloo, filters: [zero_variance, {name: reward_range, low: 0.1, high: 0.9}]}",
         "algorithm: {correction: {cap: 3.0}}",  # of the function set below, or of the default
-        "algorithm: {policy_loss: 'mine.py:loss', kl: {estimator: {name: 'pkg.mod:kl', strength: 2}}}",
+        "algorithm: {policy_loss: 'mine.py:loss', kl: {coefficient: 0.1, estimator: {name: 'pkg.mod:kl', strength: 2}}}",
         "learner: {hooks: ['mine.py:Hook', {name: 'mine.py:Hook', every: 3}], optimizer: {lr: 1e-6}}",
         "extends: [gsm8k.yaml, algorithms/dapo.yaml]",
         "data: {eval: null}",

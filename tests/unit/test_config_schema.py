@@ -143,7 +143,75 @@ SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
 KL = {"coefficient": 0.1}
+DPO = {
+    "advantage": "dpo_pairs",
+    "policy_loss": "reinforce",
+    "correction": "none",
+    "aggregation": "seq-mean-token-sum",
+}
+WHOLE = "but advantage `dpo_pairs` is the gradient of a loss on whole episodes, at the weights before a step"
 RULES: list[tuple[dict[str, Any], str | None]] = [
+    *(
+        (algorithm(**{**DPO, "advantage": name}, proximal=proximal), None)
+        for name in sorted(registry.ON_PAIRS)
+        for proximal in ("recompute", "behaviour")
+    ),
+    (
+        algorithm(**{**DPO, "policy_loss": "ppo_clip"}),
+        f"algorithm.policy_loss is ppo_clip, {WHOLE}; set it to reinforce",
+    ),
+    (
+        algorithm(**{**DPO, "aggregation": "token-mean"}),
+        f"algorithm.aggregation is token-mean, {WHOLE}; set it to seq-mean-token-sum",
+    ),
+    (
+        algorithm(**{**DPO, "correction": "truncate"}),
+        f"algorithm.correction is truncate, {WHOLE}; set it to none",
+    ),
+    (
+        algorithm(**DPO, rejections=[{"name": "veto"}]),
+        f"algorithm.rejections is [veto], {WHOLE}; set it to []",
+    ),
+    (
+        algorithm(**DPO, mask_truncated=True),
+        f"algorithm.mask_truncated is true, {WHOLE}; set it to false",
+    ),
+    (
+        algorithm(**DPO) | {"staleness": {"policy": "mask"}},
+        f"staleness.policy is mask, {WHOLE}; set it to correct_only",
+    ),
+    (algorithm(**DPO) | {"staleness": {"policy": "drop"}}, None),
+    (algorithm(**DPO) | SEVERAL, f"batch.minibatches is 4, {WHOLE}; set it to 1"),
+    (algorithm(**DPO) | {"batch": {"epochs": 2}}, f"batch.epochs is 2, {WHOLE}; set it to 1"),
+    (algorithm(**{**DPO, "policy_loss": "mine:f"}), None),
+    (algorithm(**DPO, kl={"coefficient": 0.1}, entropy={"coefficient": 0.01}), None),
+    (
+        algorithm(**DPO, kl={"coefficient": 0.1, "placement": "reward", "estimator": "k1"}),
+        "algorithm.kl.placement is reward, but advantage `dpo_pairs` has its own use of the reference",
+    ),
+    (
+        algorithm(advantage="distill", kl={"coefficient": 0.1, "placement": "reward", "estimator": "k1"}),
+        "set placement: loss, or coefficient: 0",
+    ),
+    (algorithm(**DPO, kl={"reference_decay": 0.9}), None),
+    (algorithm(advantage="mine:f", kl={"reference_decay": 0.9}), None),
+    (
+        algorithm(**{**DPO, "advantage": "best_of_n"}, kl={"reference_decay": 0.9}),
+        "there is no reference model",
+    ),
+    (
+        {"batch": {"group_size": 1}} | algorithm(**{**DPO, "advantage": "kto"}),
+        "compares rollouts of one group",
+    ),
+    (
+        {"batch": {"group_size": 1}} | algorithm(**{**DPO, "advantage": {"name": "kto", "threshold": 0.5}}),
+        None,
+    ),
+    ({"batch": {"group_size": 1}} | algorithm(advantage="distill"), None),
+    (
+        {"batch": {"group_size": 1}} | algorithm(advantage={"name": "distill", "reward": 1.0}),
+        "compares rollouts of one group",
+    ),
     (
         {"weights": {"transport": "slot"}, "control": {"bind": "tcp://10.0.0.1:5555"}},
         "weights.transport is slot, but control.bind is tcp://10.0.0.1:5555",
@@ -225,7 +293,7 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(kl=KL | {"horizon": 5}), "algorithm.kl.horizon is set"),
     (algorithm(kl=KL | {"horizon": 5, "target": 0.1, "reference_decay": 0.9}), None),
     (algorithm(kl=KL | {"estimator": "k1"}), "zero on average; allowed there are k2, k3"),
-    (algorithm(kl={"estimator": "k1"}), None),
+    (algorithm(kl={"estimator": "k1"}), "algorithm.kl.estimator is k1, but algorithm.kl.coefficient is 0"),
     (algorithm(kl=KL | {"estimator": "k1", "bias_corrected": True}), None),
     (
         algorithm(kl={"bias_corrected": True}),
@@ -380,6 +448,7 @@ def test_group_advantages_are_those_that_say_nothing_about_a_group_of_one() -> N
         values_T=torch.zeros(4),
         greedy_rewards_group=torch.zeros(3),
         logprobs_T=torch.full((4,), -1.0),
+        reference_logprobs_T=torch.full((4,), -0.5),
         sum_squared_probs_T=torch.full((4,), 0.5),
         episode_K=torch.tensor([0, 0, 1, 2]),
         turn_T=torch.arange(4),

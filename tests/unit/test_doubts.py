@@ -10,6 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
+from asyncrl.preflight.idle_keys import KEYS
 from tests.support.model_files import model_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +196,48 @@ def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
     require_device(config)
+
+
+GAME, AGENT = "environment.uses=game.py:Game", "environment.command=[python, agent.py]"
+UNSCORED = (GAME, "reward.functions=[]")
+# Each key with a value, overrides with which it has no effect, and with which it has one.
+IDLE = {
+    "model.revision=main": (("model.path=model",), ()),
+    "model.tool_parser=hermes": ((), (GAME,)),
+    "model.reasoning_parser=qwen3": ((), (AGENT,)),
+    "data.prompt_field=answer": (("data.template='{prompt}'",), ()),
+    "data.split=other": (("data.train=seeds:9",), ()),
+    "data.eval_split=other": (("data.eval=null",), ()),
+    "reward.timeout_s=3": (UNSCORED, ()),
+    "reward.workers=3": (UNSCORED, (GAME,)),
+    "reward.sandbox=bubblewrap": ((*UNSCORED, "reward.memory_gib=1"), ("reward.memory_gib=1",)),
+    "reward.memory_gib=1": (UNSCORED, ()),
+    "environment.address=10.0.0.1": ((GAME,), (AGENT,)),
+    "environment.constraints=ignore": ((GAME,), (AGENT,)),
+    "environment.workers=3": ((AGENT,), (GAME,)),
+    "environment.max_observation_characters=99": ((AGENT,), (GAME,)),
+    "environment.history=template": ((GAME,), (GAME, "model.chat_template=true")),
+    "generator.enforce_eager=true": (("generator.engine=transformers",), ()),
+    "generator.kv_cache_gib=1": (("generator.engine=transformers",), ()),
+    "store.password_env=SECRET": ((), ("store.url=redis://localhost:1",)),
+    "store.insecure=true": ((), ("store.url=redis://localhost:1",)),
+    "store.fsync=always": (("store.url=redis://localhost:1",), ()),
+    "telemetry.wandb_project=x": ((), ("telemetry.wandb=offline",)),
+    "telemetry.trackio_project=x": ((), ("telemetry.trackio=true",)),
+    "telemetry.prometheus_host=10.0.0.1": ((), ("telemetry.prometheus_port=0",)),
+}
+
+
+@pytest.mark.parametrize("setting", IDLE)
+def test_a_key_without_effect_is_named_and_only_then(setting: str) -> None:
+    key, without, with_effect = setting.partition("=")[0], *IDLE[setting]
+    Path("model").mkdir()
+    assert [line for line in said_of(OWN, setting, *without) if line.startswith(f"{key} is ")]
+    assert not [line for line in said_of(OWN, setting, *with_effect) if line.startswith(f"{key} is ")]
+
+
+def test_each_idle_key_is_tried() -> None:
+    assert {setting.partition("=")[0] for setting in IDLE} == KEYS.keys()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -133,7 +133,7 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
     assert (
         given.response == last and [one["role"] for one in given.row["messages"]] == ["user", "assistant"] * 3
     )
-    assert given.raw_response.rstrip("!") == last and not given.raw_response.endswith("!")
+    assert (raw := given.raw_response()).rstrip("!") == last and not raw.endswith("!")
     assert given.row["goal"] == "abc" and given.row["result"]["reward"] == 1.5 and not given.truncated
     assert encode_group(decode_group(encode_group(group))) == encode_group(group)
 

@@ -1,6 +1,7 @@
 """Rounds of held-out evaluation: which are due, what they say, and that none is lost or counted twice."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,28 @@ def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
     assert mixed["eval/maj@6"] == 0.5 and mixed["eval/answered_share"] == pytest.approx(5 / 12)
     plain = summarise([replace(group_of(1, 0.0), rollouts=silent)], 0).metrics
     assert not any("maj" in name or "answered" in name for name in plain)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_standard_error_is_the_spread_of_the_mean_over_draws_of_prompts(samples):
+    """Against 20,000 evaluations whose prompts are drawn from the first one's: each brings all its samples."""
+    draw = np.random.default_rng(0)
+    easy = draw.random(12)
+    rewards = (draw.random((12, samples)) < easy[:, None]).astype(float)
+    rollout = group_of(1, 0.0).rollouts[0]
+    groups = [
+        replace(group_of(1, 0.0), rollouts=tuple(replace(rollout, reward=float(one)) for one in row))
+        for row in rewards
+    ]
+    metrics = summarise(groups, 0).metrics
+    drawn = draw.integers(12, size=(20_000, 12))
+    # Of the bootstrap's spread, the unbiased one has n / (n - 1).
+    expected = dict.fromkeys(("accuracy", "reward_mean"), rewards.mean(1)[drawn].mean(1).std())
+    expected[f"pass@{samples}"] = rewards.max(1)[drawn].mean(1).std()
+    for name, spread in expected.items():
+        assert metrics[f"eval/se/{name}"] == pytest.approx(spread * math.sqrt(12 / 11), rel=0.03)
+    assert {name.removeprefix("eval/se/") for name in metrics if "/se/" in name} >= expected.keys()
+    assert not any("/se/" in name for name in summarise(groups[:1], 0).metrics), "one prompt has no spread"
 
 
 LANE = "eval"

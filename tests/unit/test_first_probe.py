@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch import training
 from asyncrl.launch.first_probe import certified_probe
+from asyncrl.run.directory import RunDirectory
+from asyncrl.trainer.collectives import Rendezvous
 from tests.support.models import tiny_qwen2
 from tests.support.task_config import config_of
 
@@ -67,3 +72,23 @@ def test_one_sequence_is_longer_than_a_sliding_window(tmp_path: Path) -> None:
 def test_a_difference_ends_the_run(learner: Learner, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         certify(learner, tmp_path)
+
+
+def test_the_code_of_a_model_is_judged_once_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_weights(*_: Any) -> None:
+        raise DataError("weights are read")
+
+    monkeypatch.setattr(training, "trainer_of", read_weights)
+    model = AutoConfig.for_model("mistral", sliding_window=16)  # refused, as test_models.py shows
+    monkeypatch.setattr(training, "read_model", lambda config: (model,))
+    directory = RunDirectory(tmp_path / "run")
+    directory.make()
+    unused: Any = None
+    start = (config_of(), directory, *[unused] * 3, Rendezvous(), torch.device("cpu"), (), unused)
+    with pytest.raises(ConfigError, match="sliding_window 16 on 50 tokens"):
+        training.train(*start)
+    directory.saved_mark.touch()
+    with pytest.raises(DataError, match="weights are read"):
+        training.train(*start)

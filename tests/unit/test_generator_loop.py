@@ -135,7 +135,7 @@ class World:
         self.generator = Generator(
             engine=self.engine,
             lanes=[lane],
-            sampler=Sampler(self.engine, rewards or Rewards(), lambda ids: ("x" * len(ids),) * 2, "g0"),
+            sampler=Sampler(self.engine, rewards or Rewards(), lambda ids, **_: "x" * len(ids), "g0"),
             staging=self.staging,
             control=self.control,
             tracker=Nowhere(),

@@ -56,7 +56,7 @@ def test_a_test_is_its_file_its_function_and_itself():
 
 def test_what_is_in_no_list_has_no_mark():
     assert marks_of("tests/integration/test_new.py::test_it") == []
-    assert marks_of("tests/integration/test_run.py::test_it") == ["alone"]
+    assert marks_of("tests/integration/test_run.py::test_it") == ["first"]
     assert marks_of("tests/integration/test_vllm_runner.py::test_it") == ["triton_runner", "group"]
 
 
@@ -110,7 +110,7 @@ def clone(tmp_path):
     (tmp_path / "tests" / "conftest.py").write_text('pytest_plugins = ["tests.support.groups"]')
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "tests" / "groups.toml").write_text(
-        'fast = []\nalone = []\n[one]\ntests = ["tests/test_a.py::test_it", "tests/test_a.py::test_other"]\n'
+        'fast = []\nfirst = []\n[one]\ntests = ["tests/test_a.py::test_it", "tests/test_a.py::test_other"]\n'
         'sources = ["pytest.ini"]\n'
     )
 

@@ -17,6 +17,7 @@ SOURCES = [
     "generator.py",
     "evaluation.py",
     "algo/metrics.py",
+    "algo/preferences.py",
     "batch/objective.py",
     "batch/masks.py",
     "report/step_metrics.py",

@@ -217,8 +217,9 @@ def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl)
 
 def test_decoding_gives_what_was_sampled_without_special_tokens(tmp_path, jsonl):
     prompts = source(character_tokenizer(tmp_path / "m"), jsonl("t", {"prompt": "a"}))
-    assert prompts.decode([*ids(" 4 . 6 ,\n"), EOS]) == (" 4 . 6 ,\n",) * 2
-    assert prompts.decode([]) == ("", "")
+    for raw in (False, True):
+        assert prompts.decode([*ids(" 4 . 6 ,\n"), EOS], raw=raw) == " 4 . 6 ,\n"
+        assert prompts.decode([], raw=raw) == ""
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="needs the real model in ../shared/models")

@@ -434,7 +434,7 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
         r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"]
     )
     assert frames == [
-        {"ready": True},
+        {"ready": True, "raw": False},
         *({"started": True}, {"value": 1.0, "answer": "4"}, {"value": 1.0, "answer": "4"}),
         {"started": True},
         *({"started": True}, {"value": 0.0, "answer": "5"}, {"value": 0.0, "answer": "5"}),

@@ -477,7 +477,7 @@ HEALTHY = {
     "group/zero_variance": 0.4, "groups/rejected_untrainable": 0.0, "groups/rejected_deadly": 0.0,
     "weights/probe_max": 0.01, "policy/skipped_steps": 0.0,
     "completions/length_mean": 200.0, "completions/truncated_share": 0.1, "time/step": 5.0,
-    "buffer/audit_mismatch": 0.0, "weights/moved": 0.1,
+    "buffer/audit_mismatch": 0.0, "weights/moved": 0.1, "preference/chosen_logprob": -100.0,
 }  # fmt: skip
 
 
@@ -492,6 +492,7 @@ HEALTHY = {
         ("truncated", "completions/truncated_share", 0.5, 0.501),
         ("audit", "buffer/audit_mismatch", 0.0, -1.0),
         ("moved", "weights/moved", 1.0, 1.1),
+        ("chosen", "preference/chosen_logprob", -350.0, -350.1),
     ],
 )
 def test_each_alarm_has_cause_beyond_its_threshold_alone(

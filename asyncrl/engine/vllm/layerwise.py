@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -55,6 +56,8 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
         del model.load_weights  # restores the class's method
     finalize_layerwise_reload(model, model_config)
     repack_tied(model)
+    for layer in model.modules():
+        repack_experts(layer)
 
 
 def open_reload(model: nn.Module) -> set[str]:
@@ -141,3 +144,10 @@ def repack_tied(model: nn.Module) -> None:
         if weight in owners and method is not None:
             method.process_weights_after_loading(layer)
         owners.add(weight)
+
+
+def repack_experts(layer: nn.Module) -> None:
+    """Pack the experts of a layer for a CPU; vLLM does so at the first load only, unless it quantises."""
+    method: Any = getattr(layer, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod) and layer.w13_weight.device.type == "cpu":
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from asyncrl.engine.vllm.layerwise import abandon, open_reload
+from asyncrl.engine.vllm.layerwise import abandon, open_reload, repack_experts
 from asyncrl.weights.base import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ class Placed:
         method: Any = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
+            repack_experts(layer)
 
 
 class Placement:

@@ -45,11 +45,12 @@ def shard_settings(dtype: str) -> dict[str, Any]:
 
 def engine_settings(module: nn.Module, *, dtype: str, stage: int, offload: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a sharded model, without an optimizer, whose state may be offloaded."""
-    numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
     zero: dict[str, Any] = {
         "stage": stage,
-        # The whole of it is allocated.
-        "reduce_bucket_size": min(numbers, BUCKET_NUMBERS),
+        # The whole of it is allocated; DeepSpeed takes no 0 for a model that is frozen.
+        "reduce_bucket_size": max(1, min(numbers, BUCKET_NUMBERS)),
         "stage3_max_live_parameters": GATHERED_WEIGHTS,
         "stage3_max_reuse_distance": GATHERED_WEIGHTS,
     }

@@ -45,7 +45,7 @@ class Reference:
 
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
         """Write the weights into `directory`, on rank 0; `writes` records a failure."""
-        whole = whole_parameters(self._policy.model)
+        whole = whole_parameters(self._policy.model.named_parameters())
         state = {name: tensor.detach().cpu().clone() for name, tensor in whole if rank == 0}
         if rank == 0:
             writes.attempt(directory.mkdir)
@@ -56,7 +56,7 @@ class Reference:
         """The inverse of `save`."""
         with safe_open(directory / FILE, framework="pt") as file:
             self._updates = int(file.metadata()["updates"])
-            for name, tensor in whole_parameters(self._policy.model, write=True):
+            for name, tensor in whole_parameters(self._policy.model.named_parameters(), write=True):
                 tensor.data.copy_(file.get_tensor(name))
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class TrainedModel:
         falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
         self.engine: Any = deepspeed.initialize(
             model=module,
-            model_parameters=[each for _, each in trained_parameters(module)],
+            model_parameters=_trained(module),
             config=settings,
             lr_scheduler=lambda adamw: LambdaLR(
                 adamw, lambda step: rate_share(step, total_steps=total_steps, **falling)
@@ -94,11 +94,15 @@ class TrainedModel:
         files = self.engine.checkpoint_engine
         write = type(files).save
         files.save = lambda state_dict, path: writes.attempt(lambda: write(files, state_dict, path))
-        self.engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+        self.engine.save_checkpoint(
+            str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True
+        )
 
     def load(self, directory: Path, tag: str) -> None:
         """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError."""
-        path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
+        module = self.engine.module
+        are_all = len(_trained(module)) == sum(1 for _ in module.parameters())
+        path, _ = self.engine.load_checkpoint(str(directory), tag=tag, load_module_strict=are_all)
         if path is None:
             found = f"{directory / tag}: DeepSpeed finds no state here"
             raise CheckpointError(f"{found}; resume from another checkpoint")
@@ -137,14 +141,13 @@ class TrainedModel:
 
 
 def whole_parameters(
-    model: nn.Module, *, write: bool = False, trained: bool = False
+    parameters: Iterable[tuple[str, nn.Parameter]], *, write: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of a model, gathered if it is sharded, and valid until the next one is requested.
+    """Each of some parameters, gathered if it is sharded, and valid until the next one is requested.
 
-    Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards;
-    with `trained`, frozen parameters are left out.
+    Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards.
     """
-    for members in gathers(trained_parameters(model) if trained else model.named_parameters()):
+    for members in gathers(parameters):
         sharded = [parameter for _, parameter in members if hasattr(parameter, "ds_tensor")]
         gathered: AbstractContextManager[None] = nullcontext()
         if sharded:
@@ -155,9 +158,9 @@ def whole_parameters(
                 yield member
 
 
-def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter that is not frozen: these are optimised and published."""
-    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen; those of a base below an adapter are."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def size_of(parameter: nn.Parameter) -> int:

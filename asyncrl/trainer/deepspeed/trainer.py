@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from asyncrl import lora
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
@@ -21,12 +22,7 @@ from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
 from asyncrl.trainer.deepspeed.reference import Reference
-from asyncrl.trainer.deepspeed.trained_model import (
-    TrainedModel,
-    size_of,
-    trained_parameters,
-    whole_parameters,
-)
+from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
 from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
@@ -74,22 +70,29 @@ class DeepSpeedTrainer:
         trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
+        self._lora, self._target = model.lora, model.update_target
+        policy = trained()
+        if self._lora is not None:
+            lora.inject(policy, self._lora)
         idle = critic.warmup_steps if critic is not None else 0
         self._policy = TrainedModel(
-            PolicyModule(trained(), sequence),
+            PolicyModule(policy, sequence),
             learner.optimizer,
             total_steps=(learner.steps - idle) * optimizer_steps,
             **engine,
         )
-        self._reference = Reference(PolicyModule(load(), sequence), **shared) if reference else None
+        # Without its adapter the policy is its own reference.
+        copies = reference and self._lora is None
+        self._reference = Reference(PolicyModule(load(), sequence), **shared) if copies else None
         self._critic: TrainedModel | None = None
         if critic is not None:
             # A value head takes the place of the output layer.
             values = ValueModule(trained().base_model, sequence)
             total_steps = learner.steps * optimizer_steps
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
-        policy = self._policy.engine.module.model
-        shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
+        adapter = sum(size_of(parameter) for _, parameter in lora.adapter_tensors(policy))
+        numbers = sum(map(size_of, policy.parameters())) - adapter
+        shape = ModelShape.of(policy.config, numbers, adapter=adapter)
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         parts = rank_bytes(
             shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True, slots=slots
@@ -106,6 +109,7 @@ class DeepSpeedTrainer:
             "offload_optimizer": learner.offload_optimizer,
             "dtype": model.dtype,
             "critic": critic is not None,
+            "lora": model.lora and model.lora.model_dump(mode="json", include={"rank", "alpha", "targets"}),
         }
 
     @property
@@ -166,24 +170,27 @@ class DeepSpeedTrainer:
         return [Usage(**json.loads(one)) for one in self._ranks.gather(own)]
 
     def specs(self) -> list[TensorSpec]:
-        """Describe the trained parameters of the policy, without gathering them."""
+        """Describe what is published of the policy, without gathering it."""
         return [
             TensorSpec(
                 name=name,
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
             )
-            for name, parameter in trained_parameters(self._policy.engine.module.model)
+            for name, parameter in self._published()
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in whole_parameters(self._policy.engine.module.model, trained=True):
-            yield name, parameter.detach()
+        whole = ((name, parameter.detach()) for name, parameter in whole_parameters(self._published()))
+        if self._lora is None or self._target == "adapter":
+            return whole
+        return lora.merged(whole, self._adapter(), self._lora)
 
     def export(self, directory: Path) -> None:
         writes = Writes()
-        whole = whole_parameters(self._policy.engine.module.model)
-        state = {name: each.detach().to("cpu", copy=True) for name, each in whole if self.rank == 0}
+        every = whole_parameters(self._policy.engine.module.model.named_parameters())
+        exported = every if self._lora is None else self._adapter().items()
+        state = {name: each.detach().to("cpu", copy=True) for name, each in exported if self.rank == 0}
         if self.rank == 0:
             writes.attempt(lambda: self._export(state, directory))
         writes.conclude(directory, self._ranks)
@@ -215,8 +222,8 @@ class DeepSpeedTrainer:
         if found != layout:
             raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
-                "learner.ranks, learner.zero_stage, learner.offload_optimizer, model.dtype and algorithm, "
-                f"or start a new run with model.path={directory / 'hf'}"
+                "learner.ranks, learner.zero_stage, learner.offload_optimizer, model.dtype, model.lora and "
+                "algorithm, or start a new run with model.path=DIRECTORY of `asyncrl export --merge`"
             )
         self._policy.load(directory, POLICY)
         if self._critic is not None:
@@ -241,14 +248,32 @@ class DeepSpeedTrainer:
             columns_RT = self._token_columns(self._policy.engine, microbatch, squares)
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
-            reference = _built(self._reference, "reference")
             self._meter.forward(microbatch)
-            measured["reference_logprobs_T"] = self._token_columns(reference.module, microbatch)[0]
+            measured["reference_logprobs_T"] = self._reference_logprobs_T(microbatch)
         if "values_T" in columns:
             critic = _built(self._critic, "critic")
             self._meter.forward(microbatch, logits=False)
             measured["values_T"] = run(critic.engine, microbatch)
         return {name: measured[name] for name in columns}
+
+    def _reference_logprobs_T(self, microbatch: MicroBatch) -> Tensor:
+        if self._lora is None:
+            reference = _built(self._reference, "reference")
+            return self._token_columns(reference.module, microbatch)[0]
+        with lora.adapters_off(self._policy.engine.module):
+            return self._token_columns(self._policy.engine, microbatch)[0]
+
+    def _published(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What engines get, under the names that they know, in shards; the adapter is not merged yet."""
+        model = self._policy.engine.module.model
+        if self._lora is None:
+            return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+        return lora.adapter_tensors(model) if self._target == "adapter" else lora.base_parameters(model)
+
+    def _adapter(self) -> dict[str, Tensor]:
+        """The whole adapter, on every rank."""
+        adapter = lora.adapter_tensors(self._policy.engine.module.model)
+        return {name: parameter.detach().clone() for name, parameter in whole_parameters(adapter)}
 
     def _token_columns(
         self, policy: Any, microbatch: MicroBatch, with_squares: bool = False, entropy_gradient: bool = True

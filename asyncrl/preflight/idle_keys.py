@@ -1,0 +1,86 @@
+"""Keys of a config that have no effect under the value of another key.
+
+Where no config can mean it so, `config/agreements.py` refuses it; these may be left from another run.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.config.schema import Config
+from asyncrl.data.dataset import SEEDS
+
+_OF_REWARDS = "reward.functions is [], so there are no reward processes; name a function, or drop it"
+_OF_EPISODES = "only episodes are read with it, and a reward gets the response as it is; name an environment"
+_OF_AGENTS = "only agents (environment.command) call the endpoint; drop it"
+_OF_OTHERS = "only the store of `url` has it, and store.url is not set; set it, or drop this"
+_OF_VLLM = "generator.engine is transformers, which has no such thing; drop it, or take vllm"
+
+# Key -> whether it has an effect, and otherwise why not and what to do.
+KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "model.revision": (
+        lambda one: not Path(one.model.path).is_dir(),
+        "model.path is a directory, which has one revision; drop it, or give the model's hub name",
+    ),
+    "model.tool_parser": (lambda one: one.environment.is_used, f"{_OF_EPISODES}, or drop it"),
+    "model.reasoning_parser": (lambda one: one.environment.is_used, f"{_OF_EPISODES}, or drop it"),
+    "data.prompt_field": (
+        lambda one: one.data.template is None,
+        "data.template stands in its place; drop one of them",
+    ),
+    "data.split": (
+        lambda one: not one.data.train.startswith(SEEDS),
+        "data.train makes its rows, which have no splits; drop it",
+    ),
+    "data.eval_split": (
+        lambda one: one.data.eval is not None and not one.data.eval.startswith(SEEDS),
+        "data.eval names no dataset with splits; set it, or drop this",
+    ),
+    **{
+        f"reward.{key}": (lambda one: bool(one.reward.functions), _OF_REWARDS)
+        for key in ("timeout_s", "workers", "sandbox", "memory_gib")
+    },
+    "environment.address": (lambda one: not one.environment.uses, _OF_AGENTS),
+    "environment.constraints": (lambda one: not one.environment.uses, _OF_AGENTS),
+    "environment.workers": (
+        lambda one: not one.environment.command,
+        "an agent (environment.command) has a process for each episode; drop it",
+    ),
+    "environment.max_observation_characters": (
+        lambda one: not one.environment.command,
+        "an agent (environment.command) writes its own messages; cut them there, and drop this",
+    ),
+    "environment.history": (
+        lambda one: one.model.chat_template,
+        "model.chat_template is false, so no template renders earlier turns; set it to true, or drop this",
+    ),
+    "generator.enforce_eager": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
+    "generator.kv_cache_gib": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
+    "store.password_env": (lambda one: one.store.url is not None, _OF_OTHERS),
+    "store.insecure": (lambda one: one.store.url is not None, _OF_OTHERS),
+    "store.fsync": (
+        lambda one: one.store.url is None,
+        "the server of store.url has its own settings; set appendfsync there, and drop this",
+    ),
+    "telemetry.wandb_project": (
+        lambda one: one.telemetry.wandb != "off",
+        "telemetry.wandb is off; set it to online or offline, or drop this",
+    ),
+    "telemetry.trackio_project": (
+        lambda one: one.telemetry.trackio,
+        "telemetry.trackio is false; set it to true, or drop this",
+    ),
+    "telemetry.prometheus_host": (
+        lambda one: one.telemetry.prometheus_port is not None,
+        "telemetry.prometheus_port is null, so nothing listens; set a port, or drop this",
+    ),
+}
+
+
+def idle_keys(config: Config) -> Iterator[str]:
+    """Warn of each key of `KEYS` that is set and has no effect."""
+    for key, (acts, why) in KEYS.items():
+        part, name = key.split(".")
+        section = getattr(config, part)
+        found = getattr(section, name)
+        if found != type(section).model_fields[name].default and not acts(config):
+            yield f"{key} is {found}, but {why}"

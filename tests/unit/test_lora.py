@@ -1,0 +1,124 @@
+"""The adapter of a model: PEFT's own is the oracle."""
+
+import json
+
+import pytest
+import torch
+
+from asyncrl import lora
+from asyncrl.config.sections import LoraConfig
+from asyncrl.errors import ConfigError
+from tests.support.models import model_of, peft_adapter, tiny_qwen2
+
+IDS = torch.arange(2, 30)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_the_adapter_of_peft_is_ours_under_the_same_names_and_its_merge_too(base, tmp_path):
+    theirs = peft_adapter(base, tmp_path)
+    config = LoraConfig(rank=8, alpha=16, targets=("up_proj", "q_proj"), start=tmp_path)
+    lora.require_usable(config, str(base))
+    model, plain = model_of(base), model_of(base)
+    lora.inject(model, config)
+    assert type(model) is type(plain)
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=0, atol=0)
+    assert (logits(model) - logits(plain)).abs().max() > 0.1
+    with lora.adapters_off(model):
+        torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=0, atol=0)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapter = dict(lora.adapter_tensors(model))
+    assert len(trained) == len(adapter) == 2 * 2 * 2
+    state = dict(lora.merged(lora.base_parameters(model), adapter, config))
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    assert state.keys() == merged.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=0, atol=1e-6)
+
+
+def test_every_process_begins_with_the_same_adapter_on_all_linear_layers_and_changes_nothing(base):
+    one, other = model_of(base), model_of(base)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    lora.inject(one, LoraConfig())
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(8)
+    lora.inject(other, LoraConfig())
+    pairs = list(zip(lora.adapter_tensors(one), lora.adapter_tensors(other), strict=True))
+    assert len(pairs) == 2 * 7 * 2
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    torch.testing.assert_close(logits(one), logits(model_of(base)), rtol=0, atol=0)
+
+
+def test_an_adapter_has_the_type_of_the_weights(base):
+    model = model_of(base).bfloat16()
+    lora.inject(model, LoraConfig())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("lm_head", "is lm_head, no linear"),
+        ("embed_tokens", "is model.embed_tokens, no linear"),
+        ("input_layernorm", "is model.layers.0.input_layernorm, no linear"),
+        ("query", "names no layer"),
+    ],
+)
+def test_a_target_that_is_no_layer_of_a_block_is_refused(base, target, found):
+    with pytest.raises(ConfigError, match=rf"model.lora.targets: {target} {found}.*allowed are down_proj, "):
+        lora.inject(model_of(base), LoraConfig(targets=("q_proj", target)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "match"),
+    [
+        ({"use_dora": True}, {}, "use_dora: True.*merge it"),
+        ({"use_rslora": True}, {}, "use_rslora: True.*merge it"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: .*merge it"),
+        ({"bias": "all"}, {}, "bias: all.*merge it"),
+        ({"rank_pattern": {"q_proj": 4}}, {}, "rank_pattern: .*merge it"),
+        ({}, {"init_lora_weights": "pissa"}, "init_lora_weights: pissa.*merge it"),
+        ({}, {"peft_type": "LOHA"}, "peft_type: LOHA.*merge it"),
+        ({}, {"a_key_of_tomorrow": 3}, "a_key_of_tomorrow: 3.*merge it"),
+        ({"r": 16}, {}, r"model.lora.rank: found 8, but .*adapter_config.json has r: 16; set model.lora.rank"),
+        ({"lora_alpha": 8}, {}, r"model.lora.alpha: found 16.0, but .* lora_alpha: 8; set"),
+        ({}, {"base_model_name_or_path": "other/model"}, "an adapter of other/model, but model.path is .*; set model.path"),
+    ],
+)  # fmt: skip
+def test_another_kind_of_adapter_is_refused(base, tmp_path, settings, file, match):
+    peft_adapter(base, tmp_path, **settings)
+    place = tmp_path / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | file))
+    with pytest.raises(ConfigError, match=match):
+        lora.require_usable(LoraConfig(rank=8, alpha=16, start=tmp_path), str(base))
+
+
+def test_an_adapter_of_other_targets_is_refused(base, tmp_path):
+    peft_adapter(base, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"model.lora.start: .*20 are missing, unknown.*set model.lora.targets"
+    ):
+        lora.inject(model_of(base), LoraConfig(rank=8, alpha=16, start=tmp_path))
+
+
+def test_files_that_are_missing_or_broken_are_named(base, tmp_path):
+    config = LoraConfig(rank=8, alpha=16, targets=("q_proj", "up_proj"), start=tmp_path)
+    with pytest.raises(ConfigError, match=r"model.lora.start: .*adapter_config.json.*that PEFT has written"):
+        lora.require_usable(config, str(base))
+    peft_adapter(base, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match=r"model.lora.start: .*adapter_model.safetensors: .*copy it again"):
+        lora.inject(model_of(base), config)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors; save"):
+        lora.require_usable(config, str(base))
