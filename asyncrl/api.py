@@ -118,9 +118,12 @@ class Run:
 
         return evaluate_model(str(self.directory), None, overrides)
 
-    def export(self, to: Path | str) -> Path:
-        """Copy the newest checkpoint as a Hugging Face model directory with a model card. Raises RunError."""
-        export_model(self._directory, Path(to))
+    def export(self, to: Path | str, *, merge: bool = False) -> Path:
+        """Copy the newest checkpoint as a Hugging Face model directory with a model card. Raises RunError.
+
+        With `merge`, an adapter is added to the weights of its model.
+        """
+        export_model(self._directory, Path(to), merge=merge)
         return Path(to)
 
 

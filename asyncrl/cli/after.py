@@ -72,11 +72,14 @@ def analyze(
 
 @app.command()
 def export(
-    run: RunArgument = None, to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export")
+    run: RunArgument = None,
+    to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export"),
+    merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the model's weights.")] = False,
 ) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
-    from asyncrl.results.export import export_model
+    from asyncrl.results.export import export_model, serve_command
     from asyncrl.run.directory import find_run
 
-    source = export_model(find_run(run), to)
-    typer.echo(f"{source} copied to {to}; serve it with: vllm serve {to}")
+    source = export_model(find_run(run), to, merge=merge)
+    done = "merged into" if merge else "copied to"
+    typer.echo(f"{source} {done} {to}; serve it with: {serve_command(to, str(to))}")

@@ -6,11 +6,12 @@ A setting without any effect is a mistake too, because its author expects one.
 import math
 from collections.abc import Callable, Iterator
 
-from asyncrl.config.algorithm import CriticConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.registry import needs
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -273,6 +274,26 @@ def _shards_divide(store: StoreConfig, batch: BatchConfig, staleness: StalenessC
             yield Mistake(("store.shards", key), f"{found}; choose a divisor, or another {key}")
 
 
+def _an_adapter_is_enough(model: ModelConfig, algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+    """An adapter is trained, and nothing else; the policy with it as it began is the reference."""
+    if model.lora is None:
+        return
+    if model.lora.start is not None and model.lora.sync == "merged":
+        found = (
+            "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path alone"
+        )
+        text = f"{found}; set sync: adapter, or merge the adapter into the model, and give that as model.path"
+        yield Mistake(("model.lora.sync", "model.lora.start"), text)
+    key, decay = "algorithm.kl.reference_decay", algorithm.kl.reference_decay
+    if decay != 1:
+        found = f"{key} is {decay:g}, but with model.lora the reference is the policy as it began"
+        yield Mistake((key, "model.lora"), f"{found}, which does not move; drop {key}, or model.lora")
+    name = algorithm.advantage.name
+    if "values_T" in needs("advantage", name):
+        text = f"algorithm.advantage is {name}, whose critic would train all its weights beside model.lora"
+        yield Mistake(("algorithm.advantage", "model.lora"), f"{text}; choose one without, such as rloo")
+
+
 RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_transfer_is_not_a_hang,
     _a_late_heartbeat_is_not_a_death,
@@ -294,6 +315,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _the_optimizer_can_be_offloaded,
     _rates_fall,
     _shards_divide,
+    _an_adapter_is_enough,
     vllm_takes_the_settings,
     transformers_takes_the_settings,
     *ALGORITHM_RULES,

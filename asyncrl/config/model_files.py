@@ -127,7 +127,7 @@ def _other_format(directory: Path) -> str:
         except Unusable:
             base = "its base model"
         found = f"{directory} holds a LoRA adapter (adapter_config.json) and not a whole model"
-        return f"{found}; merge it into {base} (PEFT: merge_and_unload, save_pretrained), and give the result"
+        return f"{found}; set model.path to {base}, and model.lora.start to this directory"
     if files := sorted(directory.glob("*.gguf")):
         found = f"{directory} holds {files[0].name}, and GGUF weights are for inference"
         return f"{found}; give the directory of the original model, with config.json and safetensors"

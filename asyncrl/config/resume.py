@@ -49,9 +49,9 @@ def kept_values(config: Part) -> dict[str, Any]:
 
 
 def resume_findings(
-    model: type[Part], saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: Path
+    model: type[Part], saved: Mapping[str, Any], values: Mapping[str, Any], *, weights: str
 ) -> Iterator[Mistake]:
-    """Find every bound key that `values` changes. `weights` is the run's newest model directory."""
+    """Find every bound key that `values` changes. `weights` names the directory of the run's newest model."""
     for key, (kind, why) in bound(model).items():
         new = values[key]
         old = saved.get(key, new)  # an earlier release did not record every key

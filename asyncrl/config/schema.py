@@ -72,9 +72,12 @@ OTHER_NAMES = {
     "num_train_epochs": "learner.steps",
     "seed": "run.seed",
     "output_dir": "run.root",
+    **dict.fromkeys(("lora", "peft", "use_peft", "peft_config"), "model.lora"),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "model.lora.rank"),
+    "lora_alpha": "model.lora.alpha",
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora.targets"),
+    **dict.fromkeys(("lora_path", "lora_adapter_path"), "model.lora.start"),
 }
-# Keys of other trainers for LoRA, which asyncrl does not have.
-LORA = ("lora", "peft", "use_peft", "lora_r", "lora_rank", "critic_lora")
 
 
 class RunConfig(Part):
@@ -106,7 +109,9 @@ class Config(Root):
 
     RULES = RULES
     OTHER_NAMES = OTHER_NAMES
-    ABSENT = dict.fromkeys(LORA, "there is no LoRA here, all weights are trained")
+    ABSENT = dict.fromkeys(
+        ("lora_dropout", "critic_lora"), "an adapter has no dropout here, and a critic trains all its weights"
+    )
 
     run: RunConfig
     model: ModelConfig

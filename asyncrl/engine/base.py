@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.sections import SamplingConfig
-from asyncrl.errors import EngineError
+from asyncrl.config.sections import LoraConfig, ModelConfig, SamplingConfig
+from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
@@ -60,6 +60,29 @@ class EngineStats:
 def aborted() -> EngineError:
     """The error of a request that the engine aborted."""
     return EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
+
+
+def adapter_of(model: ModelConfig) -> LoraConfig | None:
+    """Return the adapter that an engine has, whose updates are of the target "adapter"."""
+    return model.lora if model.lora is not None and model.lora.sync == "adapter" else None
+
+
+def require_target(found: str, needed: str) -> None:
+    """Raise TransferError unless an update replaces what this engine lets updates replace."""
+    if found != needed:
+        raise TransferError(
+            f"an update of {found!r}, but this engine takes {needed!r}: start learner and generators with "
+            "the same model.lora"
+        )
+
+
+def require_shapes(theirs: Mapping[str, Sequence[int]], ours: Mapping[str, Sequence[int]]) -> None:
+    """Raise TransferError unless an update brings each tensor of ours and no other."""
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise TransferError(
+                f"{name} has shape {theirs.get(name)} in the update, {ours.get(name)} in the engine"
+            )
 
 
 class Engine(Protocol):

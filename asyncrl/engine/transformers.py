@@ -22,10 +22,20 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
-from asyncrl.errors import EngineError, ResultError, TransferError
+from asyncrl.engine.base import (
+    Device,
+    EngineStats,
+    PromptImages,
+    SamplingSpec,
+    aborted,
+    adapter_of,
+    require_shapes,
+    require_target,
+)
+from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
+from asyncrl.lora import adapter_tensors, inject
 from asyncrl.types import Rollout, version_spans
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout, verify
@@ -143,8 +153,12 @@ class _Request:
 class TransformersEngine:
     """The `Engine` interface on `transformers.generate`, made by `start`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, deadline_s: float) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, has_adapter: bool, deadline_s: float) -> None:
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
+        # What an update replaces; a vision part is frozen.
+        self._target = "adapter" if has_adapter else "weights"
+        trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+        self._replaced = dict(adapter_tensors(model) if has_adapter else trained)
         ends = model.generation_config.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(found), dtype=torch.long)
@@ -166,7 +180,7 @@ class TransformersEngine:
     def start(
         cls, model: ModelConfig, generator: GeneratorConfig, weights: WeightsConfig, *, device: Device
     ) -> Self:
-        """Load the model as version 0. Raises EngineError."""
+        """Load the model as version 0. Raises EngineError, and ConfigError for `model.lora`."""
         if generator.threads is not None:
             torch.set_num_threads(generator.threads)
         torch.seed()  # torch begins every process with the same seed
@@ -177,8 +191,12 @@ class TransformersEngine:
             loaded = model_class(config).from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
+            if (lora := adapter_of(model)) is not None:
+                inject(loaded, lora)
             loaded = loaded.to(device).eval()
             freeze_vision(loaded)
+        except ConfigError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"transformers cannot load model {model.path!r} on {device}: {error}"
@@ -187,7 +205,7 @@ class TransformersEngine:
         if model.dtype != "float32":
             # As in learner and vLLM: a bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
             head.forward = lambda hidden: functional.linear(hidden.float(), head.weight.float(), head.bias)
-        return cls(loaded, tokenizer, deadline_s=weights.deadline_s)
+        return cls(loaded, tokenizer, has_adapter=lora is not None, deadline_s=weights.deadline_s)
 
     @property
     def weights(self) -> Weights:
@@ -282,16 +300,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _load(self, order: UpdateOrder) -> None:
-        if order.target != "weights":
-            raise TransferError(f"an update of {order.target!r}; this engine knows only weights")
-        layout = Layout.from_plain(order.details["layout"])
-        ours = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-        theirs = {spec.name: spec.shape for spec in layout.specs}
-        for name in theirs.keys() | ours.keys():
-            if theirs.get(name) != (shape := tuple(ours[name].shape) if name in ours else None):
-                raise TransferError(
-                    f"{name} has shape {theirs.get(name)} in the update, {shape} in the model"
-                )
+        require_target(order.target, self._target)
+        layout, ours = Layout.from_plain(order.details["layout"]), self._replaced
+        require_shapes(
+            {spec.name: spec.shape for spec in layout.specs},
+            {name: tuple(parameter.shape) for name, parameter in ours.items()},
+        )
         device = self._model.device
         slot = open_slot(order.details["slot"], layout.total_bytes, device=device.index)
         # The generator's process has verified slots in memory of the host, and cannot read those on a GPU.

@@ -15,7 +15,7 @@ from asyncrl.weights.agreement import learner_fault
 
 
 def require_right_code(config: Config) -> None:
-    """Raise ConfigError if the learner computes something else than transformers with a model of this kind."""
+    """Raise ConfigError if the learner computes something else than transformers with such a model."""
     require_agreement(read_model(config.model)[0])
 
 

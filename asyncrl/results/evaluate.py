@@ -12,6 +12,7 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.errors import RunError
 from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
+from asyncrl.lora import SETTINGS
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.results.export import newest_export
 from asyncrl.run.directory import find_run
@@ -25,7 +26,11 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
             raise RunError(f"{model} is a model, not a run; {hint}")
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
-    overrides = [*overrides, f"model.path={model}"]
+    is_adapter = (Path(model) / SETTINGS).exists()
+    chosen = (
+        [f"model.lora.start={model}", "model.lora.sync=adapter"] if is_adapter else [f"model.path={model}"]
+    )
+    overrides = [*overrides, *chosen]
     if load_config(config_path, overrides).data.eval is None:
         raise RunError(f"{config_path}: data.eval is not set; there is nothing to evaluate on")
     metrics: dict[str, float] = ask("asyncrl.results.evaluate", config_path, overrides)

@@ -1,5 +1,9 @@
-"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a card."""
+"""`asyncrl export`: the newest checkpoint as a model directory for Hugging Face and vLLM, with a card.
 
+A run with `model.lora` has an adapter in its checkpoints, which can be merged into its base.
+"""
+
+import json
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -8,8 +12,10 @@ from typing import Any
 import jinja2
 import yaml
 
+from asyncrl.config.load import load_config
 from asyncrl.config.named_files import has_chat_template
 from asyncrl.errors import RunError
+from asyncrl.lora import SETTINGS, TENSORS, merged
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.telemetry.text import duration, visible, visible_lines
@@ -22,20 +28,53 @@ TRAINING_PARTS = (
 )  # fmt: skip
 
 
-def export_model(directory: RunDirectory, to: Path) -> Path:
+def export_model(directory: RunDirectory, to: Path, *, merge: bool = False) -> Path:
     """Copy the newest checkpoint's model and tokenizer to the new directory `to`, and write a model card.
 
-    Returns the directory that was copied.
+    With `merge`, its adapter is added to the weights of model.path. Returns the directory that was copied.
     """
     if to.exists():
         raise RunError(f"{to} exists; give --to a new directory")
     source = newest_export(directory)
+    if merge and not (source / SETTINGS).exists():
+        raise RunError(f"{source} is a whole model and no adapter; export it without --merge")
     step = int(source.parent.name.removeprefix("step-"))
-    card = model_card(read_archive(directory), step, served_as=to, has_template=has_chat_template(source))
     with write_directory(to) as writing:
-        shutil.copytree(source, writing, dirs_exist_ok=True)
+        if merge:
+            _merge(directory, source, writing)
+        else:
+            shutil.copytree(source, writing, dirs_exist_ok=True)
+        served, has_template = serve_command(writing, to.name), has_chat_template(writing)
+        card = model_card(read_archive(directory), step, served=served, has_template=has_template)
         (writing / CARD).write_text(card, encoding="utf-8")
     return source
+
+
+def serve_command(exported: Path, name: str) -> str:
+    """Return the command that serves an exported directory, which is then called `name`."""
+    if not (exported / SETTINGS).exists():
+        return f"vllm serve {name}"
+    adapter = json.loads((exported / SETTINGS).read_text(encoding="utf-8"))
+    base, rank = adapter["base_model_name_or_path"], adapter["r"]
+    return f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={name}"
+
+
+def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
+    """Write the model of the run with the adapter in `source` added to it."""
+    import torch
+    from safetensors.torch import load_file
+
+    from asyncrl.trainer import loading
+
+    config = load_config(directory.config).model
+    if config.lora is None:
+        raise RunError(
+            f"{directory.config} has no model.lora, but {source} is an adapter; restore the config"
+        )
+    base = config.model_copy(update={"lora": None})
+    model = loading.load_model(base, torch.device("cpu"))
+    named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    loading.export_model(model, base, dict(merged(named, load_file(source / TENSORS), config.lora)), to)
 
 
 def newest_export(directory: RunDirectory) -> Path:
@@ -50,8 +89,8 @@ def newest_export(directory: RunDirectory) -> Path:
     return newest / EXPORT
 
 
-def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bool) -> str:
-    """Return the model's origin, training, results up to `step`, and how to serve it from `served_as`."""
+def model_card(archive: Archive, step: int, *, served: str, has_template: bool) -> str:
+    """Return the model's origin, training, results up to `step`, and the command by which it is `served`."""
     rewards = archive.config.get("reward", {}).get("functions", [])
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
@@ -70,7 +109,7 @@ def model_card(archive: Archive, step: int, *, served_as: Path, has_template: bo
         wall_time=duration(archive.wall_s),
         versions=start.versions if start else {},
         hardware=start.hardware if start else "not recorded",
-        directory=served_as.name,
+        served=served,
         uses_template=_setting(archive, "model.chat_template") == "True",
         has_template=has_template,
         config=visible_lines(yaml.safe_dump(config, sort_keys=False).strip()).replace("```", "'''"),

@@ -44,7 +44,10 @@ def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mi
     except DataError as error:
         rows = fixed["data.train"]
         yield Mistake(("data.train",), str(error))
-    yield from resume_findings(Config, fixed, config.fixed_values(rows=rows), weights=saved.path / EXPORT)
+    weights = str(saved.path / EXPORT)
+    if fixed.get("model.lora.rank"):
+        weights = "DIRECTORY of `asyncrl export --merge`"
+    yield from resume_findings(Config, fixed, config.fixed_values(rows=rows), weights=weights)
 
 
 def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None, data: DataFiles) -> None:

@@ -130,6 +130,7 @@ def test_a_worker_that_repeats_wrong_copies_loads_rightly_when_it_is_told_not_to
             device=torch.device("cpu"),
             get_model=lambda: model,
             learned=VersionLoader.learned,
+            adapter=None,
         )
 
         def update(weights, *, repeats):
@@ -163,6 +164,7 @@ def test_a_slot_on_a_gpu_is_verified_before_anything_is_loaded(tmp_path, monkeyp
             device=torch.device("cpu"),
             get_model=lambda: model,
             learned=VersionLoader.learned,
+            adapter=None,
         )
 
         def update(weights, spoil=lambda: None):

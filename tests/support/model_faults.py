@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda one: ((one / WEIGHTS).unlink(), (one / "pytorch_model.bin").write_bytes(b"PK\x03\x04" * 9)),
         ("pytorch_model.bin", "cut off", "again"),
     ),
-    "adapter": (adapter, ("LoRA adapter", "merge it into Qwen/Qwen3-0.6B")),
+    "adapter": (adapter, ("LoRA adapter", "set model.path to Qwen/Qwen3-0.6B, and model.lora.start")),
     "GGUF directory": (gguf, ("model-q4.gguf", "original model")),
     "no config": (lambda one: (one / "config.json").unlink(), ("config.json", "No such file", "give")),
     "damaged config": (lambda one: cut(one, "config.json"), ("config.json is not JSON", "again")),

@@ -29,6 +29,7 @@ from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, DataError
 from asyncrl.hosting.memory_use import ModelShape, rank_bytes
 from asyncrl.hosting.processes import die_with_parent
+from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult, Trainer
 from asyncrl.trainer.collectives import Ranks, Rendezvous
@@ -589,22 +590,27 @@ def misfit(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
 def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Bytes that a rank holds between the steps of policy and critic and at their peak, and those of `plan`."""
     items = sequences(2)
-    batches = [microbatch(items, CPU)] * 3
+    batches, has_critic = [microbatch(items, CPU)] * 3, scenario.get("critic", False)
     with Held() as held:
         trainer = build(job, scenario, lr=1e-3)
         for _ in range(2):
             held.peak = held.now
             trainer.step(batches, loss_over(10))
-            trainer.critic_step(batches, critic_loss_over(10))
+            if has_critic:
+                trainer.critic_step(batches, critic_loss_over(10))
         resting = held.now
     policy = trainer._policy.engine.module.model
-    model = ModelConfig(path=job["model"], dtype=scenario["dtype"])
+    model = ModelConfig(path=job["model"], dtype=scenario["dtype"], lora=scenario.get("lora"))
     learner = LearnerConfig(
         ranks=job["ranks"], zero_stage=scenario["stage"], tokens_per_microbatch=len(batches[0].input_ids_N)
     )
     learner = learner.model_copy(update={"logprob_chunk_tokens": 8})
     shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
-    parts = rank_bytes(shape, model, learner, reference=False, critic=True, on_gpu=False, slots=0)
+    if model.lora:
+        shape = read_trained_shape(model, learner)
+    parts = rank_bytes(
+        shape, model, learner, reference=not has_critic, critic=has_critic, on_gpu=False, slots=0
+    )
     trainer.close()
     return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}
 

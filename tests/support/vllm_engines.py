@@ -31,13 +31,20 @@ STAGING = HostStaging(Path("/"))
 
 @contextmanager
 def running_engine(
-    model, *, dtype="float32", deadline_s=120.0, max_response_tokens=256, transport="auto", **generator
+    model,
+    *,
+    dtype="float32",
+    lora=None,
+    deadline_s=120.0,
+    max_response_tokens=256,
+    transport="auto",
+    **generator,
 ):
     """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
     with asyncio.Runner() as runner:
         engine = runner.run(
             open_engine(
-                ModelConfig(path=str(model), dtype=dtype),
+                ModelConfig(path=str(model), dtype=dtype, lora=lora),
                 GeneratorConfig(**{"max_running": 64, "kv_cache_gib": 0.25, "threads": 1} | generator),
                 SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens),
                 WeightsConfig(deadline_s=deadline_s, transport=transport),

@@ -58,9 +58,10 @@ class Model(nn.Module):
 
 
 @contextmanager
-def built(directory, *, rank=0, ranks=1, packed=True):
+def built(directory, *, rank=0, ranks=1, packed=True, **arguments):
     """(model, its config) on one rank; without `packed`, the linear layers keep their weights, as on GPUs."""
-    config = EngineArgs(model=str(directory), dtype="float32", enforce_eager=True).create_engine_config()
+    given = EngineArgs(model=str(directory), dtype="float32", enforce_eager=True, **arguments)
+    config = given.create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
         parallel_state.init_distributed_environment(1, 0, f"file://{meeting}/file", 0, backend="gloo")
         try:

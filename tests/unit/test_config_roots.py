@@ -207,7 +207,7 @@ def test_a_resumed_one_keeps_what_its_fields_say(tmp_path):
 
     def findings(*overrides: str) -> dict[str, str]:
         values = kept_values(load(Pottery, path, overrides))
-        found = resume_findings(Pottery, saved, values, weights=Path("newest"))
+        found = resume_findings(Pottery, saved, values, weights="newest")
         return {mistake.keys[0]: mistake.text for mistake in found}
 
     assert findings("kiln.degrees=1000", "motto=other", "glaze.recipe=sapo") == {}

@@ -142,6 +142,7 @@ def rates(**optimizer: Any) -> dict[str, Any]:
 SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
+LORA = {"model": {"path": "m", "lora": {}}}
 KL = {"coefficient": 0.1}
 DPO = {
     "advantage": "dpo_pairs",
@@ -328,6 +329,13 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"learner": {"offload_optimizer": True, "zero_stage": 2}}, "zero_stage is 2; set it to 3"),
     ({"learner": {"offload_optimizer": True, "zero_stage": 3, "device": "cpu"}}, "in host memory; drop it"),
     ({"learner": {"offload_optimizer": True, "zero_stage": 3}}, None),
+    (LORA | algorithm(kl=KL), None),
+    (
+        LORA | algorithm(kl=KL | {"reference_decay": 0.9}),
+        "the policy as it began, which does not move",
+    ),
+    (LORA | algorithm(advantage="gae"), "whose critic would train all its weights"),
+    ({"model": {"path": "m", "lora": {"sync": "merged", "start": "a"}}}, "set sync: adapter, or merge"),
     (rates(final_share=0.1), "learner.optimizer.final_share is 0.1, but schedule is constant"),
     (rates(final_share=0.1, schedule="linear", warmup_steps=99), None),
     (rates(schedule="cosine", warmup_steps=100), "warmup_steps is 100 of 100 optimizer steps"),

@@ -257,7 +257,8 @@ def test_what_we_ship_leaves_no_doubt(path: Path, monkeypatch: pytest.MonkeyPatc
         ),
         ("custom_reward_function: {}", "did you mean `reward.functions`?"),
         ("adv_estimator: grpo", "did you mean `algorithm.advantage`?"),
-        ("lora: {r: 8}", "there is no LoRA here, all weights are trained; delete it"),
+        ("lora: {r: 8}", "did you mean `model.lora`?"),
+        ("critic_lora: true", "a critic trains all its weights; delete it"),
     ],
 )
 def test_keys_of_verl_and_trl_are_known(key: str, meant: str) -> None:

@@ -37,7 +37,7 @@ def run_with(directory: Path, config: dict) -> RunDirectory:
 
 def card_of(directory: RunDirectory, step: int = 50, **options: bool) -> str:
     return model_card(
-        read_archive(directory), step, served_as=Path("/somewhere/sums"), **{"has_template": True} | options
+        read_archive(directory), step, served="vllm serve sums", **{"has_template": True} | options
     )
 
 

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
-from asyncrl.engine.vllm.args import engine_args, set_environment
+from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted, adapter_of
+from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
+from asyncrl.lora import TENSORS
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
@@ -52,6 +53,7 @@ class VLLMEngine:
         self._recompute_kv = recompute_kv
         self._weights = Weights(0)
         self._updates = 0  # updates begun: the cache salt
+        self._adapter: Any = None  # which every request names
         self._received = False
         self._unanswered = 0  # updates in a row
         self._trusted = True  # whether loads may repeat recorded copies
@@ -76,7 +78,8 @@ class VLLMEngine:
         Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
 
         Raises:
-            ConfigError: vLLM does not know the type or value of an argument, such as one of `generator.vllm`.
+            ConfigError: vLLM does not know the type or value of an argument, such as one of `generator.vllm`,
+                or cannot serve the adapter of `model.lora`.
             EngineError: vLLM did not start.
         """
         set_environment(generator, weights, device=device)
@@ -84,13 +87,19 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            arguments = AsyncEngineArgs(**engine_args(model, generator, sampling, weights, device=device))
+            given = engine_args(model, generator, sampling, weights, device=device)
+            if (lora := adapter_of(model)) is not None:
+                plan = adapter_plan(model, lora)
+                given |= adapter_args(plan[0])
+            arguments = AsyncEngineArgs(**given)
             # vLLM keeps a reference to this frame; a local variable would keep the AsyncLLM alive.
             engine = cls(
                 AsyncLLM.from_engine_args(arguments),
                 deadline_s=weights.deadline_s,
                 recompute_kv=generator.recompute_kv,
             )
+        except ConfigError:
+            raise
         except Exception as error:
             text = str(error)
             if isinstance(error, ValidationError):
@@ -106,7 +115,19 @@ class VLLMEngine:
             raise EngineError(f"vLLM did not start with model {model.path!r} on {device}: {text}") from error
         labelled = engine._llm.update_weight_version(label(engine._weights))
         await engine._call(labelled, "label the first weights")
+        if lora is not None:
+            await engine._open_adapter(*plan, str(lora.start / TENSORS) if lora.start is not None else "")
         return engine
+
+    async def _open_adapter(self, settings: dict[str, Any], shapes: dict[str, list[int]], start: str) -> None:
+        from asyncrl.engine.vllm.adapter import REQUEST
+
+        opened = self._llm.collective_rpc("open_adapter", args=(settings, shapes, start))
+        failures = filter(None, await self._call(opened, "open the adapter"))
+        if said := "; ".join(dict.fromkeys(failures)):
+            await self.close()
+            raise ConfigError(said)
+        self._adapter = REQUEST
 
     @property
     def weights(self) -> Weights:
@@ -200,7 +221,10 @@ class VLLMEngine:
             )
         output: Any = None
         try:
-            async for newest in self._llm.generate(prompt, params, request_id=str(next(self._request_ids))):
+            number = str(next(self._request_ids))
+            async for newest in self._llm.generate(
+                prompt, params, request_id=number, lora_request=self._adapter
+            ):
                 output = newest
         except EngineDeadError as error:
             raise _dead() from error

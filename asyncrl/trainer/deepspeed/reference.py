@@ -1,5 +1,7 @@
-"""The reference model: frozen, or a moving average of the policy."""
+"""The reference model: frozen, or a moving average of the policy; with an adapter, the policy as it began."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import deepspeed
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
@@ -40,8 +42,7 @@ class Reference:
         noise = torch.Generator(next(policy.parameters()).device).manual_seed(self._updates)
         for mine, theirs in zip(self._policy.parameters(), policy.parameters(), strict=True):
             mix(_shard(mine), _shard(theirs), decay, noise)
-            if hasattr(mine, "partition"):
-                mine.partition()  # drops the gathered copy of a small parameter, which would be out of date
+            _drop_gathered(mine)
 
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
         """Write the weights into `directory`, on rank 0; `writes` records a failure."""
@@ -63,6 +64,35 @@ class Reference:
         """Free the engine of a sharded reference."""
         if self.module is not self._policy:
             self.module.destroy()
+
+
+class StartAdapter:
+    """The values with which an adapter began, on this rank's shards."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._values = [_shard(parameter).clone() for parameter in parameters]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the adapter these values for the body."""
+        own = [_shard(parameter).clone() for parameter in self._parameters]
+        self._put(self._values)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            _shard(parameter).copy_(value)
+            _drop_gathered(parameter)
+
+
+def _drop_gathered(parameter: Any) -> None:
+    """Drop the gathered copy of a small parameter of ZeRO 3, which would be out of date."""
+    if hasattr(parameter, "partition"):
+        parameter.partition()
 
 
 def _shard(parameter: Any) -> Tensor:

@@ -21,7 +21,7 @@ from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, S
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
-from asyncrl.trainer.deepspeed.reference import Reference
+from asyncrl.trainer.deepspeed.reference import Reference, StartAdapter
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
 from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
@@ -67,11 +67,11 @@ class DeepSpeedTrainer:
         load: Callable[..., Any] = partial(load_model, model, device, sequence_parallel=together)
         if stage == 3:
             load = partial(load_in_shards, model, device, self._ranks, sequence_parallel=together)
-        trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
+        load_trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
         self._lora, self._target = model.lora, model.update_target
-        policy = trained()
+        policy = load_trained()
         if self._lora is not None:
             lora.inject(policy, self._lora)
         idle = critic.warmup_steps if critic is not None else 0
@@ -81,18 +81,20 @@ class DeepSpeedTrainer:
             total_steps=(learner.steps - idle) * optimizer_steps,
             **engine,
         )
-        # Without its adapter the policy is its own reference.
+        # With its adapter as it began, or without the one that began as nothing, the policy is the reference.
         copies = reference and self._lora is None
         self._reference = Reference(PolicyModule(load(), sequence), **shared) if copies else None
+        adapter = [parameter for _, parameter in lora.adapter_tensors(policy)]
+        self._start = StartAdapter(adapter) if self._lora is not None and self._lora.start else None
         self._critic: TrainedModel | None = None
         if critic is not None:
             # A value head takes the place of the output layer.
-            values = ValueModule(trained().base_model, sequence)
+            values = ValueModule(load_trained().base_model, sequence)
             total_steps = learner.steps * optimizer_steps
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
-        adapter = sum(size_of(parameter) for _, parameter in lora.adapter_tensors(policy))
-        numbers = sum(map(size_of, policy.parameters())) - adapter
-        shape = ModelShape.of(policy.config, numbers, adapter=adapter)
+        trained = sum(map(size_of, adapter))
+        numbers = sum(map(size_of, policy.parameters())) - trained
+        shape = ModelShape.of(policy.config, numbers, adapter=trained)
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         parts = rank_bytes(
             shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True, slots=slots
@@ -260,7 +262,8 @@ class DeepSpeedTrainer:
         if self._lora is None:
             reference = _built(self._reference, "reference")
             return self._token_columns(reference.module, microbatch)[0]
-        with lora.adapters_off(self._policy.engine.module):
+        without = lora.adapters_off(self._policy.engine.module)
+        with self._start.restored() if self._start else without:
             return self._token_columns(self._policy.engine, microbatch)[0]
 
     def _published(self) -> Iterator[tuple[str, nn.Parameter]]:
