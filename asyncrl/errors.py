@@ -72,6 +72,10 @@ class EngineError(AsyncRLError):
     """The inference engine cannot do what was asked."""
 
 
+class CodeChanged(EngineError):
+    """A file with user code changed under a running generator, which must end."""
+
+
 class ResultError(EngineError):
     """The engine's answer cannot be trained on. The ticket has failed, the engine continues."""
 

@@ -75,6 +75,7 @@ class Heartbeats:
             "groups": self.groups,
             "rewards_failed": self.failed,
             **{f"environment_faults_{reason}": n for reason, n in self.sampler.faults.items()},
+            **self.sampler.counts,
             **self.duty.metrics(),
             "version": self.weights.version,
         }

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algo.ranges import MOST_SEQUENCES
+from asyncrl.algo.ranges import MOST_REWARD, MOST_SEQUENCES
 from asyncrl.columns import COLUMNS
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
 UNTRAINABLE = "untrainable"
-# Bound on the absolute value: sums of squares over a batch stay finite in float32.
-MOST_REWARD = 1e9
 # A log-probability is at least -MOST_NATS, so that sums over the longest response stay finite in float32, and
 # at most 0 plus the rounding errors of engines.
 MOST_NATS = 1e5

@@ -19,8 +19,9 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
+from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import BatchConfig, reward_parts
+from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import COLUMNS
 

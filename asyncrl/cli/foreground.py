@@ -13,23 +13,29 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.commands.stage import started_stage
 from asyncrl.commands.stopping import what_is_saved
-from asyncrl.commands.up import started
+from asyncrl.commands.up import StartedRun, started
 from asyncrl.config.schema import Config
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.saved import nothing_left, read_saved
+from asyncrl.stages.record import is_finished, refuse_changed_stage
+from asyncrl.stages.rows import fingerprints, read_rows
+from asyncrl.stages.settings import ADAPTER, StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
 from asyncrl.telemetry.state import StateReader, read_state
+
+# Metrics whose first and last value are shown at the end, of runs and of stages.
+RESULTS = ("eval/accuracy", "eval/reward_mean", "reward/mean", "eval/loss", "eval/rewards/accuracies")
 
 
 def run_here(
     config: Config, *, fresh: bool, generators: bool, plain: bool, join_key: Path | None = None
 ) -> int:
     """Run as `commands.up` does until the end or a stop, and return the exit status. Raises RunError."""
-    directory = RunDirectory(config.run.directory)
-    may_fail, lines = BestEffort(), plain or not Console().is_terminal
+    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
     saved = None if fresh else read_saved(directory)
     if not fresh and (reason := nothing_left(config, directory, saved)):
         typer.echo(reason)
@@ -37,13 +43,31 @@ def run_here(
     with started(config, saved, fresh=fresh, generators=generators, console=lines, join_key=join_key) as run:
         for line in run.how_to_join:
             typer.echo(line)
-        with viewer(directory, lines=lines) as show, stop_on_signals(run.supervisor) as stopped:
+        return _watched(run, directory, lines=lines)
 
-            def on_tick() -> None:
-                with may_fail("the view"):
-                    show()
 
-            run.wait(on_tick)
+def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
+    """Run a stage as `commands.stage` does until the end or a stop, and return the exit status."""
+    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
+    rows = fingerprints(*read_rows(config))
+    if not fresh and is_finished(directory):
+        refuse_changed_stage(config, directory, rows)
+        typer.echo(f"{directory.path} is finished: its model is {directory.model}; --fresh begins again")
+        return 0
+    with started_stage(config, rows, fresh=fresh, console=lines) as run:
+        return _watched(run, directory, lines=lines)
+
+
+def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool) -> int:
+    """Show a run until its end or a stop, then its result, and return the exit status."""
+    may_fail = BestEffort()
+    with viewer(directory, lines=lines) as show, stop_on_signals(run.supervisor) as stopped:
+
+        def on_tick() -> None:
+            with may_fail("the view"):
+                show()
+
+        run.wait(on_tick)
     with may_fail("the result"):
         show_result(directory, finished=run.supervisor.is_over)
     return 0 if run.supervisor.is_over else stopped.status
@@ -109,7 +133,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     state, path = read_state(directory.path), directory.path
     console = Console(highlight=False)
     console.print()
-    for name in ("eval/accuracy", "eval/reward_mean", "reward/mean"):
+    for name in RESULTS:
         if len(series := state.series(name)) >= 2:
             first, last = (state.history.at_step(name, series[index][0]) for index in (0, -1))
             console.print(f"{name}: {first} -> {last}")
@@ -117,15 +141,24 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
         for text in sample_lines(sample, console.width, 3):
             console.print(text)
     console.print(Text(f"run directory: {path}"), soft_wrap=True)
-    if finished:
+    is_stage = directory.stage.exists()
+    command = "stage" if is_stage else "up"
+    if finished and is_stage:
+        key = "model.lora.start" if (directory.model / ADAPTER).exists() else "model.path"
+        next_steps = (
+            f"next: `asyncrl report {path}`, `asyncrl export {path} --to model`; what follows begins with "
+            f"{key}: {directory.model}"
+        )
+    elif finished:
         next_steps = (
             f"next: `asyncrl report {path}`, `asyncrl samples {path}`, `asyncrl export {path} --to model`, "
             f"`asyncrl audit {path}`; a longer run: `asyncrl up {directory.config} learner.steps=...`"
         )
     else:
         found = what_is_saved(directory)
-        again = "goes on from there" if directory.saved_mark.exists() else "begins again"
+        is_saved = directory.saved_mark.exists() or directory.saved_steps()
+        again = "goes on from there" if is_saved else "begins again"
         next_steps = (
-            f"stopped before the end{found and f', {found}'}; `asyncrl up {directory.config}` {again}"
+            f"stopped before the end{found and f', {found}'}; `asyncrl {command} {directory.config}` {again}"
         )
     console.print(Text(next_steps), soft_wrap=True)

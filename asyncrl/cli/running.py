@@ -4,7 +4,7 @@ import json
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,8 +27,8 @@ def _run(
     generators: bool,
     plain: bool,
     join_key: Path | None = None,
-) -> NoReturn:
-    """Check the config for this machine, print doubts about it, and run it in the foreground."""
+) -> int:
+    """Check the config for this machine, print doubts about it, and run it; return the exit status."""
     from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.fit import require_fit
@@ -46,13 +46,52 @@ def _run(
         typer.echo(f"! {doubt}", err=True)
     from asyncrl.cli.foreground import run_here
 
-    raise typer.Exit(run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key))
+    return run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
+
+
+def _stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:
+    """Check the config of a stage, and run it; return the exit status."""
+    from asyncrl.stages.settings import validated_stage
+
+    checked = validated_stage(file, overrides)
+    from asyncrl.cli.foreground import stage_here
+
+    return stage_here(checked, fresh=fresh, plain=plain)
 
 
 @app.command()
 def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False) -> None:
     """Train on this machine: store, learner, generators, dashboard. The same command resumes a run."""
-    _run(*required_config(words, config), fresh=fresh, generators=True, plain=plain)
+    raise typer.Exit(_run(*required_config(words, config), fresh=fresh, generators=True, plain=plain))
+
+
+@app.command()
+def stage(
+    words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
+) -> None:
+    """Train on given data, by TRL: answers, preferences, a reward model. The same command resumes."""
+    raise typer.Exit(_stage(*required_config(words, config), fresh=fresh, plain=plain))
+
+
+@app.command()
+def pipeline(
+    words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
+) -> None:
+    """Run stages in order, each from the model of the one before, and at their end a run.
+
+    The same command goes on with the first that is not finished.
+    """
+    from asyncrl.stages.pipeline import planned
+
+    links = planned(*required_config(words, config))
+    for number, link in enumerate(links, start=1):
+        typer.echo(f"{number} of {len(links)}: {link.file}")
+        if link.is_stage:
+            status = _stage(link.file, link.overrides, fresh=fresh, plain=plain)
+        else:
+            status = _run(link.file, link.overrides, fresh=fresh, generators=True, plain=plain)
+        if status:
+            raise typer.Exit(status)
 
 
 @app.command()
@@ -90,7 +129,8 @@ def learner(
     ] = None,
 ) -> None:
     """Run the learner, and a store if none is configured; generators join by `asyncrl generator`."""
-    _run(*required_config(words, config), fresh=fresh, generators=False, plain=True, join_key=join_key)
+    file, overrides = required_config(words, config)
+    raise typer.Exit(_run(file, overrides, fresh=fresh, generators=False, plain=True, join_key=join_key))
 
 
 @app.command()

@@ -78,13 +78,19 @@ def show_samples(samples: Iterable[SampleRecord]) -> None:
 
 
 def full_lines(sample: SampleRecord) -> list[Text]:
-    """Return head, prompt and response. A bar keeps a model's lines from looking like ours."""
+    """Return head, prompt, response and judgements. A bar keeps a model's lines from looking like ours."""
     head, details = sample_head(sample)
     style = "yellow" if math.isnan(sample.reward) or sample.reward <= 0 else "green"
     lines = [Text.assemble((visible(head), style), ("  " + visible(details), "dim"))]
-    for text, mark, look in ((sample.prompt, "?", "dim"), (sample.response, "|", "")):
-        lines += [Text(f"  {mark} {line}", look) for line in visible_lines(text).split("\n") if text]
+    lines += [*_barred(sample.prompt, "?", "dim"), *_barred(sample.response, "|", "")]
+    for one in sample.judgements:
+        lines.append(Text(f"  judge {visible(one['part'])} {number(one['score'])}", style))
+        lines += [*_barred(one["prompt"], "?", "dim"), *_barred(one["answer"], "|", "")]
     return lines
+
+
+def _barred(text: str, mark: str, look: str) -> list[Text]:
+    return [Text(f"  {mark} {line}", look) for line in visible_lines(text).split("\n") if text]
 
 
 def show_outcome(outcome: "Outcome", console: Console) -> None:

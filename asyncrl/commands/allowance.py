@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.reward_section import LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import RunError
@@ -22,16 +23,15 @@ class Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
     key: str  # the key of the config
-    # The argument of `--allow`: a Python file, a module, an environment of another library, `model:PATH`,
-    # `command:LINE`, `vllm:NAME=VALUE` or `variable:NAME`.
+    # The argument of `--allow`: a file, a module, an environment of another library, `model:PATH`,
+    # `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or `variable:NAME`.
     text: str
 
 
 def wishes(config: Config) -> Iterator[Wish]:
     """Yield code outside this package that a generator would load, and variables that it would inherit."""
     for index, function in enumerate(config.reward.functions):
-        if ":" in function.function:
-            yield Wish(f"reward.functions[{index}]", function.function.rpartition(":")[0])
+        yield from _reward(f"reward.functions[{index}]", function)
     yield from _environment(config.environment)
     advantage = config.algorithm.advantage.name
     if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
@@ -43,6 +43,17 @@ def wishes(config: Config) -> Iterator[Wish]:
         yield Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
     for name in config.run.environment:
         yield Wish("run.environment", f"variable:{name}")
+
+
+def _reward(key: str, function: RewardFunctionConfig) -> Iterator[Wish]:
+    if ":" in function.function:
+        yield Wish(key, function.function.rpartition(":")[0])
+    if (remote := function.remote) is not None:
+        yield Wish(f"{key}.params.url", f"url:{remote.url}")
+        if remote.key_env:
+            yield Wish(f"{key}.params.key_env", f"variable:{remote.key_env}")
+        if isinstance(remote, LlmJudge):
+            yield Wish(f"{key}.params.prompt", str(remote.prompt))
 
 
 def _environment(environment: EnvironmentConfig) -> Iterator[Wish]:

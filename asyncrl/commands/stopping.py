@@ -83,6 +83,5 @@ def steps(count: int) -> str:
 
 
 def _saved_and_trained(directory: RunDirectory) -> tuple[int | None, int]:
-    saved = [int(path.name.removeprefix("step-")) for path in directory.checkpoints.glob("step-*")]
     status = read_status(directory.status)
-    return max(saved, default=None), status.step if status else 0
+    return max(directory.saved_steps(), default=None), status.step if status else 0

@@ -13,6 +13,7 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.stopping import announce
 from asyncrl.config.addresses import is_loopback
+from asyncrl.config.named_files import STAGE, is_stage
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
@@ -87,7 +88,12 @@ def started(
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     placement = placement_of(config, count_gpus(), generators=None if generators else 0)
     with ExitStack() as stack:
-        keys = stack.enter_context(_claimed(config, directory, may_fail, saved, fresh=fresh))
+
+        def refuse() -> None:
+            refuse_changes(config, directory, saved, DataFiles(config.data))
+
+        text = dump_config(config)
+        keys = stack.enter_context(claimed(directory, text, refuse, may_fail, fresh=fresh))
         members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=console)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
@@ -133,10 +139,13 @@ def started(
 
 
 @contextmanager
-def _claimed(
-    config: Config, directory: RunDirectory, may_fail: BestEffort, saved: Saved | None, *, fresh: bool
+def claimed(
+    directory: RunDirectory, config: str, refuse: Callable[[], None], may_fail: BestEffort, *, fresh: bool
 ) -> Iterator[RunKeys]:
-    """Lock the run directory until the run ends. After a RunError, no file in it has changed."""
+    """Lock the run directory until the run, or stage, ends, and write its config there.
+
+    `refuse` raises what speaks against going on with an earlier start. After an error, no file has changed.
+    """
     with needing(directory.path):
         if directory.was_up and (supervisor := directory.supervisor()) is not None:
             raise RunError(
@@ -145,14 +154,17 @@ def _claimed(
             )
         if fresh:
             directory.require_run()
-        refuse_changes(config, directory, saved, DataFiles(config.data))
+        elif directory.config.exists() and is_stage(directory.config) != bool(STAGE.search(config)):
+            found = "a stage" if is_stage(directory.config) else "a run of `asyncrl up`"
+            raise RunError(f"{directory.path} holds {found}; choose another run.name")
+        refuse()
         directory.make()
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
             directory.create(fresh=fresh)
             directory.draw_secret()
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
-            replace_text(directory.config, dump_config(config), durable=True)
+            replace_text(directory.config, config, durable=True)
         with may_fail("removal of what an earlier start left"):
             directory.forget_earlier()
         yield directory.keys()

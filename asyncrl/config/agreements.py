@@ -6,12 +6,15 @@ A setting without any effect is a mistake too, because its author expects one.
 import math
 from collections.abc import Callable, Iterator
 
+from pydantic import ValidationError
+
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.registry import needs
+from asyncrl.config.registry import complaint, needs
+from asyncrl.config.reward_section import REMOTE, RewardConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -20,7 +23,6 @@ from asyncrl.config.sections import (
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
-    RewardConfig,
     SamplingConfig,
     StalenessConfig,
     TelemetryConfig,
@@ -132,6 +134,27 @@ def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> I
         yield Mistake(("reward.functions", "environment.uses"), text)
 
 
+def _services_have_their_parameters(reward: RewardConfig) -> Iterator[Mistake]:
+    for one in reward.functions:
+        model = REMOTE.get(one.function)
+        if model is None and one.params:
+            text = f"`{one.function}` takes no params; drop them; {', '.join(REMOTE)} do"
+            yield Mistake(("reward.functions",), text)
+        try:
+            _ = one.remote
+        except ValidationError as error:
+            for detail in error.errors():
+                key = str(detail["loc"][0])
+                value = one.params.get(key)
+                if key == "key_env" or "@" in str(value):
+                    value = "***"  # perhaps the key itself, or a password
+                reason = detail.get("ctx", {}).get("error")
+                said = f": `{key}` is {value!r}; {reason}" if reason else ""
+                said = said or complaint(REMOTE[one.function], key, detail["type"], value)
+                # Not the key itself: a draft has a stand-in for all functions, but not for a service.
+                yield Mistake(("reward.functions",), f"params of `{one.function}`{said}; correct it there")
+
+
 def _an_environment_is_used(environment: EnvironmentConfig) -> Iterator[Mistake]:
     changed = environment.model_fields_set - {"uses"}
     for key in sorted(changed) if not environment.is_used else ():
@@ -204,6 +227,7 @@ def _store_holds_what_is_open(
     batch: BatchConfig,
     store: StoreConfig,
     environment: EnvironmentConfig,
+    reward: RewardConfig,
 ) -> Iterator[Mistake]:
     """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
     lag = staleness.max_lag
@@ -214,6 +238,8 @@ def _store_holds_what_is_open(
     rollout_bytes += TURN_BYTES * environment.max_turns if environment.is_used else 0
     sequences = batch.group_size * environment.sequences
     group_bytes = GROUP_BYTES + sequences * rollout_bytes
+    if not any(_services_have_their_parameters(reward)):
+        group_bytes += batch.group_size * reward.judgement_bytes
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > store.max_gib:
         sizes = ("batch.group_size", "sampling.max_prompt_tokens", "sampling.max_response_tokens")
@@ -304,6 +330,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _system_message_has_a_template,
     _images_are_rendered,
     _something_scores,
+    _services_have_their_parameters,
     _an_environment_is_used,
     _there_is_one_environment,
     _agents_name_models,

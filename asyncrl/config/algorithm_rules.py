@@ -6,14 +6,8 @@ from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, EntropyConfig, KLConfig
 from asyncrl.config.base import Choice, Mistake
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.sections import (
-    BatchConfig,
-    LearnerConfig,
-    RewardConfig,
-    SamplingConfig,
-    StalenessConfig,
-    reward_parts,
-)
+from asyncrl.config.reward_section import RewardConfig, reward_parts
+from asyncrl.config.sections import BatchConfig, LearnerConfig, SamplingConfig, StalenessConfig
 
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}

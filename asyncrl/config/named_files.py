@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -10,29 +11,44 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import ModelConfig, TelemetryConfig
 from asyncrl.config.wording import closest, divisors
 from asyncrl.extras import install_command
 
 # Suffixes by which a name is recognised as a file. Only the first three formats can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+# Name of the Hugging Face directory in the run directory of a stage.
+EXPORT = "hf"
+# A line of a stage's config, and of no other.
+STAGE = re.compile(r"^stage:", re.MULTILINE)
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
+
+# Modules of the extra `judge`.
+JUDGES = ("openai", "aiolimiter")
 
 
 def file_problems(config: Config) -> Iterator[Mistake]:
     """Find mistakes in the files that a config names on this host. Hub names are not checked."""
-    for key in ("train", "eval"):
-        if found := _no_data(getattr(config.data, key)):
-            cure = "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
-            yield Mistake((f"data.{key}",), f"{found}; {cure}")
+    yield from data_problems(config.data.train, config.data.eval)
     for key, source in (("split", config.data.train), ("eval_split", config.data.eval)):
         value = getattr(config.data, key)
         if source and Path(source).is_file() and value != DataConfig.model_fields[key].default:
             text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
             yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
-    yield from _model(config)
+    yield from policy_problems(config.model)
+    yield from _sizes(config)
     yield from _division(config)
-    yield from _packages(config)
+    yield from _judges(config)
+    yield from tracker_problems(config.telemetry)
+
+
+def data_problems(train: str, held_out: str | None) -> Iterator[Mistake]:
+    """Find a source of rows that has none on this host."""
+    for key, source in (("data.train", train), ("data.eval", held_out)):
+        if found := _no_data(source):
+            cure = "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+            yield Mistake((key,), f"{found}; {cure}")
 
 
 def _no_data(source: str | None) -> str:
@@ -70,20 +86,46 @@ def unusable(source: str) -> str:
     return f"found no {source}{written}{hint}"
 
 
-def _model(config: Config) -> Iterator[Mistake]:
-    path, directory = config.model.path, Path(config.model.path)
+def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
+    """Find mistakes in the files of the model that is trained."""
+    path, directory = model.path, Path(model.path)
+    if found := misused_stage(directory):
+        yield Mistake(("model.path",), found)
+        return
     if not directory.is_dir():
         if is_local(path) or directory.exists():
             cure = "give a Hugging Face model directory or a hub name"
             yield Mistake(("model.path",), f"{unusable(path)}; {cure}")
         return
-    if found := model_problems(directory, remote_code=config.model.trust_remote_code):
+    if problems := model_problems(directory, remote_code=model.trust_remote_code):
         # One message per key.
-        yield Mistake(("model.path",), "; and ".join(found[:SHOWN]))
-    if config.model.chat_template and not has_chat_template(directory):
+        yield Mistake(("model.path",), "; and ".join(problems[:SHOWN]))
+    if model.chat_template and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
-    yield from _sizes(config, directory)
+
+
+def is_stage(config: Path) -> bool:
+    """Return whether a file is the config of a stage."""
+    try:
+        return STAGE.search(config.read_text(encoding="utf-8")) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def misused_stage(path: Path) -> str:
+    """Say why a path in the run directory of a stage is not a whole model; else return an empty text."""
+    directory = path.parent if path.name == EXPORT else path
+    config, model = directory / "config.yaml", directory / EXPORT
+    if not is_stage(config):
+        return ""
+    if not model.is_dir():
+        again = f"`asyncrl stage {config}` goes on with it"
+        return f"found {path}, of a stage that is not finished and has no model yet; {again}"
+    if (model / "adapter_config.json").is_file():
+        cure = f"give its base as model.path, and model.lora.start: {model}"
+        return f"found {path}, of a stage that made an adapter; {cure}"
+    return "" if path == model else f"found {path}, the run directory of a stage; its model is {model}"
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -95,9 +137,9 @@ def has_chat_template(directory: Path) -> bool:
     )
 
 
-def _sizes(config: Config, directory: Path) -> Iterator[Mistake]:
+def _sizes(config: Config) -> Iterator[Mistake]:
     try:
-        text = read_settings(directory)
+        text = read_settings(Path(config.model.path))
     except Unusable:  # reported by `model_problems`
         return
     sampling, positions = config.sampling, text.get("max_position_embeddings")
@@ -127,9 +169,18 @@ def _division(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _packages(config: Config) -> Iterator[Mistake]:
+def _judges(config: Config) -> Iterator[Mistake]:
+    for index, one in enumerate(config.reward.functions):
+        missing = [name for name in JUDGES if importlib.util.find_spec(name) is None]
+        if one.remote and missing:
+            found = f"is {one.function}, but {' and '.join(missing)} is not installed"
+            yield Mistake((f"reward.functions.{index}.function",), f"{found}; {install_command('judge')}")
+
+
+def tracker_problems(telemetry: TelemetryConfig) -> Iterator[Mistake]:
+    """Find trackers whose library is not installed."""
     for name, off in TRACKERS.items():
-        value = getattr(config.telemetry, name)
+        value = getattr(telemetry, name)
         if value != off and importlib.util.find_spec(name) is None:
             found, without = (json.dumps(one).strip('"') for one in (value, off))
             cure = f"{install_command(name)}, or set it to {without}"

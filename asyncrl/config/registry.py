@@ -182,7 +182,7 @@ def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistak
     except ValidationError as error:
         # A value that fits no member of a union is an error for each of them.
         for key, found in {str(detail["loc"][0]): detail["type"] for detail in error.errors()}.items():
-            yield Mistake((key, "name"), f"{kind} `{name}`{_complaint(model, key, found, params.get(key))}")
+            yield Mistake((key, "name"), f"{kind} `{name}`{complaint(model, key, found, params.get(key))}")
         return
     if (kind, name) in ORDERED:
         low, high = ORDERED[kind, name]
@@ -192,7 +192,8 @@ def mistakes(kind: str, name: str, params: Mapping[str, Any]) -> Iterator[Mistak
             yield Mistake((low, high), f"{kind} `{name}`: {found}; `{low}` must be below `{high}`")
 
 
-def _complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
+def complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
+    """Say what is wrong with a parameter, from the type of pydantic's error."""
     if found == "extra_forbidden":
         return f" has no parameter `{key}`{_hint(key, model.model_fields)}"
     allowed = describe(model.model_json_schema()["properties"][key])

@@ -16,6 +16,7 @@ from asyncrl.config.data_section import TICKET, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import OTHER_RUN, kept_values
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -24,7 +25,6 @@ from asyncrl.config.sections import (
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
-    RewardConfig,
     SamplingConfig,
     StalenessConfig,
     TelemetryConfig,

@@ -10,7 +10,6 @@ from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part, marked
 from asyncrl.config.data_section import PROMPT
-from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN, refused
 from asyncrl.config.wording import divisors
 
@@ -69,67 +68,6 @@ class ModelConfig(Part):
     def update_target(self) -> Literal["weights", "adapter"]:
         """What an update of the generators replaces."""
         return "adapter" if self.lora is not None and self.lora.sync == "adapter" else "weights"
-
-
-class RewardFunctionConfig(Part):
-    """One reward function."""
-
-    function: str
-    """`module:function`, `path.py:function`, or one of `exact_match`, `arithmetic`, `gsm8k`, `words_used`."""
-    weight: float = 1.0
-    """Factor of this part in the sum that is trained on."""
-    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
-    """Name of the part in metrics; the function's name by default."""
-
-    @property
-    def part(self) -> str:
-        """The name under which the part is reported."""
-        return self.name or self.function.rsplit(":", 1)[-1]
-
-
-class RewardConfig(Part):
-    """Scoring of rollouts."""
-
-    functions: Annotated[
-        tuple[RewardFunctionConfig, ...], Field(max_length=64), marked(stand_in=[{"function": "exact_match"}])
-    ]
-    """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
-    timeout_s: Positive = 10.0
-    """Time limit of a call. A call that takes longer is killed, and its ticket is given back."""
-    workers: PositiveInt = 1
-    """Reward processes per generator."""
-    attempts: PositiveInt = 3
-    """Failures after which a ticket is counted as dead; it never scores 0."""
-    sandbox: Literal["none", "bubblewrap"] = "none"
-    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, only files of the
-    project and the system (security.md). It needs `memory_gib` and the program `bwrap`."""
-    memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each reward process, in GiB. A runaway reward then fails instead of exhausting
-    the machine. CUDA reserves more address space, so leave it unset for rewards that use a GPU."""
-
-    @model_validator(mode="after")
-    def _sandbox_is_bounded(self) -> Self:
-        if self.sandbox != "none" and self.memory_gib is None:
-            text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
-            raise Mistakes(Mistake(("reward.sandbox",), text))
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        names = [function.part for function in self.functions]
-        if ENVIRONMENT_PART in names:
-            text = f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
-            raise Mistakes(Mistake(("reward",), text))
-        if len(set(names)) != len(names):
-            text = f"reward.functions need different names, got {names}; set `name` on one of them"
-            raise Mistakes(Mistake(("reward",), text))
-        return self
-
-
-def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:
-    """Return the names of the parts of the reward."""
-    own = [ENVIRONMENT_PART] if environment.is_used else []
-    return [function.part for function in reward.functions] + own
 
 
 class BatchConfig(Part):

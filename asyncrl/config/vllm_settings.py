@@ -1,12 +1,10 @@
 """Which arguments of vLLM's engine `generator.vllm` may have: all of vLLM's but the refused ones."""
 
-import ast
 import functools
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
 from asyncrl.config.base import Mistake
+from asyncrl.config.library_fields import fields_in, source_in
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.config.wording import did_you_mean
 
@@ -110,18 +108,8 @@ def known_settings() -> frozenset[str] | None:
 
     They are read from its source: importing vLLM takes seconds, and the learner needs nothing of it.
     """
-    package = find_spec("vllm")
-    places = package.submodule_search_locations if package else None
-    source = Path(next(iter(places)), "engine", "arg_utils.py") if places else None
-    if source is None or not source.is_file():
+    source = source_in("vllm", "engine", "arg_utils.py")
+    if source is None:
         return None
-    return frozenset(
-        field.target.id
-        for node in ast.parse(source.read_bytes()).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and not field.target.id.startswith("_")
-        and "ClassVar" not in ast.unparse(field.annotation)
-    )
+    fields = fields_in(source)
+    return frozenset(name for kind in ("EngineArgs", "AsyncEngineArgs") for name in fields[kind][1])

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,17 @@ LONGEST_VARIABLE = 2**17 - 1  # bytes of NAME=VALUE that Linux takes
 class AgentEnvironment:
     """Plays each episode with a process of its own, which ends the episode by exiting."""
 
-    def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
-        """`variables` are patterns of environment variables, `run.environment`, that agents get."""
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        variables: Sequence[str] = (),
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`variables` are patterns of environment variables, `run.environment`, that agents get.
+
+        `loaded` is called after each episode, and raises if the program was another one.
+        """
+        self._loaded = loaded
         self.endpoint = Endpoint(config.address, frozen=config.frozen, is_free=config.constraints == "ignore")
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
         self._config = config
@@ -75,6 +84,7 @@ class AgentEnvironment:
                 await program.started()
             status = await self._ended(program, directory / "result.json")
             await program.end()
+            self._loaded()
             return _outcome(open_episode, status, program.printed, directory / "result.json")
         finally:
             self.endpoint.shut(open_episode)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.sections import LoraConfig, ModelConfig, SamplingConfig
+from asyncrl.config.sections import SamplingConfig
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout
@@ -60,11 +60,6 @@ class EngineStats:
 def aborted() -> EngineError:
     """The error of a request that the engine aborted."""
     return EngineError("the request was aborted: the engine was closed, or its weights failed the probe")
-
-
-def adapter_of(model: ModelConfig) -> LoraConfig | None:
-    """Return the adapter that an engine has, whose updates are of the target "adapter"."""
-    return model.lora if model.lora is not None and model.lora.sync == "adapter" else None
 
 
 def require_target(found: str, needed: str) -> None:

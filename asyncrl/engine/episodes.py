@@ -17,7 +17,7 @@ from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
-from asyncrl.engine.sampler import finished_version
+from asyncrl.engine.sampler import finished_version, with_judgements
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
@@ -72,6 +72,7 @@ class EpisodeSampler:
         seed: int,
         max_sequences: int = MOST_SEQUENCES,
         most_missing: int = 0,
+        counts: Counter[str] | None = None,
     ) -> None:
         """Take the run's `seed`. Without a `scorer` the reward is the environment's.
 
@@ -91,6 +92,7 @@ class EpisodeSampler:
         self._most_missing = most_missing
         self.clock = Clock()
         self.faults: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -128,10 +130,11 @@ class EpisodeSampler:
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
             raise ResultError(f"the episodes are untrainable: {reason}")
-        scored = await self._scored(prompt, episodes)
+        scored, scores = await self._scored(prompt, episodes)
         return replace(
             group,
             **_flattened(scored[:size]),
+            recorded=with_judgements(group, scores[:size]),
             reward_s=time.monotonic() - sampled_s,
             greedy_reward=scored[size].rollouts[0].reward if greedy else None,
         )
@@ -229,11 +232,12 @@ class EpisodeSampler:
             raise EnvironmentFault(f"{found}; {advice}", reason="hung")
         return Outcome(finish_reason="time")
 
-    async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Episode]:
+    async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[list[Episode], list[Score]]:
         scores = [Score(total=0.0, parts={})] * len(episodes)
         if self._scorer is not None:
             scores = await self._scorer.score([_reward_input(prompt, episode) for episode in episodes])
-        return [self._with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
+        scored = [self._with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
+        return scored, scores
 
     def _with_score(self, episode: Episode, score: Score) -> Episode:
         total, parts, own = score.total, dict(score.parts), episode.outcome.reward

@@ -3,16 +3,19 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.engine.base import Engine, PromptImages, SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.errors import ResultError, RewardError
-from asyncrl.rewards.base import ABSTAINED, RewardInput, Scorer
+from asyncrl.rewards.base import ABSTAINED, RewardInput, Score, Scorer, judgements_json
 from asyncrl.types import Group, Prompt, Rollout
 
 
@@ -22,6 +25,8 @@ class GroupSampler(Protocol):
     clock: Clock
     # Failures of the environment by reason; each lost one attempt at an episode, which is played again.
     faults: Counter[str]
+    # Counters of its rewards, by the name of their metric.
+    counts: Counter[str]
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -41,6 +46,12 @@ def finished_version(engine: Engine, rollouts: Iterable[Rollout]) -> int:
     return max(engine.weights.version, *(span.version for one in rollouts for span in one.version_spans))
 
 
+def with_judgements(group: Group, scores: Sequence[Score]) -> Mapping[str, NDArray[Any]]:
+    """Return the recorded columns of the group, and what judges said about its episodes."""
+    said = judgements_json(scores)
+    return {**group.recorded, "judgements": np.frombuffer(said, np.uint8)} if said else group.recorded
+
+
 class Sampler:
     """Samples and scores whole groups of single responses."""
 
@@ -50,6 +61,8 @@ class Sampler:
         scorer: Scorer,
         decode: Callable[..., str],
         generator_id: str,
+        *,
+        counts: Counter[str] | None = None,
     ) -> None:
         """Take `decode(ids)`, which gives the text of a response, with `raw=True` with special tokens."""
         self._engine = engine
@@ -58,6 +71,7 @@ class Sampler:
         self._generator_id = generator_id
         self.clock = Clock()
         self.faults: Counter[str] = Counter()  # stays empty
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -79,10 +93,11 @@ class Sampler:
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
             raise ResultError(f"the engine's rollouts are untrainable: {reason}")
-        scored = await self._score(prompt, rollouts)
+        scored, scores = await self._score(prompt, rollouts)
         return replace(
             group,
             rollouts=scored[:size],
+            recorded=with_judgements(group, scores[:size]),
             reward_s=time.monotonic() - sampled_s,
             greedy_reward=scored[size].reward if greedy else None,
         )
@@ -110,7 +125,9 @@ class Sampler:
                 raise ResultError(f"the engine gave {len(rollouts)} responses where {count} were asked for")
         return [rollout for rollouts in answers for rollout in rollouts]
 
-    async def _score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    async def _score(
+        self, prompt: Prompt, rollouts: Sequence[Rollout]
+    ) -> tuple[tuple[Rollout, ...], list[Score]]:
         all_ids = [rollout.response_ids.tolist() for rollout in rollouts]
         inputs = [
             RewardInput(
@@ -125,7 +142,8 @@ class Sampler:
         scores = await self._scorer.score(inputs)
         if not all(score.parts for score in scores):
             raise RewardError(ABSTAINED)
-        return tuple(
+        rewarded = tuple(
             replace(rollout, reward=score.total, reward_parts=score.parts, answer=score.answer)
             for rollout, score in zip(rollouts, scores, strict=True)
         )
+        return rewarded, scores

@@ -28,7 +28,6 @@ from asyncrl.engine.base import (
     PromptImages,
     SamplingSpec,
     aborted,
-    adapter_of,
     require_shapes,
     require_target,
 )
@@ -153,12 +152,11 @@ class _Request:
 class TransformersEngine:
     """The `Engine` interface on `transformers.generate`, made by `start`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, has_adapter: bool, deadline_s: float) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, target: str, deadline_s: float) -> None:
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
-        # What an update replaces; a vision part is frozen.
-        self._target = "adapter" if has_adapter else "weights"
+        self._target = target  # what an update replaces; a vision part is frozen
         trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-        self._replaced = dict(adapter_tensors(model) if has_adapter else trained)
+        self._replaced = dict(adapter_tensors(model) if target == "adapter" else trained)
         ends = model.generation_config.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(found), dtype=torch.long)
@@ -191,8 +189,8 @@ class TransformersEngine:
             loaded = model_class(config).from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
-            if (lora := adapter_of(model)) is not None:
-                inject(loaded, lora)
+            if model.lora is not None and model.update_target == "adapter":
+                inject(loaded, model.lora)
             loaded = loaded.to(device).eval()
             freeze_vision(loaded)
         except ConfigError:
@@ -205,7 +203,7 @@ class TransformersEngine:
         if model.dtype != "float32":
             # As in learner and vLLM: a bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
             head.forward = lambda hidden: functional.linear(hidden.float(), head.weight.float(), head.bias)
-        return cls(loaded, tokenizer, has_adapter=lora is not None, deadline_s=weights.deadline_s)
+        return cls(loaded, tokenizer, target=model.update_target, deadline_s=weights.deadline_s)
 
     @property
     def weights(self) -> Weights:

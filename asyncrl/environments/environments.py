@@ -1,6 +1,6 @@
 """The environment of a config: the user's code in processes of its own, behind the interface of `base`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,18 @@ from asyncrl.errors import EnvironmentFault
 class Environments:
     """Plays the episodes of a generator."""
 
-    def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
-        """`variables` are patterns of environment variables, `run.environment`, that user code gets."""
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        variables: Sequence[str] = (),
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`variables` are patterns of environment variables, `run.environment`, that user code gets.
+
+        `loaded` is called when a process has imported the user's file, and raises if it must not be used.
+        """
         self._config = config
-        self._server = ForkServer(config, variables)
+        self._server = ForkServer(config, variables, loaded)
         # What the user's file has: kind, columns, tools.
         self.description: Mapping[str, Any] = {}
         self._toolbox = Toolbox([])

@@ -13,7 +13,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,9 +83,18 @@ class Worker:
 class ForkServer:
     """The processes that have imported the user's file."""
 
-    def __init__(self, config: EnvironmentConfig, variables: Sequence[str] = ()) -> None:
-        """`variables` are patterns of environment variables that workers get although they look secret."""
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        variables: Sequence[str] = (),
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`variables` are patterns of environment variables that workers get although they look secret.
+
+        `loaded` is called after each import of the user's file, and raises if it must not be used.
+        """
         self._config = config
+        self._loaded = loaded
         self._variables = variables
         self._scratch: Scratch | None = None
         self._program: _Program | None = None
@@ -163,6 +172,11 @@ class ForkServer:
         self._programs.add(program)
         assert self._scratch is not None
         await program.start(self._config, public_environment(self._variables) | self._scratch.variables)
+        try:
+            self._loaded()
+        except BaseException:
+            program.kill()
+            raise
         return program
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.environments.caller import Caller
 from asyncrl.environments.channel import Call
 from asyncrl.environments.fork_server import BEGINNINGS, ForkServer
-from asyncrl.errors import EnvironmentFault
+from asyncrl.errors import CodeChanged, EnvironmentFault
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ToolPool:
     async def _add_again(self) -> None:
         try:
             await self._add()
-        except EnvironmentFault as fault:
+        except (CodeChanged, EnvironmentFault) as fault:
             log.warning("a worker for tools did not start: %s", fault)
             if self._workers or len(self._replacing) > 1:
                 return

@@ -34,10 +34,23 @@ LEARNER = ("WANDB_*", "NETRC", "TRACKIO_*")
 def child_environment(
     config: Config, run_directory: Path, *, threads: int, gpus: Sequence[int], also: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return the environment of a role; without `gpus` it sees all of ours. `also` are further patterns."""
+    """Return the environment of a role of a run; see `role_environment`. `also` are further patterns."""
     password = [config.store.password_env] if config.store.url else []
+    keys = [remote.key_env for one in config.reward.functions if (remote := one.remote) and remote.key_env]
+    patterns = [*config.run.environment, *password, *keys, *also]
+    on_cpu = config.learner.device == "cpu"
+    return role_environment(patterns, run_directory, threads=threads, gpus=gpus, on_cpu=on_cpu)
+
+
+def role_environment(
+    also: Iterable[str], run_directory: Path, *, threads: int, gpus: Sequence[int], on_cpu: bool
+) -> dict[str, str]:
+    """Return the environment of a role: the variables of `EVERY_PROCESS` and of the patterns `also`.
+
+    Without `gpus` it sees all of ours.
+    """
     # DeepSpeed takes a GPU where there is one.
-    on_cpu = {"DS_ACCELERATOR": "cpu"} if config.learner.device == "cpu" else {}
+    accelerator = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     ours = WITHOUT_CUDA | {
         PARENT_VARIABLE: str(os.getpid()),
@@ -48,10 +61,10 @@ def child_environment(
         # By default vLLM writes process titles over the environment, and so over the run's mark.
         "SPT_NOENV": "1",
     }
-    patterns = [*EVERY_PROCESS.split(), *config.run.environment, *password, *also]
+    patterns = [*EVERY_PROCESS.split(), *also]
     inherited = {
         name: value
         for name, value in os.environ.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return BY_BUS | inherited | visible | on_cpu | ours
+    return BY_BUS | inherited | visible | accelerator | ours

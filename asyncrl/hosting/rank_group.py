@@ -1,6 +1,7 @@
 """The processes of a learner's ranks on this host: start, let begin, wait, end together."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.hosting import progress
+from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.supervisor import USER_ERROR
 
 # Wait after the first rank has failed: the rank with the root cause may exit later than one that merely lost
@@ -34,7 +36,9 @@ def start_ranks(
         subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
+            # A rank whose parent has died before it asks the kernel to be told ends too (`run_role`).
             env=dict(environment)
+            | {PARENT_VARIABLE: str(os.getpid())}
             | {"RANK": str(rank), "LOCAL_RANK": str(place), "WORLD_SIZE": str(ranks), "MASTER_ADDR": address}
             | ({} if board is None else progress.variable(board, 1 + place)),
             pass_fds=[] if board is None else [board],

@@ -1,6 +1,8 @@
 """The processes of a generator that run user code: rewards, and the environment if there is one."""
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from asyncrl.engine.episodes import EpisodeSampler, require_same_start
 from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
+from asyncrl.run.starts import unchanged
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
 
@@ -34,16 +37,17 @@ class Players:
     """The processes that run user code: those of the reward functions, and those of the environment."""
 
     config: Config
-    scorer: RewardPool | None
+    scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
 
     @classmethod
     def of(cls, config: Config, run_root: Path) -> "Players":
         """Make what the config names; nothing is started."""
+        loaded = unchanged(config)
         return cls(
             config,
-            RewardPool(config.reward, run_root) if config.reward.functions else None,
-            _environment_of(config),
+            Rewards(config.reward, run_root, loaded) if config.reward.functions else None,
+            _environment_of(config, loaded),
         )
 
     async def start(self, prompts: PromptSource) -> None:
@@ -68,7 +72,7 @@ class Players:
         """Return what samples and scores the group of a ticket."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
-            return Sampler(engine, self.scorer, prompts.decode, generator_id)
+            return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=self.scorer.counts)
 
         model = self.config.model
         renderer = prompts.renderer
@@ -97,6 +101,7 @@ class Players:
             seed=self.config.run.seed,
             max_sequences=self._max_sequences,
             most_missing=self.config.batch.missing_episodes,
+            counts=self.scorer.counts if self.scorer else Counter(),
         )
 
     @property
@@ -134,8 +139,8 @@ class Players:
             await self.scorer.close()
 
 
-def _environment_of(config: Config) -> Environments | AgentEnvironment | None:
+def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:
     section, variables = config.environment, config.run.environment
     if section.command:
-        return AgentEnvironment(section, variables)
-    return Environments(section, variables) if section.uses else None
+        return AgentEnvironment(section, variables, loaded)
+    return Environments(section, variables, loaded) if section.uses else None

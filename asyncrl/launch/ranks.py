@@ -5,6 +5,8 @@ This process holds the run's lock and imports none of the libraries that the ran
 
 import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from asyncrl.config.load import load_config
 from asyncrl.hosting.processes import module_argv
@@ -19,6 +21,23 @@ from asyncrl.telemetry.logs import setup_logging
 ADDRESS = "127.0.0.1"
 
 
+def run_ranks(
+    command: Sequence[str], ranks: int, lock: Path, wait: Callable[[], object] = lambda: None
+) -> int:
+    """Run `command` as each rank, after `wait` and holding the lock, and return the status of their end."""
+    processes = start_ranks(command, range(ranks), ranks=ranks, address=ADDRESS, environment=os.environ)
+    try:
+        wait()
+        with RunLock(lock):
+            begin(processes, free_port(ADDRESS))
+            return wait_for_ranks(processes)
+    except SystemExit:
+        leave(processes)
+        raise
+    finally:
+        end_ranks(processes)
+
+
 def main() -> None:
     """Start the ranks, let them train once this process is not a standby, and end with their status."""
     arguments = parse_arguments("asyncrl-ranks")
@@ -30,20 +49,8 @@ def main() -> None:
         command = module_argv("asyncrl.launch.learner_process", FLAG)
         command += ["--store", arguments.store, "--config", str(arguments.config)]
         command += [MEMORY_SHARE, str(arguments.memory_share)]
-        ranks = config.learner.ranks
-        processes = start_ranks(command, range(ranks), ranks=ranks, address=ADDRESS, environment=os.environ)
-        try:
-            if arguments.standby:
-                wait_until_needed()
-            with RunLock(directory.lock):
-                begin(processes, free_port(ADDRESS))
-                status = wait_for_ranks(processes)
-        except SystemExit:
-            leave(processes)
-            raise
-        finally:
-            end_ranks(processes)
-        sys.exit(status)
+        wait = wait_until_needed if arguments.standby else lambda: None
+        sys.exit(run_ranks(command, config.learner.ranks, directory.lock, wait))
 
     run_role(role)
 

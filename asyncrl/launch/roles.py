@@ -13,6 +13,7 @@ from asyncrl.errors import (
     AsyncRLError,
     BufferFenced,
     CheckpointError,
+    CodeChanged,
     ConfigError,
     ControlRefused,
     DataError,
@@ -34,6 +35,7 @@ from asyncrl.unpickling import refuse_pickles_from_wires
 log = logging.getLogger(__name__)
 
 NOT_FIXED_BY_A_RESTART = (
+    CodeChanged,
     ConfigError,
     DataError,
     ForeignRunError,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import reward_parts
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
@@ -24,7 +24,9 @@ def frame_bytes(config: Config) -> int:
         turns=_full_turns(config),
     )
     rollouts = (rollout,) * (config.batch.group_size * config.environment.sequences)
-    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2)
+    said = config.batch.group_size * config.reward.judgement_bytes
+    recorded = {"judgements": np.zeros(said, np.uint8)} if said else {}
+    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2, recorded=recorded)
     return len(encode_group(group, b"key"))
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.reward_section import RewardFunctionConfig
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import RewardFunctionConfig
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
 
 # Columns that may hold the reference answer; the first one that a row has counts.
@@ -126,13 +126,13 @@ class _RowFinder:
 
 async def _try_part(config: Config, function: RewardFunctionConfig, cases: Sequence[Case]) -> Tried:
     alone = config.reward.model_copy(update={"functions": (function,), "workers": 1})
-    pool, tried, timeouts = RewardPool(alone, config.run.root), Tried(function), 0
+    rewards, tried, timeouts = Rewards(alone, config.run.root), Tried(function), 0
     try:
-        await pool.start()
+        await rewards.start()
         for index, case in enumerate(cases):
             started_s = time.perf_counter()
             try:
-                (score,) = await pool.score([case.given])
+                (score,) = await rewards.score([case.given])
             except RewardError as error:
                 tried.failures[f"{case.kind}: {error}"] += 1
                 timeouts += "took longer than" in str(error)
@@ -147,15 +147,15 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
                 tried.untried = len(cases) - index - 1
                 break
         if not tried.failures:
-            tried.unequal = await _unequal(pool, function.part, cases[:REPEATED], tried)
+            tried.unequal = await _unequal(rewards, function.part, cases[:REPEATED], tried)
     finally:
         await asyncio.sleep(0.0 if tried.failures else PRINTED_S)
-        tried.printed = pool.printed
-        await pool.close()
+        tried.printed = rewards.printed
+        await rewards.close()
     return tried
 
 
-async def _unequal(pool: RewardPool, part: str, cases: Sequence[Case], tried: Tried) -> str:
+async def _unequal(rewards: Rewards, part: str, cases: Sequence[Case], tried: Tried) -> str:
     """Score responses again, and return the first two scores that differ; empty if none do."""
     before = {kind: iter(scores) for kind, scores in tried.scores.items()}
     for index, case in enumerate(cases):
@@ -163,7 +163,7 @@ async def _unequal(pool: RewardPool, part: str, cases: Sequence[Case], tried: Tr
             continue
         first = next(before[case.kind])
         try:
-            (score,) = await pool.score([case.given])
+            (score,) = await rewards.score([case.given])
         except RewardError as error:
             return f"{first:g}, and then an error: {error}"
         if (second := score.parts.get(part)) != first:

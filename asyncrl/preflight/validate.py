@@ -16,6 +16,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.outline import kind_at
+from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
@@ -28,6 +29,7 @@ from asyncrl.hosting.placement import misplaced
 from asyncrl.preflight.architectures import architecture_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
+from asyncrl.rewards.endpoints import key_of, read_template
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
 
@@ -59,7 +61,8 @@ def validated_config(
         found = [*architecture_problems(config.model, config.data.images_key), *file_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-        found += _program_problems(config.environment) if generators else ()
+        if generators:
+            found += [*_program_problems(config.environment), *_key_problems(config)]
         sandbox = sandbox_of(config.reward, config.run.root)
         if sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
@@ -86,9 +89,11 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
     """Find mistakes in the names of reward functions, hooks and functions of the algorithm."""
     for index, one in enumerate(config.reward.functions):
         try:
-            _reward_form(one.function)
+            _reward_form(one)
         except Missing as missing:
             yield Mistake((f"reward.functions.{index}.function",), str(missing))
+        except RewardError as error:
+            yield Mistake((f"reward.functions.{index}.params.prompt",), str(error))
     yield from _environment_problems(config)
     own_names = [
         (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
@@ -145,12 +150,29 @@ def _program_problems(environment: EnvironmentConfig) -> Iterator[Mistake]:
         yield Mistake(("environment.command",), f"{unusable(script)}; {cure}; give the path of the script")
 
 
-def _reward_form(name: str) -> Form | None:
-    """Return the call form of a reward function, or None if only running it would tell. Raises Missing."""
+def _key_problems(config: Config) -> Iterator[Mistake]:
+    """Find keys of services that the environment lacks."""
+    for index, one in enumerate(config.reward.functions):
+        try:
+            key_of(one.remote) if one.remote else None
+        except RewardError as error:
+            yield Mistake((f"reward.functions.{index}.params.key_env",), str(error))
+
+
+def _reward_form(function: RewardFunctionConfig) -> Form | None:
+    """Return the call form of a reward function, or None if only running it would tell.
+
+    Raises Missing, and RewardError for a judge's template.
+    """
+    if (remote := function.remote) is not None:
+        columns = _judges_columns(remote) if isinstance(remote, LlmJudge) else frozenset()
+        return Form(accepted=columns, required=columns, takes_all=True)
+    name = function.function
     if ":" not in name:
         if name not in BUILTINS:
-            hint = did_you_mean(name, BUILTINS, "name your own as `path.py:function`")
-            raise Missing(f"found no built-in `{name}`; allowed are {', '.join(BUILTINS)}{hint}")
+            known = (*BUILTINS, *REMOTE)
+            hint = did_you_mean(name, known, "name your own as `path.py:function`")
+            raise Missing(f"found no built-in `{name}`; allowed are {', '.join(known)}{hint}")
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = _definition(name)
     if isinstance(node, ast.ClassDef):
@@ -162,6 +184,12 @@ def _reward_form(name: str) -> Form | None:
         return form_of(_parameters(node.args))
     except RewardError as error:
         raise Missing(f"`{name.rpartition(':')[2]}` {error}") from error
+
+
+def _judges_columns(judge: LlmJudge) -> frozenset[str]:
+    """Return the columns that the template needs. Raises RewardError."""
+    _, columns = read_template(judge.prompt)
+    return columns | {judge.against} if judge.against else columns
 
 
 def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
@@ -262,8 +290,8 @@ def _forms(config: Config) -> dict[str, Form]:
     found = {}
     for index, one in enumerate(config.reward.functions):
         try:
-            form = _reward_form(one.function)
-        except Missing:  # reported by `_function_problems`
+            form = _reward_form(one)
+        except (Missing, RewardError):  # reported by `_function_problems`
             continue
         if form is not None:
             found[f"reward.functions.{index}.function"] = form

@@ -1,8 +1,10 @@
 """Everything that the learner shows of its run: metrics, samples, timeline. A failure here fails no step."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -191,7 +193,24 @@ def _record(
         kind=kind,
         reason=reason,
         answer=rollout.answer or "",
+        judgements=_judgements(group, rollout),
     )
+
+
+def _judgements(group: Group, rollout: Rollout) -> list[dict[str, Any]]:
+    """Return what judges said about the rollout's episode."""
+    column = group.recorded.get("judgements")
+    if column is None:
+        return []
+    episodes = group.by_episode
+    place = next(i for i, episode in enumerate(episodes) if any(one is rollout for one in episode))
+    try:
+        return [
+            {name: str(one[name]) for name in ("part", "prompt", "answer")} | {"score": float(one["score"])}
+            for one in json.loads(column.tobytes())[place]
+        ]
+    except (ValueError, LookupError, TypeError, RecursionError):  # a frame can hold any bytes
+        return []
 
 
 def _conversation(rollout: Rollout, decode: Decode) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from asyncrl.buffer.lanes import group_limits
 from asyncrl.config.load import load_config
+from asyncrl.config.named_files import is_stage
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
@@ -26,6 +27,9 @@ def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str
             raise RunError(f"{model} is a model, not a run; {hint}")
         directory = find_run(Path(model))
         config_path, model = directory.config, str(newest_export(directory))
+        if is_stage(config_path):
+            hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"
+            raise RunError(f"{directory.path} is a stage, whose rows are no prompts; {hint}")
     is_adapter = (Path(model) / SETTINGS).exists()
     chosen = (
         [f"model.lora.start={model}", "model.lora.sync=adapter"] if is_adapter else [f"model.path={model}"]

@@ -13,7 +13,7 @@ import jinja2
 import yaml
 
 from asyncrl.config.load import load_config
-from asyncrl.config.named_files import has_chat_template
+from asyncrl.config.named_files import has_chat_template, is_stage, misused_stage
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
 from asyncrl.results.archive import Archive, read_archive
@@ -38,15 +38,16 @@ def export_model(directory: RunDirectory, to: Path, *, merge: bool = False) -> P
     source = newest_export(directory)
     if merge and not (source / SETTINGS).exists():
         raise RunError(f"{source} is a whole model and no adapter; export it without --merge")
-    step = int(source.parent.name.removeprefix("step-"))
     with write_directory(to) as writing:
         if merge:
             _merge(directory, source, writing)
         else:
             shutil.copytree(source, writing, dirs_exist_ok=True)
-        served, has_template = serve_command(writing, to.name), has_chat_template(writing)
-        card = model_card(read_archive(directory), step, served=served, has_template=has_template)
-        (writing / CARD).write_text(card, encoding="utf-8")
+        if source != directory.model:  # that of a stage has its card
+            step, template = int(source.parent.name.removeprefix("step-")), has_chat_template(writing)
+            served = serve_command(writing, to.name)
+            card = model_card(read_archive(directory), step, served=served, has_template=template)
+            (writing / CARD).write_text(card, encoding="utf-8")
     return source
 
 
@@ -78,7 +79,11 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
 
 
 def newest_export(directory: RunDirectory) -> Path:
-    """Return the Hugging Face directory in the newest valid checkpoint."""
+    """Return the Hugging Face directory in the newest valid checkpoint, or that of a finished stage."""
+    if is_stage(directory.config):
+        if not directory.model.is_dir():
+            raise RunError(misused_stage(directory.model))
+        return directory.model
     from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 
     newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()

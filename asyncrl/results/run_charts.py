@@ -79,11 +79,11 @@ TOO_OLD = Curve(
 STALENESS = (AGE_PARTS, AGE, TOO_OLD)
 
 
-def learning_charts(archive: Archive) -> list[Chart]:
-    """Draw reward, held-out accuracy, lengths, and the metrics that announce a failing run."""
+def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
+    """Draw each curve that has values, such as those of `CURVES`."""
     charts = []
     shown: set[str] = set()  # a metric is in the first chart that names it
-    for curve in CURVES:
+    for curve in curves:
         found: dict[str, Series] = {}
         for name, series in _series(archive, curve.names, but=shown).items():
             shown.add(name)

@@ -9,9 +9,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+from asyncrl.files import read_record
 from asyncrl.results.archive import Archive, read_archive, read_samples
 from asyncrl.results.page import Section, Table, render_page
-from asyncrl.results.run_charts import dropped_charts, learning_charts, staleness_charts, waiting_charts
+from asyncrl.results.run_charts import (
+    CURVES,
+    Curve,
+    draw_curves,
+    dropped_charts,
+    staleness_charts,
+    waiting_charts,
+)
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
@@ -36,9 +44,41 @@ def write_report(run: Path | None, to: Path | None) -> Path:
 
 def report_page(archive: Archive) -> str:
     """Return the whole page of one run."""
-    sections = [
+    sections = stage_sections(archive) if archive.directory.stage.exists() else _run_sections(archive)
+    model = archive.config.get("model", {}).get("path", "?")
+    data = archive.config.get("data", {}).get("train", "?")
+    subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
+    sections = [*sections, _setup(archive)]
+    filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
+    return render_page(archive.name, subtitle, filled)
+
+
+def stage_sections(archive: Archive) -> list[Section]:
+    """Return what was measured of a stage before and after, and the curves of what TRL reported."""
+    record = read_record(archive.directory.stage) or {}
+    before, after = record.get("before") or {}, record.get("after") or {}
+    facts = [
+        ("stage", str(record.get("stage", "?"))),
+        ("state", archive.state),
+        ("steps", str(archive.status.step if archive.status else "?")),
+        ("wall time", duration(archive.wall_s)),
+        *((f"data.{key}", rows) for key, rows in record.get("data", {}).items()),
+    ]
+    rows = [(name, f"{before[name]:.4g}", f"{after[name]:.4g}" if after else "-") for name in before]
+    tables = [Table(("held out", "before", "after"), rows)] if rows else []
+    message = archive.status.message if archive.status else ""
+    names = sorted({name.partition("/")[2] for name in archive.names if name.startswith(("train/", "eval/"))})
+    curves = [Curve(name, (f"train/{name}", f"eval/{name}")) for name in names if name not in ("epoch",)]
+    return [
+        Section(title="Summary", note=message, facts=facts, tables=tables),
+        Section(title="Learning", charts=draw_curves(archive, curves)),
+    ]
+
+
+def _run_sections(archive: Archive) -> list[Section]:
+    return [
         _summary(archive),
-        Section(title="Learning", charts=learning_charts(archive)),
+        Section(title="Learning", charts=draw_curves(archive, CURVES)),
         Section(
             title="Staleness",
             note="The age of a token: steps between sampling it and training on it. In flight: "
@@ -55,13 +95,7 @@ def report_page(archive: Archive) -> str:
             title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
         ),
         *_sample_sections(read_samples(archive.directory.samples)),
-        _setup(archive),
     ]
-    model = archive.config.get("model", {}).get("path", "?")
-    data = archive.config.get("data", {}).get("train", "?")
-    subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
-    filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]
-    return render_page(archive.name, subtitle, filled)
 
 
 def _summary(archive: Archive) -> Section:

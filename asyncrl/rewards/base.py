@@ -9,11 +9,19 @@ environment there are further columns (`EPISODE_COLUMNS`), and the response is t
 a finite number, or a pair of the number and the answer in the response (None without one), for votes. None
 in place of the number abstains: the other functions score the response. If a function raises, hangs or
 returns anything else, or if all abstain, the ticket fails; that is never a score of 0.
+
+Other rewards are computed by a service, behind an address or in a process of the run. Their `Service` says
+what is asked about a response. It obeys the same rule: a question without a good answer fails the ticket.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+from asyncrl.algo.ranges import MOST_REWARD
+from asyncrl.config.reward_section import RewardFunctionConfig
+from asyncrl.errors import RewardError
 
 # Further columns in a run with an environment: what was said, as chat messages; the number of the model's
 # answers; the environment's own `reward`, `parts` and `metrics`.
@@ -40,6 +48,16 @@ class RewardInput:
     truncated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge was asked about a response, and its answer, for people to read."""
+
+    part: str
+    prompt: str
+    answer: str
+    score: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """One scored response."""
@@ -50,6 +68,8 @@ class Score:
     parts: Mapping[str, float]
     # As in `Rollout`; the first one, if several functions return answers.
     answer: str | None = None
+    # One for each question to a judge.
+    judgements: tuple[Judgement, ...] = ()
 
 
 class Scorer(Protocol):
@@ -63,3 +83,81 @@ class Scorer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class Unanswered(RewardError):
+    """A service did not answer a question, or not with a number."""
+
+    def __init__(
+        self, message: str, *, reason: str, may_pass: bool = True, pause_s: float | None = None
+    ) -> None:
+        """`may_pass` if asking again could help; `pause_s` is the time until then that the service names."""
+        super().__init__(message)
+        # In metrics: `limited`, `unavailable`, `refused`, `unreadable`, or `late`.
+        self.reason = reason
+        self.may_pass = may_pass
+        self.pause_s = pause_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request to a service, whose answer is a number. Equal requests have equal answers."""
+
+    # As JSON or msgpack can hold it.
+    request: Mapping[str, Any]
+    # Returns (score, words of a judge) of an answer. None in place of the score abstains. Raises Unanswered.
+    read: Callable[[Any], tuple[float | None, str]]
+    # The question in words, to a judge.
+    prompt: str = ""
+    # Number among the votes on one question.
+    vote: int = 0
+
+
+class Service(Protocol):
+    """Computes one part of the reward. It is asked by `RemoteScorer`, which repeats, counts and remembers."""
+
+    # Whether a question that was answered before need not be asked.
+    remembers: bool
+
+    async def start(self) -> None:
+        """Prepare to ask. Raises RewardError for a service that cannot be used."""
+        ...
+
+    def questions(self, one: RewardInput) -> list[Question]:
+        """The questions about a response, whose mean score is the part. Raises RewardError for a bad row."""
+        ...
+
+    async def admit(self, question: Question) -> None:
+        """Wait until the service may be asked, at its limit per minute."""
+        ...
+
+    async def ask(self, question: Question) -> Any:
+        """The answer. Raises Unanswered."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def scored(
+    functions: Sequence[RewardFunctionConfig],
+    parts: Mapping[str, float],
+    answer: str | None = None,
+    judgements: tuple[Judgement, ...] = (),
+) -> Score:
+    """The score of a response with these parts. Raises RewardError for numbers that are too large."""
+    weights = {function.part: function.weight for function in functions}
+    total = sum(weights[name] * value for name, value in parts.items())
+    for name, value in (*parts.items(), ("weighted sum", total)):
+        if not abs(value) <= MOST_REWARD:
+            raise RewardError(
+                f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down"
+            )
+    return Score(total=total, parts=parts, answer=answer, judgements=judgements)
+
+
+def judgements_json(scores: Sequence[Score]) -> bytes:
+    """What judges were asked about responses, and said: a list for each response. Empty without judges."""
+    if not any(score.judgements for score in scores):
+        return b""
+    text = json.dumps([[asdict(one) for one in score.judgements] for score in scores], ensure_ascii=False)
+    return text.encode("utf-8", "replace")

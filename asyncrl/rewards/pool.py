@@ -19,12 +19,11 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.algo.trainable import MOST_REWARD
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
-from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
@@ -46,13 +45,18 @@ class _Lost(RewardError):
 
 
 class RewardPool:
-    """The Scorer of a generator: `config.workers` processes, shared by all groups in flight."""
+    """The Scorer of reward functions: `config.workers` processes, shared by all groups in flight."""
 
-    def __init__(self, config: RewardConfig, run_root: Path) -> None:
-        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints."""
+    def __init__(
+        self, config: RewardConfig, run_root: Path, loaded: Callable[[], None] = lambda: None
+    ) -> None:
+        """A sandbox hides `run_root`, which holds keys, sockets and checkpoints.
+
+        `loaded` is called when a process has loaded the functions, and raises if it must not be used.
+        """
         self._config = config
         self._sandbox = sandbox_of(config, run_root)
-        self._workers = [_Worker(config, self._sandbox) for _ in range(config.workers)]
+        self._workers = [_Worker(config, self._sandbox, loaded) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -90,21 +94,15 @@ class RewardPool:
             parts, answer = await worker.call(one)
         finally:
             self._idle.put_nowait(worker)
-        weights = {function.part: function.weight for function in self._config.functions}
-        total = sum(weights[name] * value for name, value in parts.items())
-        for name, value in (*parts.items(), ("weighted sum", total)):
-            if not abs(value) <= MOST_REWARD:
-                raise RewardError(
-                    f"{name} is {value:g}; a reward and its parts are at most {MOST_REWARD:g}; scale it down"
-                )
-        return Score(total=total, parts=parts, answer=answer)
+        return scored(self._config.functions, parts, answer)
 
 
 class _Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
-    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None) -> None:
+    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None, loaded: Callable[[], None]) -> None:
         self._config = config
+        self._loaded = loaded
         self._sandbox = sandbox
         self._process: asyncio.subprocess.Process | None = None
         self._printed = Printed()
@@ -198,6 +196,7 @@ class _Worker:
             if "error" in reply:
                 raise RewardError(reply["error"])
             self._wants_raw = bool(reply.get("raw"))
+            self._loaded()
         except BaseException:
             self.kill()
             raise

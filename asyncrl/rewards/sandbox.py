@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import asyncrl
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.sandbox.bubblewrap import Bubblewrap
 
 

@@ -54,9 +54,21 @@ class Saveable(Protocol):
 class CheckpointStore:
     """The checkpoints of one run. Every rank calls `save` and `load`; rank 0 decides for all."""
 
-    def __init__(self, directory: Path, key: bytes, keep: int, files: FileOps | None = None) -> None:
-        """Keep the newest `keep` in `directory`; `key` signs and verifies manifests."""
+    def __init__(
+        self,
+        directory: Path,
+        key: bytes,
+        keep: int,
+        files: FileOps | None = None,
+        *,
+        form: str = "step-{:06}",
+    ) -> None:
+        """Keep the newest `keep` in `directory`; `key` signs and verifies manifests.
+
+        `form` gives the name of a step's directory. TRL, which writes and removes its own, has another.
+        """
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
+        self._name, self._prefix = form.format, form.partition("{")[0]
 
     def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
         """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step.
@@ -65,7 +77,7 @@ class CheckpointStore:
         CheckpointError on every rank if one cannot write; then older checkpoints are unchanged, and the
         attempt leaves no files.
         """
-        writing = self._directory / f"{UNFINISHED}{_name(step)}"
+        writing = self._directory / f"{UNFINISHED}{self._name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
@@ -93,13 +105,30 @@ class CheckpointStore:
         step = self._on_rank_0(trainer, self._choose)
         if step < 0:
             return None
-        directory = self._directory / _name(step)
+        directory = self._directory / self._name(step)
         trainer.load(directory)
         return self.state(step)
 
+    def seal(self, step: int) -> None:
+        """Sign what a library has written as the checkpoint of `step`. Raises OSError."""
+        self._seal(step, self._directory / self._name(step))
+        self._files.fsync(self._directory)
+
+    def choose(self) -> Path | None:
+        """Return the newest checkpoint that verifies, of those that a library wrote; None if there is none.
+
+        What was not sealed was being written when its process ended, and is removed. Otherwise as `load`.
+        """
+        for directory in self._steps():
+            if not (directory / MANIFEST).exists():
+                log.warning("%s was not finished and is removed", directory)
+                self._files.remove(directory)
+        step = self._choose()
+        return None if step < 0 else self._directory / self._name(step)
+
     def state(self, step: int) -> dict[str, Any]:
         """Return the learner's state at a kept step. Raises CheckpointError, on this rank alone."""
-        directory = self._directory / _name(step)
+        directory = self._directory / self._name(step)
         self._verify_state(directory)
         return dict(json.loads(_read(directory / STATE)))
 
@@ -117,7 +146,7 @@ class CheckpointStore:
     def verify(self, directory: Path) -> None:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
         manifest = self._manifest(directory)
-        if _name(manifest["step"]) != directory.name:
+        if self._name(manifest["step"]) != directory.name:
             signed = f"{directory}: signed as step {manifest['step']}"
             raise CheckpointError(f"{signed}; give the directory its name back")
         expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
@@ -165,7 +194,7 @@ class CheckpointStore:
     def _require_beginning(self, passed_over: dict[Path, CheckpointError]) -> None:
         """Raise CheckpointsRefused if there were checkpoints here."""
         reasons = [str(error) for error in passed_over.values()]
-        for name in (name for name in self._names() if name.startswith(f"{REJECTED}step-")):
+        for name in (name for name in self._names() if name.startswith(f"{REJECTED}{self._prefix}")):
             try:
                 self._manifest(self._directory / name)
             except CheckpointError as error:
@@ -174,7 +203,7 @@ class CheckpointStore:
                 cure = f"if you have repaired it, name it {name.removeprefix(REJECTED)}"
                 reasons.append(f"{self._directory / name}: set aside earlier; {cure}")
         if not reasons and (saved := self._newest_saved()):
-            reasons = [f"{self._directory / _name(saved)}: it was saved here, and is gone"]
+            reasons = [f"{self._directory / self._name(saved)}: it was saved here, and is gone"]
         if reasons:
             raise CheckpointsRefused(
                 f"{self._directory}: training was saved here, and nothing of it can be loaded:"
@@ -213,7 +242,7 @@ class CheckpointStore:
 
     def _prepare(self, step: int, writing: Path) -> bool:
         """Remove what crashed saves left and make `writing`; False if the step has a valid checkpoint."""
-        target = self._directory / _name(step)
+        target = self._directory / self._name(step)
         if target.exists():
             try:
                 self.verify(target)
@@ -245,6 +274,13 @@ class CheckpointStore:
 
     def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
+        self._seal(step, writing)
+        self._files.rename(writing, self._directory / self._name(step))
+        self._files.fsync(self._directory)
+        return True
+
+    def _seal(self, step: int, writing: Path) -> None:
+        """Make what is in a directory durable, and sign it as a checkpoint of `step`."""
         files = list(_files_in(writing))
         for path in files:
             self._files.fsync(path)
@@ -257,9 +293,6 @@ class CheckpointStore:
         self._files.fsync(writing / MANIFEST)
         for directory in [*(path for path in writing.rglob("*") if path.is_dir()), writing]:
             self._files.fsync(directory)
-        self._files.rename(writing, self._directory / _name(step))
-        self._files.fsync(self._directory)
-        return True
 
     def _conclude(self, step: int) -> int:
         """Record a durable checkpoint as the newest, remove old ones, and return the oldest kept step."""
@@ -296,7 +329,9 @@ class CheckpointStore:
 
     def _steps(self) -> list[Path]:
         """Return the directories of checkpoints, oldest first."""
-        names = (name for name in self._names() if re.fullmatch(r"step-\d{6,}", name))
+        form = re.compile(re.escape(self._prefix) + r"(\d+)")
+        found = [(name, form.fullmatch(name)) for name in self._names()]
+        names = [name for name, match in found if match and name == self._name(int(match[1]))]
         return sorted((self._directory / name for name in names), key=_step)
 
     def _names(self) -> list[str]:
@@ -311,12 +346,8 @@ class CheckpointStore:
         return hmac.new(self._key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
-def _name(step: int) -> str:
-    return f"step-{step:06}"
-
-
 def _step(directory: Path) -> int:
-    return int(directory.name.removeprefix("step-"))
+    return int(directory.name.rpartition("-")[2])
 
 
 def _files_in(directory: Path) -> Iterator[Path]:

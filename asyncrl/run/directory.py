@@ -60,6 +60,9 @@ class RunDirectory:
     # How long a stop may take, from the supervisor. It exists from the stop to the next start.
     stopping = _Below("stopping.json")
     checkpoints = _Below("checkpoints")  # checkpoint directories
+    trl_checkpoints = _Below("checkpoints/trl")  # those that TRL writes, in a stage
+    stage = _Below("stage.json")  # what a stage was begun with, its metrics, and whether it is finished
+    model = _Below("hf")  # the model that a finished stage has made
     store = _Below("store")  # data of a store that was started for this run
     weights = _Below("weights")  # published weights of the disk transport
     saved_mark = _Below("saved")  # a file that exists since the first checkpoint
@@ -109,6 +112,12 @@ class RunDirectory:
         """Names of checkpoints, including rejected ones."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         return [name for name in names if not name.startswith(UNFINISHED)]
+
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints, also of TRL's."""
+        found = [*self.checkpoints.glob("step-*"), *self.trl_checkpoints.glob("checkpoint-*/MANIFEST.json")]
+        names = [path.parent.name if path.name == "MANIFEST.json" else path.name for path in found]
+        return sorted(int(name.rpartition("-")[2]) for name in names)
 
     def mark_saved(self) -> None:
         """Record that a checkpoint was saved: an empty `checkpoints/` is then a loss, not a new run."""

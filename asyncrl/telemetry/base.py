@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 BIN = re.compile(r"(?P<name>.+)/(?P<at>\d+)")  # `NAME/3`: the share of the distribution NAME at the value 3
 COLUMNS = (
@@ -36,6 +36,8 @@ class SampleRecord:
     """Why a dropped rollout was not trained on."""
     answer: str = ""
     """The part of the response that a reward function read as the answer."""
+    judgements: Sequence[Mapping[str, Any]] = ()
+    """Questions to judges and their answers: `part`, `prompt`, `answer` and `score` of each."""
 
 
 class Tracker(Protocol):

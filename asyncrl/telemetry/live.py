@@ -97,6 +97,17 @@ def step_line(state: DashboardState, step: int) -> str:
     row = state.history.rows[step]
     at = row.get
     total = f"/{state.status.total_steps}" if state.status else ""
+    left = f"{duration(state.eta_s)} left" if state.eta_s is not None else ""
+    if "train/loss" in row:  # of a stage
+        held_out = [value for known, value in state.series("eval/loss") if known <= step]
+        parts = [
+            f"step {step}{total}",
+            f"loss {number(at('train/loss'))}",
+            f"held-out {number(held_out[-1])}" if held_out else "",
+            f"{number(at('time/step'))} s",
+            left,
+        ]
+        return "  ".join(part for part in parts if part)
     evaluated = [known for known, _ in state.series("eval/accuracy") if known <= step]
     parts = [
         f"step {step}{total}",
@@ -108,7 +119,7 @@ def step_line(state: DashboardState, step: int) -> str:
         f"tok/s gen {state.generated_tokens_per_s:.0f} lrn {number(at('perf/learner_tokens_per_s'))}",
         f"idle lrn {share(at('idle/learner'))} gen {share(state.idle_generators)}",
         f"{number(at('time/step'))} s",
-        f"{duration(state.eta_s)} left" if state.eta_s is not None else "",
+        left,
         f"ALARM {' '.join(alarms)}" if (alarms := ringing(row)) else "",
     ]
     return "  ".join(part for part in parts if part)

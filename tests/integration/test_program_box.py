@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool

@@ -12,7 +12,7 @@ import msgpack
 import psutil
 import pytest
 
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards import pool as pool_module
 from asyncrl.rewards.base import RewardInput
@@ -485,7 +485,7 @@ def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_call(functions
     script, notes = tmp_path / "parent.py", [str(tmp_path / name) for name in ("one", "two")]
     script.write_text(
         "import asyncio\nfrom pathlib import Path\n"
-        "from asyncrl.config.sections import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
+        "from asyncrl.config.reward_section import RewardConfig\nfrom asyncrl.rewards.base import RewardInput\n"
         "from asyncrl.rewards.pool import RewardPool\n"
         f"config = RewardConfig(functions=[{{'function': '{functions}:misbehave'}}], workers=2, timeout_s=60)\n"
         f"notes = {notes}\n"

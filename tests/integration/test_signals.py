@@ -34,7 +34,7 @@ COMMANDS = [
     "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30", "validate task.yaml",
     "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick", "eval model task.yaml", "version",
-    "play task.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
+    "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
 ]  # fmt: skip
 """A run is added where one is needed."""
 ENDLESS = (
@@ -74,6 +74,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "learner": {"device": "cpu"},
     }
     (root / "task.yaml").write_text(yaml.safe_dump(values))
+    (root / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    stage = {
+        "run": {"name": "stage"},
+        "stage": "sft",
+        "model": {"path": "model"},
+        "data": {"train": "rows.jsonl"},
+    }
+    (root / "stage.yaml").write_text(yaml.safe_dump(stage))
+    (root / "pipeline.yaml").write_text("pipeline: [stage.yaml]\n")
     with RunLock(root / "runs" / "other" / "supervisor.lock"):
         yield root
 

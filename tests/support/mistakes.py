@@ -20,6 +20,8 @@ learner: {device: cpu, steps: 100}
 """
 SCORE = "def right(prompt, response, answer):\n    return float(answer in response)\n"
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(31)]
+AT = "url: 'http://h:1/v1'"
+JUDGE = f"{AT}, model: m, prompt: "
 WITHOUT_REWARD = "reward.functions=[]"
 
 
@@ -241,6 +243,27 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("reward.functions.0.weight=0", "every response earns 0"),
             ("reward.functions.0.weight=high", "found 'high'"),
             ("reward.functions.1.function=gsm8k", "found no such item"),
+            ("reward.functions.0.params={url: a}", "takes no params"),
+            ("reward.functions=[{function: http_reward}]", "needs `url`"),
+            ("reward.functions=[{function: http_rewrad, params: {}}]", "did you mean `http_reward`?"),
+            ("reward.functions=[{function: http_reward, params: {url: 'localhost:1'}}]", "http://HOST:PORT"),
+            ("reward.functions=[{function: http_reward, params: {url: 'http://me:pw@h/'}}]", "without user"),
+            ("reward.functions=[{function: http_reward, params: {ulr: x}}]", "did you mean `url`?"),
+            (f"reward.functions=[{{function: http_reward, params: {{{AT}, key_env: A_KEY}}}}]", "A_KEY"),
+            (f"reward.functions=[{{function: http_reward, params: {{{AT}, key_env: sk-1}}}}]", "such as"),
+            (
+                f"reward.functions=[{{function: llm_judge, params: {{{AT}, prompt: a.jinja}}}}]",
+                "needs `model`",
+            ),
+            (
+                f"reward.functions=[{{function: llm_judge, params: {{{JUDGE}a.jinja}}}}]",
+                "cannot read a.jinja",
+            ),
+            (
+                f"reward.functions=[{{function: llm_judge, params: {{{JUDGE}a, pattern: a}}}}]",
+                "needs a group",
+            ),
+            (f"reward.functions=[{{function: llm_judge, params: {{{JUDGE}a, votes: 0}}}}]", ">= 1"),
             ("reward.timeout_s=0", "found 0"),
             ("reward.workers=0", "found 0"),
             ("reward.sandbox=docker", "one of"),

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
 
 from asyncrl.errors import TransferError
@@ -17,12 +19,22 @@ from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
 
+HOSTS = Path(tempfile.gettempdir(), f"asyncrl-hosts-{os.getuid()}")
+
 
 @functools.cache
 def staging(pid):
-    """The staging of this process, which is a host of its own: it fetches every version itself."""
-    directory = Path(tempfile.mkdtemp(prefix=f"asyncrl-host-{pid}-"))
-    with mock.patch.object(relay, "_MEMORY", directory):
+    """The staging of this process, which is a host of its own: it fetches every version itself.
+
+    Processes that are killed leave the memory of their host, which the next one removes.
+    """
+    HOSTS.mkdir(exist_ok=True)
+    for left in HOSTS.iterdir():
+        if not psutil.pid_exists(int(left.name)):
+            shutil.rmtree(left, ignore_errors=True)
+    memory = HOSTS / str(pid)
+    memory.mkdir(exist_ok=True)
+    with mock.patch.object(relay, "_MEMORY", memory):
         return HostStaging(Path("/"))
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool

@@ -24,8 +24,9 @@ LAYER = {
     "learner": 7, "generator": 7, "evaluation": 7, "run": 7,
     "report": 8,
     "launch": 9,
-    "commands": 10, "preflight": 10, "results": 10, "quickstart": 10,
-    "api": 11, "cli": 11,
+    "stages": 10,
+    "commands": 11, "preflight": 11, "results": 11, "quickstart": 11,
+    "api": 12, "cli": 12,
 }  # fmt: skip
 SAME_PART = {"lineage": "types", "adoption": "generator", "heartbeats": "generator", "__main__": "cli"}
 """The generator's loop is three modules: tickets and groups, weights, what it reports of itself. `python -m
@@ -41,6 +42,7 @@ OWNERS = {
     "trackio": {"telemetry"},
     "prometheus_client": {"telemetry"},
     "typer": {"cli"},
+    "trl": {"stages"},
 }
 # An adapter's package, and the module that chooses it.
 OPENS = {
@@ -52,7 +54,7 @@ PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typi
 READS_THE_ENVIRONMENT = {
     # entry points: what a process was called with, which they pass on
     "cli/main.py", "commands/up.py", "commands/join.py", "commands/inspect.py", "preflight/checks/this_run.py",
-    "launch/learner_process.py", "launch/generator_process.py", "launch/ranks.py", "launch/roles.py",
+    "launch/learner_process.py", "launch/generator_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
     "api.py", "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
     "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py", "preflight/gpu/engine_rows.py",
@@ -61,6 +63,8 @@ READS_THE_ENVIRONMENT = {
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
+    # keys of services, in the variables that a config names
+    "rewards/endpoints.py",
 }  # fmt: skip
 # The root names what users import, for type checkers. No module imports it.
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -8,10 +8,12 @@ import pytest
 import typer
 
 from asyncrl.cli.app import app
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load
 from asyncrl.config.outline import all_paths
 from asyncrl.config.schema import Config
 from asyncrl.rewards.functions import bind, load_function
+from asyncrl.stages.pipeline import PipelineConfig
+from asyncrl.stages.settings import StageConfig
 from tests.support.pages import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
 GROUP = typer.main.get_command(app)
@@ -76,7 +78,8 @@ def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     config = next((word for word in rest if word.endswith(".yaml")), None)
     if config:
-        load_config(Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
+        model = {"stage": StageConfig, "pipeline": PipelineConfig}.get(rest[0], Config)
+        load(model, Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_keys_that_are_named_exist():
                 assert plain in known or plain in ITEMS, f"{page.name}: {name}"
 
 
-ITEMS = {"reward.functions.function", "reward.functions.weight", "reward.functions.name"}
+ITEMS = {f"reward.functions.{key}" for key in ("function", "weight", "name", "params")}
 
 
 def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):

@@ -200,6 +200,8 @@ def test_completions_append_to_the_text_so_far():
         with pytest.raises(openai.BadRequestError, match="must begin with the text of the episode so far"):
             await client.completions.create(model="any", prompt="another")
         assert "must begin" in episode.fault
+        with pytest.raises(openai.BadRequestError, match="`n` is 3, and plain text has one answer"):
+            await client.completions.create(model="any", prompt=text, n=3)
 
     serve(talk, play)
     assert [asked["text"] for asked in talk.asked] == ["one ", " more"]

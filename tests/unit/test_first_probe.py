@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch import training
+from asyncrl.launch import first_probe, training
 from asyncrl.launch.first_probe import certified_probe
 from asyncrl.run.directory import RunDirectory
 from asyncrl.trainer.collectives import Rendezvous
@@ -82,7 +82,7 @@ def test_the_code_of_a_model_is_judged_once_before_weights_are_read(
 
     monkeypatch.setattr(training, "trainer_of", read_weights)
     model = AutoConfig.for_model("mistral", sliding_window=16)  # refused, as test_models.py shows
-    monkeypatch.setattr(training, "read_model", lambda config: (model,))
+    monkeypatch.setattr(first_probe, "read_model", lambda config: (model,))
     directory = RunDirectory(tmp_path / "run")
     directory.make()
     unused: Any = None

@@ -1,10 +1,13 @@
 """Ranks end together, and the status of the one that knows the cause is the one that counts."""
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from asyncrl.hosting import rank_group
@@ -117,3 +120,24 @@ def test_the_ranks_of_a_host_are_told_where_all_meet_and_a_dead_one_stops_nobody
 def test_a_port_is_free_until_it_is_used():
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as server:
         assert server.getsockname()[1] != free_port("127.0.0.1")
+
+
+ORPHAN = "import sys; sys.stdin.read(); from asyncrl.launch.roles import run_role; run_role(lambda: open(sys.argv[1], 'w').close())"
+PARENT = """
+import os, sys
+from asyncrl.hosting.rank_group import start_ranks
+(rank,) = start_ranks(sys.argv[1:], range(1), ranks=1, address="127.0.0.1", environment=os.environ)
+print(rank.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_lost_its_parent_before_it_begins_does_not_begin(tmp_path):
+    """It would wait for the other ranks, which are not started, and hold its GPU."""
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path / "begun")]
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, *command], capture_output=True, text=True, timeout=120, check=True
+    )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(120)
+    assert not (tmp_path / "begun").exists()

@@ -236,7 +236,7 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(path, capsys, 
 
     class StartedError(Exception): ...
 
-    monkeypatch.setattr("asyncrl.commands.up._claimed", lambda *_, **__: (_ for _ in ()).throw(StartedError))
+    monkeypatch.setattr("asyncrl.commands.up.claimed", lambda *_, **__: (_ for _ in ()).throw(StartedError))
     if starts:
         with pytest.raises(StartedError):
             run_here(config, fresh=False, generators=True, plain=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.config.sections import RewardConfig
+from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.sandbox import reward_sandbox

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted, adapter_of
+from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
@@ -88,7 +88,7 @@ class VLLMEngine:
 
         try:
             given = engine_args(model, generator, sampling, weights, device=device)
-            if (lora := adapter_of(model)) is not None:
+            if (lora := model.lora if model.update_target == "adapter" else None) is not None:
                 plan = adapter_plan(model, lora)
                 given |= adapter_args(plan[0])
             arguments = AsyncEngineArgs(**given)

@@ -9,8 +9,8 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
+from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import reward_parts
 from asyncrl.config.store import StoreConfig
 from asyncrl.hosting.machine import read_model
 from asyncrl.launch.players import Players

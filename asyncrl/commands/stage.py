@@ -1,0 +1,86 @@
+"""`asyncrl stage`: starts TRL's training on this machine, and restarts it if it dies."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from asyncrl.best_effort import BestEffort
+from asyncrl.commands.stopping import announce
+from asyncrl.commands.up import StartedRun, claimed, share_of_cores
+from asyncrl.config.resolved import dump_config
+from asyncrl.config.sections import ControlConfig
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.environment import LEARNER, role_environment
+from asyncrl.hosting.family import family
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.rank_group import workers_of
+from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.stages.record import begin_stage, refuse_changed_stage
+from asyncrl.stages.settings import StageConfig
+from asyncrl.telemetry.logs import setup_logging
+
+# How long a stage may be silent, and how often it may die, as in a run that says nothing else.
+CONTROL = ControlConfig()
+# Neither sends what is trained where.
+QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
+
+@contextmanager
+def started_stage(
+    config: StageConfig, rows: Mapping[str, str], *, fresh: bool, console: bool
+) -> Iterator[StartedRun]:
+    """Start a stage, or resume it. `rows` are the fingerprints of its data. Raises RunError."""
+    directory, may_fail = RunDirectory(config.run.directory), BestEffort()
+
+    def refuse() -> None:
+        if not fresh:
+            refuse_changed_stage(config, directory, rows)
+
+    def record(pids: Mapping[str, int]) -> None:
+        with may_fail("the record of processes"):
+            directory.write_processes(pids)
+
+    with ExitStack() as stack:
+        stack.enter_context(claimed(directory, dump_config(config), refuse, may_fail, fresh=fresh))
+        members = stack.enter_context(family())
+        setup_logging("supervisor", directory.logs, console=console)
+        with needing(directory.path):
+            begin_stage(config, directory, rows)
+        limits = Limits(hang_s=CONTROL.hang_s, slow_s=CONTROL.slow_s)
+        supervisor = Supervisor(
+            [stage_spec(config, directory)],
+            max_restarts=CONTROL.max_restarts,
+            limits=limits,
+            on_change=record,
+        )
+        stack.enter_context(supervisor)
+
+        def tend() -> None:
+            with may_fail("the reaper"):
+                members.tend()
+
+        yield StartedRun(supervisor, (), tend, lambda: announce(directory, supervisor.doing, CONTROL.slow_s))
+
+
+def stage_spec(config: StageConfig, directory: RunDirectory) -> ProcessSpec:
+    """Describe the process that trains, or with several ranks the one that starts them."""
+    on_cpu = bool(config.trl.get("use_cpu"))
+    # With more GPUs in sight than ranks, transformers would divide each batch among them.
+    gpus = () if on_cpu else range(min(config.ranks, count_gpus()))
+    env = role_environment(
+        [*config.run.environment, *LEARNER],
+        directory.path,
+        threads=share_of_cores(config.ranks),
+        gpus=gpus,
+        on_cpu=on_cpu,
+    )
+    return ProcessSpec(
+        name="stage",
+        argv=module_argv("asyncrl.stages.process", "--config", str(directory.config)),
+        env=env | QUIET,
+        log_path=directory.logs / "stage.out",
+        ends_run=True,
+        workers=() if config.ranks == 1 else workers_of(config.ranks),
+    )

@@ -1,0 +1,161 @@
+"""The section `reward`: functions that run in processes of the run, and rewards that a service computes."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema, model_validator
+
+from asyncrl.algo.ranges import Positive, PositiveInt
+from asyncrl.config.base import Mistake, Mistakes, Part, marked
+from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
+
+# Of a question and its answer in a group; longer texts are cut off. In JSON a quote takes two bytes.
+TEXT_BYTES = 2000
+JUDGEMENT_BYTES = 2 * 2 * TEXT_BYTES + 192
+
+_ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+
+
+def _address(value: str) -> str:
+    if _ADDRESS.fullmatch(value):
+        return value.rstrip("/")
+    allowed = "it must be http://HOST:PORT/PATH or https://..., without user, password, `?` and `#`"
+    raise ValueError(f"{allowed}; a key goes into the variable that `key_env` names")
+
+
+def _pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"it is not a regular expression: {error}") from error
+    if not groups:
+        raise ValueError(r"it needs a group around the score, such as `score: (\d+)`")
+    return value
+
+
+class HttpReward(Part):
+    """A reward that a service computes: numbers for prompts, completions and columns."""
+
+    url: Annotated[str, AfterValidator(_address)]
+    """Where requests are posted."""
+    key_env: (
+        Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(KEY|TOKEN)$", examples=["JUDGE_API_KEY"])] | None
+    ) = None
+    """Environment variable that holds the key of the service; from its name logs know that they hide it."""
+    cache: bool = True
+    """Whether a request that was answered before gets the same answer without being sent."""
+
+
+class LlmJudge(HttpReward):
+    """A reward that a language model gives, behind the interface of OpenAI."""
+
+    model: str
+    """Name of the model at the service."""
+    prompt: Path
+    """Jinja template of the question, with `prompt`, `response` and the columns of the row as variables."""
+    parse: Literal["json", "regex"] = "json"
+    """`json`: the answer holds an object with `score`. `regex`: `pattern` finds the score."""
+    pattern: Annotated[str, AfterValidator(_pattern)] = r"\[\[(.+?)\]\]"
+    """Regular expression whose last match in the answer has the score as its first group."""
+    votes: PositiveInt = 1
+    """Number of times that the question is asked; the score is the mean."""
+    against: str | None = None
+    """Column with the text that the response is compared with; the template's variables `first` and `second`
+    are the two, and the score is the probability that the first one is better, or `A`, `B`, or `C` for a tie.
+    """
+    both_orders: bool = True
+    """Whether a comparison (`against`) is asked for in both orders, because judges prefer a position."""
+    requests_per_minute: PositiveInt | None = None
+    """Most requests of each generator per minute."""
+    tokens_per_minute: PositiveInt | None = None
+    """Most tokens of each generator per minute, counted as the service reports them."""
+    request: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of the request, such as `temperature` and `max_tokens`."""
+
+    @property
+    def questions(self) -> int:
+        """Number of questions about a response."""
+        return self.votes * (2 if self.against and self.both_orders else 1)
+
+
+REMOTE: dict[str, type[HttpReward]] = {"http_reward": HttpReward, "llm_judge": LlmJudge}
+
+
+class RewardFunctionConfig(Part):
+    """One reward function."""
+
+    function: str
+    """`module:function`, `path.py:function`, one of `exact_match`, `arithmetic`, `gsm8k`, `words_used`, or a
+    service: `http_reward`, `llm_judge` (judges.md)."""
+    params: Annotated[
+        dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
+    ] = Field(default_factory=dict)
+    """Parameters of a service, such as its `url`; other functions take none."""
+    weight: float = 1.0
+    """Factor of this part in the sum that is trained on."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
+    """Name of the part in metrics; the function's name by default."""
+
+    @property
+    def part(self) -> str:
+        """The name under which the part is reported."""
+        return self.name or self.function.rsplit(":", 1)[-1]
+
+    @property
+    def remote(self) -> HttpReward | None:
+        """The parameters of a service; None for a function that runs in a reward process."""
+        kind = REMOTE.get(self.function)
+        return kind.model_validate(self.params) if kind else None
+
+
+class RewardConfig(Part):
+    """Scoring of rollouts."""
+
+    functions: Annotated[
+        tuple[RewardFunctionConfig, ...], Field(max_length=64), marked(stand_in=[{"function": "exact_match"}])
+    ]
+    """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
+    timeout_s: Positive = 10.0
+    """Time limit of a call, with its repetitions. A call that takes longer is killed, and its ticket is given
+    back."""
+    workers: PositiveInt = 1
+    """Reward processes per generator."""
+    attempts: PositiveInt = 3
+    """Failures after which a ticket is counted as dead; it never scores 0."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, only files of the
+    project and the system (security.md). It needs `memory_gib` and the program `bwrap`."""
+    memory_gib: Annotated[float, Field(ge=0.25)] | None = None
+    """Address-space limit of each reward process, in GiB. A runaway reward then fails instead of exhausting
+    the machine. CUDA reserves more address space, so leave it unset for rewards that use a GPU."""
+
+    @property
+    def judgement_bytes(self) -> int:
+        """Most bytes that a group holds of what judges were asked about a response, and said."""
+        judges = [remote for one in self.functions if isinstance(remote := one.remote, LlmJudge)]
+        return JUDGEMENT_BYTES * sum(judge.questions for judge in judges)
+
+    @model_validator(mode="after")
+    def _sandbox_is_bounded(self) -> Self:
+        if self.sandbox != "none" and self.memory_gib is None:
+            text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
+            raise Mistakes(Mistake(("reward.sandbox",), text))
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [function.part for function in self.functions]
+        if ENVIRONMENT_PART in names:
+            text = f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
+            raise Mistakes(Mistake(("reward",), text))
+        if len(set(names)) != len(names):
+            text = f"reward.functions need different names, got {names}; set `name` on one of them"
+            raise Mistakes(Mistake(("reward",), text))
+        return self
+
+
+def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:
+    """Return the names of the parts of the reward."""
+    own = [ENVIRONMENT_PART] if environment.is_used else []
+    return [function.part for function in reward.functions] + own

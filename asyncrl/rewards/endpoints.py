@@ -1,0 +1,287 @@
+"""Rewards behind an HTTP address: `http_reward` and `llm_judge`.
+
+http_reward   {"prompts": [text], "completions": [text], "columns": {name: [value]}}  ->  {"rewards": [0.5]}
+llm_judge     a chat completion of one user message, the rendered template
+"""
+
+import asyncio
+import datetime
+import email.utils
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncrl.config.reward_section import HttpReward, LlmJudge
+from asyncrl.errors import RewardError
+from asyncrl.extras import from_extra
+from asyncrl.rewards.base import Question, RewardInput, Unanswered
+
+if TYPE_CHECKING:
+    from aiolimiter import AsyncLimiter
+    from openai import AsyncOpenAI
+
+MAX_REPLY_BYTES = 1 << 20
+SHOWN_CHARACTERS = 200
+# Variables of a template that are not columns.
+GIVEN = frozenset({"prompt", "response", "first", "second"})
+# Verdicts on a pair: the probability that the first text is better.
+VERDICTS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
+# Estimate before the service has reported the size of an answer.
+CHARACTERS_PER_TOKEN = 4
+# The header is openai's own mark of a request whose answer the caller reads piece by piece. The address of a
+# redirect was not allowed by anybody.
+_OPTIONS = {"headers": {"X-Stainless-Raw-Response": "stream"}, "follow_redirects": False}
+
+
+class HttpService:
+    """The Service behind `http_reward`."""
+
+    def __init__(self, settings: HttpReward, *, place: str = "") -> None:
+        """Take the path behind the address. Raises RewardError if the service's key is not set."""
+        self._settings = settings
+        self._url = settings.url + place
+        self._key = key_of(settings)
+        self._client: AsyncOpenAI | None = None
+        self.remembers = settings.cache
+
+    async def start(self) -> None:
+        with from_extra("judge"):
+            from openai import AsyncOpenAI
+        # Its own repetitions would not be counted, and it would look for a key in OPENAI_API_KEY.
+        self._client = AsyncOpenAI(
+            api_key=self._key or "none", base_url=self._settings.url, max_retries=0, timeout=None
+        )
+
+    def questions(self, one: RewardInput) -> list[Question]:
+        columns = {name: [value] for name, value in _plain(one.row).items()}
+        request = {"prompts": [one.prompt], "completions": [one.response], "columns": columns}
+        return [Question(request=request, read=_reward)]
+
+    async def admit(self, question: Question) -> None:
+        """There is no limit."""
+
+    async def ask(self, question: Question) -> Any:
+        """The JSON of the answer. Its size is limited; redirects are not followed."""
+        import openai
+
+        assert self._client is not None, "call start first"
+        try:
+            post: Any = self._client.post  # its types do not know of streamed answers
+            reply = await post(self._url, cast_to=object, body=question.request, options={**_OPTIONS})
+        except openai.APIStatusError as error:
+            raise self._refusal(error.status_code, error.response.headers, error.response.text) from None
+        except openai.APIConnectionError as error:
+            raise _unavailable(error) from error
+        body = bytearray()
+        try:
+            async for piece in reply.iter_bytes():
+                body += piece
+                if len(body) > MAX_REPLY_BYTES:
+                    raise _unreadable(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
+        except (Unanswered, asyncio.CancelledError):
+            raise
+        except Exception as error:  # of httpx, or of httpx2, as the release of openai has it
+            raise _unavailable(error) from error
+        finally:
+            await reply.close()
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            shown = bytes(body[:SHOWN_CHARACTERS])
+            raise _unreadable(f"{shown!r}, which is not JSON ({type(error).__name__})") from error
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def _refusal(self, status: int, headers: Mapping[str, str], text: str) -> Unanswered:
+        if self._key:
+            text = text.replace(self._key, "***")
+        message = f"asked {self._url}, which answered status {status}: {text[:SHOWN_CHARACTERS]}"
+        pause_s = _pause_s(headers.get("retry-after"))
+        if status == 429:
+            return Unanswered(message, reason="limited", pause_s=pause_s)
+        if status >= 500 or status == 408:
+            return Unanswered(message, reason="unavailable", pause_s=pause_s)
+        return Unanswered(message, reason="refused", may_pass=False)
+
+
+class JudgeService(HttpService):
+    """The Service behind `llm_judge`."""
+
+    _settings: LlmJudge
+
+    def __init__(self, settings: LlmJudge) -> None:
+        """Raises RewardError for a template that cannot be used."""
+        super().__init__(settings, place="/chat/completions")
+        self._template, _ = read_template(settings.prompt)
+        self._limits: list[tuple[AsyncLimiter, Callable[[Question], float]]] = []
+        # Of the answers so far, for the limit of tokens.
+        self._answers, self._tokens = 0, 0
+
+    async def start(self) -> None:
+        await super().start()
+        with from_extra("judge"):
+            from aiolimiter import AsyncLimiter
+        if rate := self._settings.requests_per_minute:
+            self._limits.append((AsyncLimiter(rate), lambda _: 1.0))
+        if rate := self._settings.tokens_per_minute:
+            self._limits.append((AsyncLimiter(rate), partial(self._expected_tokens, rate)))
+
+    def questions(self, one: RewardInput) -> list[Question]:
+        against = self._settings.against
+        if against is None:
+            return self._votes(self._rendered(one, {}), _number)
+        if not isinstance(other := one.row.get(against), str):
+            raise RewardError(f"compares with column `{against}`, which holds no text: {other!r:.80}")
+        orders: list[tuple[str, str, Callable[[object], float]]] = [(one.response, other, _share)]
+        if self._settings.both_orders:
+            orders.append((other, one.response, lambda found: 1.0 - _share(found)))
+        return [
+            question
+            for first, second, number in orders
+            for question in self._votes(self._rendered(one, {"first": first, "second": second}), number)
+        ]
+
+    async def admit(self, question: Question) -> None:
+        for limiter, amount in self._limits:
+            await limiter.acquire(amount(question))
+
+    def _rendered(self, one: RewardInput, pair: Mapping[str, str]) -> str:
+        given = {**one.row, "prompt": one.prompt, "response": one.response, **pair}
+        try:
+            return self._template.render(given)
+        except Exception as error:  # of the expressions in the template
+            raise RewardError(f"cannot render {self._settings.prompt}: {error}") from error
+
+    def _votes(self, prompt: str, number: Callable[[object], float]) -> list[Question]:
+        messages = [{"role": "user", "content": prompt}]
+        request = {"model": self._settings.model, "messages": messages, **self._settings.request}
+        read = partial(self._read, number)
+        return [
+            Question(request=request, read=read, prompt=prompt, vote=vote)
+            for vote in range(self._settings.votes)
+        ]
+
+    def _read(self, number: Callable[[object], float], reply: Any) -> tuple[float, str]:
+        try:
+            words = reply["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            words = None
+        if not isinstance(words, str):
+            raise _unreadable(f"no text in choices[0].message.content: {str(reply)[:SHOWN_CHARACTERS]}")
+        usage = reply.get("usage")
+        if isinstance(usage, dict) and isinstance(tokens := usage.get("total_tokens"), int):
+            self._answers, self._tokens = self._answers + 1, self._tokens + tokens
+        return number(self._verdict(words)), words
+
+    def _verdict(self, words: str) -> object:
+        """The part of the answer that has the score."""
+        if self._settings.parse == "json":
+            starts = [match.start() for match in re.finditer(r"\{", words)]
+            for start in reversed(starts[-32:]):  # the judge may think aloud before, and write braces
+                try:
+                    found, _ = json.JSONDecoder().raw_decode(words, start)
+                except (ValueError, RecursionError):
+                    continue
+                if "score" in found:
+                    return found["score"]
+            raise _unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, without a JSON object that has `score`")
+        found = list(re.finditer(self._settings.pattern, words))
+        if not found:
+            raise _unreadable(
+                f"{words[-SHOWN_CHARACTERS:]!r}, where `{self._settings.pattern}` finds nothing"
+            )
+        return found[-1][1]
+
+    def _expected_tokens(self, most: float, question: Question) -> float:
+        guess = len(question.prompt) / CHARACTERS_PER_TOKEN
+        return min(self._tokens / self._answers if self._answers else guess, most)
+
+
+def key_of(settings: HttpReward) -> str | None:
+    """Return the key of a service, or None if it needs none. Raises RewardError."""
+    if settings.key_env is None:
+        return None
+    if key := os.environ.get(settings.key_env):
+        return key
+    cure = "export it, or drop key_env for a service without a key"
+    raise RewardError(f"{settings.key_env} (key_env), the key of {settings.url}, is not set; {cure}")
+
+
+def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
+    """Read a judge's template, and the columns that it uses. Raises RewardError."""
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    try:
+        text = path.read_text(encoding="utf-8")
+        used = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        return environment.from_string(text), frozenset(used - GIVEN)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardError(f"cannot read {path}: {error}; give the path of a Jinja template") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise RewardError(f"{path}:{error.lineno} is not a valid template: {error}; correct it") from error
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as JSON has it: dates and decimals become text."""
+    plain: dict[str, Any] = json.loads(json.dumps(row, default=str))
+    return plain
+
+
+def _reward(reply: Any) -> tuple[float | None, str]:
+    rewards = reply.get("rewards") if isinstance(reply, dict) else None
+    if not isinstance(rewards, list) or len(rewards) != 1:
+        found = str(reply)[:SHOWN_CHARACTERS]
+        raise _unreadable(f'{found}; for one completion it must be {{"rewards": [number]}}')
+    return rewards[0], ""
+
+
+def _number(found: object) -> float:
+    """The score that a judge wrote, as a number or as text."""
+    try:
+        if isinstance(found, bool) or not isinstance(found, str | int | float):
+            raise ValueError
+        return float(found)
+    except (ValueError, OverflowError):
+        raise _unreadable(f"the score {found!r:.80}, which is no number") from None
+
+
+def _share(found: object) -> float:
+    """The probability that the first text is better."""
+    verdict = VERDICTS.get(found.strip().lower()) if isinstance(found, str) else None
+    share = _number(found) if verdict is None else verdict
+    if not 0.0 <= share <= 1.0:
+        raise _unreadable(f"the verdict {found!r:.80}; allowed are A, B, C, tie, and 0 to 1")
+    return share
+
+
+def _unreadable(what: str) -> Unanswered:
+    return Unanswered(f"got {what}", reason="unreadable")
+
+
+def _unavailable(error: Exception) -> Unanswered:
+    cause = error.__cause__ or error
+    return Unanswered(f"lost the connection ({type(cause).__name__}: {cause})", reason="unavailable")
+
+
+def _pause_s(header: str | None) -> float | None:
+    """The pause of a `Retry-After`, which holds seconds or a date."""
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        until = email.utils.parsedate_to_datetime(header)
+        return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
+    except (ValueError, TypeError):  # neither, or a date without a zone
+        return None

@@ -1,0 +1,1 @@
+"""Training on given data, by TRL: supervised, reward models, preferences, distillation (docs/stages.md)."""

@@ -1,0 +1,75 @@
+"""Stages in order, and at their end a run of `asyncrl up`: each begins with the model of the one before."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from asyncrl.config.base import Mistake, Root
+from asyncrl.config.document import read
+from asyncrl.config.load import checked, load, read_draft
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.run.directory import RunDirectory
+from asyncrl.stages.settings import StageConfig
+
+
+class PipelineConfig(Root):
+    """A pipeline."""
+
+    pipeline: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Configs of stages in order, relative to this file; the last one may be that of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A part of a pipeline, and what it takes from those before it."""
+
+    file: Path
+    is_stage: bool
+    overrides: list[str]
+
+
+def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
+    """Return the parts after checking all of their configs, though not the files that earlier ones make.
+
+    Raises ConfigError.
+    """
+    draft = read_draft(PipelineConfig, path, overrides)
+    files = [path.parent / name for name in draft.config.pipeline] if draft.config else []
+    for index, file in enumerate(files):
+        if not file.is_file():
+            text = f"found no {file}; give the configs relative to {path.parent}"
+            draft.add(Mistake((f"pipeline.{index}",), text))
+    checked(draft)
+    links, given, directories = list[Link](), list[str](), set[Path]()
+    for file in files:
+        link = Link(file, "stage" in read(StageConfig, file)[0].plain(), list(given))
+        config: StageConfig | Config = (
+            load(StageConfig, file, link.overrides) if link.is_stage else load(Config, file, link.overrides)
+        )
+        if links and not links[-1].is_stage:
+            raise ConfigError(
+                f"{path}: {links[-1].file} is no stage; only the last of a pipeline may be a run"
+            )
+        if config.run.directory in directories:
+            raise ConfigError(
+                f"{path}: two parts have the run directory {config.run.directory}; set run.name"
+            )
+        directories.add(config.run.directory)
+        links.append(link)
+        if isinstance(config, StageConfig) and config.stage != "rm":  # scores are no policy to go on with
+            given = _handed_on(config)
+    return links
+
+
+def _handed_on(config: StageConfig) -> list[str]:
+    """Return the overrides with which the next part begins where this stage ends."""
+    model, made = config.model, RunDirectory(config.run.directory).model
+    if model.lora is None:
+        return [f"model.path={made}"]
+    lora = model.lora.model_dump(mode="json", exclude={"sync"}) | {"start": str(made)}
+    return [f"model.path={model.path}", f"model.lora={json.dumps(lora)}"]

@@ -1,0 +1,93 @@
+"""The rows of a stage: which columns TRL wants of each kind, checked before anything is loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.named_files import has_chat_template
+from asyncrl.data.dataset import Row, Rows, load_rows
+from asyncrl.errors import DataError
+from asyncrl.stages.settings import StageConfig
+
+# Sets of columns, the first that a file should have.
+COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("prompt", "completion"), ("messages",), ("text",)),
+    "rm": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "kto": (("prompt", "completion", "label"),),
+    "distil": (("prompt",),),
+}
+# Columns that TRL reads besides, if a file has them.
+FURTHER = ("tools", "chat_template_kwargs", "margin")
+
+
+def read_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
+    """Return the rows of data.train and data.eval. Raises DataError for the first row that cannot be used."""
+    data, held_out = config.data, None
+    train = _checked(load_rows(data.train, data.split), config)
+    if data.eval is not None:
+        held_out = _checked(load_rows(data.eval, data.eval_split), config)
+    return train, held_out
+
+
+def fingerprints(train: Rows, held_out: Rows | None) -> dict[str, str]:
+    """Return number and digest of the rows, by key of the section `data`."""
+    found = {"train": train.fingerprint}
+    return found if held_out is None else found | {"eval": held_out.fingerprint}
+
+
+def for_trl(rows: Rows, stage: str) -> list[dict[str, Any]]:
+    """Return the rows with the columns that TRL reads; others may have values of two types."""
+    columns = (*_columns(rows[0], stage), *FURTHER)
+    return [{name: row[name] for name in columns if name in row} for row in rows]
+
+
+def _checked(rows: Rows, config: StageConfig) -> Rows:
+    stage, first = config.stage, rows[0]
+    columns, labels = _columns(first, stage), set[bool]()
+    if not columns:
+        allowed = " or ".join(f"{', '.join(one)}" for one in COLUMNS[stage])
+        found = f"found the columns {', '.join(sorted(first)) or 'none'}"
+        cure = "rename the columns, or choose another stage"
+        raise DataError(f"{rows.place(0)}: {found}; stage {stage} needs {allowed}; {cure}")
+    is_chat = {name: isinstance(first[name], list) for name in columns}
+    directory = Path(config.model.path)
+    if any(is_chat.values()) and directory.is_dir() and not has_chat_template(directory):
+        cure = "add one to the tokenizer, or write the columns as text"
+        raise DataError(f"{rows.place(0)}: found chat messages, and {directory} has no chat template; {cure}")
+    for index, row in enumerate(rows):
+        for name in columns:
+            if wrong := _wrong(row, name, is_chat=is_chat[name]):
+                raise DataError(f"{rows.place(index)}: column `{name}` {wrong}; correct or remove the row")
+        if "rejected" in columns and row["chosen"] == row["rejected"]:
+            same = "chosen and rejected are the same, from which nothing is learned; remove the row"
+            raise DataError(f"{rows.place(index)}: {same}")
+        labels.add(row.get("label") is True)
+    if stage == "kto" and len(labels) == 1:
+        found = f"every label is {str(labels.pop()).lower()}"
+        raise DataError(f"{rows.source}: {found}; KTO needs good and bad completions; add rows of the other")
+    return rows
+
+
+def _columns(row: Row, stage: str) -> tuple[str, ...]:
+    """Return the first set of columns that the row has whole; empty without one."""
+    return next((columns for columns in COLUMNS[stage] if row.keys() >= set(columns)), ())
+
+
+def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
+    """Say what is wrong with a value; empty if it has the form that its column has in the first row."""
+    value = row.get(name)
+    if name == "label":
+        return "" if isinstance(value, bool) else f"holds {str(value)[:60]!r}; allowed are true and false"
+    if is_chat:
+        is_right = (
+            isinstance(value, list)
+            and bool(value)
+            and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+        )
+        allowed = "a list of messages with `role` and `content`"
+    else:
+        is_right = isinstance(value, str) and bool(value)
+        allowed = "text, which is not empty"
+    found = "nothing" if value is None else f"{str(value)[:60]!r}"
+    return "" if is_right else f"holds {found}; allowed is {allowed}, as in the first row"

@@ -1,0 +1,185 @@
+"""Trains a stage with TRL. Ours are the model's place, the trackers, checkpoints that verify, the export."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, lacks_gpu_memory
+from asyncrl.extras import from_extra
+from asyncrl.files import with_cure
+from asyncrl.hosting.progress import Pace, begin
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory, write_directory
+from asyncrl.run.starts import record_start, versions
+from asyncrl.stages.card import stage_card
+from asyncrl.stages.follow import Follow
+from asyncrl.stages.record import read_stage, write_stage
+from asyncrl.stages.rows import for_trl, read_rows
+from asyncrl.stages.settings import StageConfig
+from asyncrl.stages.trl_settings import TRAINERS
+
+# Imports asyncrl has hidden what does not fit torch (`asyncrl.builds`), which TRL would import.
+with from_extra("stages"):
+    import datasets
+    import torch
+    import transformers
+    import trl
+    from peft import LoraConfig, PeftModel
+    from safetensors import SafetensorError
+
+log = logging.getLogger(__name__)
+
+# Defaults of ours in place of TRL's, which keeps every checkpoint.
+DEFAULTS: Mapping[str, Any] = {"save_total_limit": 2}
+# Ends of the names that TRL adds to the measures of held-out rows.
+NOT_OF_THE_MODEL = ("runtime", "per_second", "preparation_time", "epoch", "num_tokens")
+
+
+def train(
+    config: StageConfig, directory: RunDirectory, resume: Path | None, store: CheckpointStore, *, rank: int
+) -> None:
+    """Train from the checkpoint `resume` or from the beginning, and write the model.
+
+    Raises ConfigError for settings that TRL refuses, RunError for a disk that cannot be written.
+    """
+    begin("load the model", Pace.SLOW)
+    stop = threading.Event()
+    follow = Follow(config, directory, store, stop, rank=rank)
+    with follow, _as_our_errors(config, directory):
+        trainer = trainer_of(config, directory, follow)
+        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+        if rank == 0:
+            step = int(resume.name.rpartition("-")[2]) if resume else 0
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            record_start(directory.starts, step, gpu)
+        before = read_stage(directory).get("before")
+        if before is None and config.data.eval:
+            before = _evaluated(trainer)
+            if rank == 0:
+                write_stage(directory, before=before)
+        # The rows and the noise of a stage that was interrupted before its first checkpoint are the same.
+        transformers.set_seed(config.run.seed)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if stop.is_set():
+            raise SystemExit(128 + signal.SIGTERM)
+        after = _evaluated(trainer) if config.data.eval else {}
+        if rank == 0:
+            begin("export", Pace.SLOW)
+            _finish(trainer, config, directory, {"before": before or {}, "after": after})
+
+
+def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> Any:
+    """Return TRL's trainer of the stage, with the model loaded and the rows tokenised."""
+    name = TRAINERS[config.stage][1]
+    held_out: Any = None
+    try:
+        arguments = getattr(trl, f"{name}Config")(**_arguments(config, directory))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"trl: TRL refuses these settings: {error}; correct them") from error
+    train, held_out = read_rows(config)
+    given: dict[str, Any] = {"teacher_model": config.teacher.path} if config.teacher else {}
+    return getattr(trl, f"{name}Trainer")(
+        model=_model(config, arguments),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(for_trl(train, config.stage)),
+        eval_dataset=datasets.Dataset.from_list(for_trl(held_out, config.stage)) if held_out else None,
+        peft_config=_new_adapter(config),
+        callbacks=[follow],
+        **given,
+    )
+
+
+def _arguments(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
+    model, teacher = config.model, config.teacher
+    ours: dict[str, Any] = {
+        "output_dir": str(directory.trl_checkpoints),
+        "run_name": config.run.name,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": config.run.seed,
+        "bf16": model.dtype == "bfloat16",
+        "trust_remote_code": model.trust_remote_code,
+        "model_init_kwargs": _loading(config),
+    }
+    if teacher:
+        ours["teacher_model_revision"] = teacher.revision
+    return {**DEFAULTS, **config.trl, **ours}
+
+
+def _loading(config: StageConfig) -> dict[str, Any]:
+    """Return how the model is loaded: as in a run, the trained weights are float32 in every precision."""
+    dtype = config.model.dtype if config.model.lora else "float32"
+    return {"dtype": dtype} | ({"revision": config.model.revision} if config.model.revision else {})
+
+
+def _model(config: StageConfig, arguments: Any) -> Any:
+    """Return the model's name, which TRL loads, or the model with the adapter that is trained on."""
+    model = config.model
+    if model.lora is None or model.lora.start is None:
+        return model.path
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        model.path, trust_remote_code=model.trust_remote_code, **arguments.model_init_kwargs
+    )
+    arguments.model_init_kwargs = None
+    return PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+
+
+def _new_adapter(config: StageConfig) -> LoraConfig | None:
+    lora = config.model.lora
+    if lora is None or lora.start is not None:
+        return None
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="SEQ_CLS" if config.stage == "rm" else "CAUSAL_LM",
+        modules_to_save=["score"] if config.stage == "rm" else None,
+    )
+
+
+def _evaluated(trainer: Any) -> dict[str, float]:
+    begin("evaluate", Pace.SLOW)
+    found = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
+    return {name: float(value) for name, value in found.items() if not name.endswith(NOT_OF_THE_MODEL)}
+
+
+def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, metrics: dict[str, Any]) -> None:
+    """Write the model, without the pickle that TRL's own save adds, then that the stage is finished."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    settings = {name: value for name, value in trainer.args.to_dict().items() if name != "output_dir"}
+    record = metrics | {"trl": settings, "versions": versions(), "steps": trainer.state.global_step}
+    with write_directory(directory.model) as writing:
+        if isinstance(model, PeftModel):
+            model.save_pretrained(str(writing), selected_adapters=["default"])
+        else:
+            model.to(getattr(torch, config.model.dtype)).save_pretrained(writing)
+        trainer.processing_class.save_pretrained(writing)
+        card = stage_card(config, read_stage(directory) | record)
+        (writing / "README.md").write_text(card, encoding="utf-8")
+    write_stage(directory, **record, finished=True)
+
+
+@contextmanager
+def _as_our_errors(config: StageConfig, directory: RunDirectory) -> Iterator[None]:
+    """Turn what a restart would meet again into an error that says what to do."""
+    try:
+        yield
+    except (ConfigError, DataError, RunError):
+        raise
+    except OSError as error:
+        raise RunError(f"stage {config.stage}: {with_cure(error, directory.path)}") from error
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and lacks_gpu_memory(error):
+            size = "trl.per_device_train_batch_size or trl.max_length"
+            raise MemoryFullError(f"the GPU's memory is full ({error}); lower {size}") from error
+        # torch's writer of archives and safetensors do not name the file.
+        if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):
+            place = directory.trl_checkpoints
+            raise RunError(f"{place} cannot be written: {error}; free some space there") from error
+        raise
+    except ValueError as error:
+        raise ConfigError(f"stage {config.stage}: TRL refuses this: {error}") from error

@@ -1,0 +1,244 @@
+"""Stages as TRL trains them: each learns, an interrupted one ends with the same weights, nothing is half made."""
+
+import json
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from asyncrl.commands.down import processes_of
+from asyncrl.config.load import load
+from asyncrl.config.resolved import dump_config
+from asyncrl.errors import RunError
+from asyncrl.run.directory import RunDirectory
+from asyncrl.stages.process import checkpoints_of
+from asyncrl.stages.record import begin_stage
+from asyncrl.stages.rows import fingerprints, read_rows
+from asyncrl.stages.settings import StageConfig
+from tests.support.command import ASYNCRL
+from tests.support.stages import tiny_stage
+from tests.support.waiting import wait_until
+from tests.support.whole_run import tiny_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def begun(path: Path) -> tuple[StageConfig, RunDirectory]:
+    """The run directory as `asyncrl stage` leaves it to the process that trains."""
+    config = load(StageConfig, path)
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    directory.config.write_text(dump_config(config))
+    begin_stage(config, directory, fingerprints(*read_rows(config)))
+    return config, directory
+
+
+def trained(path: Path) -> RunDirectory:
+    """Train in this process, as `stages.process` does, from the newest checkpoint."""
+    from asyncrl.stages.with_trl import train
+
+    config, directory = begun(path)
+    store, handler = checkpoints_of(directory), signal.getsignal(signal.SIGTERM)
+    try:
+        train(config, directory, store.choose(), store, rank=0)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return directory
+
+
+def record(directory: RunDirectory) -> dict:
+    return json.loads(directory.stage.read_text())
+
+
+def files_of(directory: RunDirectory) -> set[str]:
+    return {path.name for path in directory.model.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "measure", "least_gain"),
+    [
+        ("sft", "loss", -1.0),
+        ("rm", "accuracy", 0.2),
+        ("dpo", "rewards/margins", 0.1),
+        ("kto", "rewards/margins", 0.02),
+        ("distil", "loss", -0.01),
+    ],
+)
+def test_each_stage_improves_its_measure_on_held_out_rows(tmp_path, stage, measure, least_gain):
+    directory = trained(tiny_stage(tmp_path, stage))
+    found = record(directory)
+    before, after = found["before"].get(measure, 0.0), found["after"][measure]
+    gain = after - before
+    assert gain <= least_gain if least_gain < 0 else gain >= least_gain, (before, after)
+    assert found["finished"] and found["steps"] == found["trl"]["max_steps"]
+    assert "model.safetensors" in files_of(directory) and "tokenizer.json" in files_of(directory)
+    assert not [name for name in files_of(directory) if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    rows = [json.loads(line) for line in (directory.metrics / "learner.jsonl").read_text().splitlines()]
+    assert any("train/loss" in row and row["time/step"] > 0 for row in rows)
+    assert "| held out | before | after |" in (directory.model / "README.md").read_text()
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rm"])
+def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, stage):
+    lora = {"rank": 8, "targets": ["q_proj", "v_proj"]}
+    first = trained(tiny_stage(tmp_path, stage, name="first", model={"lora": lora}))
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files_of(first)
+    assert "model.safetensors" not in files_of(first)
+    if stage == "rm":
+        return
+    again = {"lora": {**lora, "start": str(first.model)}}
+    second = trained(tiny_stage(tmp_path, stage, name="second", model=again, trl={"max_steps": 4}))
+    old, new = (load_file(one.model / "adapter_model.safetensors") for one in (first, second))
+    assert old.keys() == new.keys()
+    assert any(bool((old[name] != new[name]).any()) for name in old)
+    if stage == "sft":
+        assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that_does_not(
+    tmp_path, monkeypatch, lora
+):
+    from asyncrl.stages.follow import Follow
+
+    settings = {"trl": {"max_steps": 12, "save_steps": 4}, "model": {"lora": lora}}
+    whole = trained(tiny_stage(tmp_path, "sft", name="whole", **settings))
+    killed = tiny_stage(tmp_path, "sft", name="killed", **settings)
+    on_step_end = Follow.on_step_end
+
+    def die(self, args, state, control, **more):
+        if state.global_step == 6:
+            raise KeyboardInterrupt
+        on_step_end(self, args, state, control, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Follow, "on_step_end", die)
+        trained(killed)
+    directory = begun(killed)[1]
+    assert not directory.model.exists() and not record(directory)["finished"]
+    # What was being written when the process ended.
+    torn = directory.trl_checkpoints / "checkpoint-6"
+    torn.mkdir()
+    (torn / "trainer_state.json").write_text("{")
+    assert checkpoints_of(directory).choose() == directory.trl_checkpoints / "checkpoint-4"
+    assert not torn.exists()
+    assert trained(killed).path == directory.path
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    one, other = (load_file(run.model / name) for run in (whole, directory))
+    assert one.keys() == other.keys()
+    assert all(bool((one[key] == other[key]).all()) for key in one)
+
+
+def test_a_checkpoint_that_was_altered_is_not_loaded(tmp_path):
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 2}))
+    altered = directory.trl_checkpoints / "checkpoint-4" / "optimizer.pt"
+    altered.write_bytes(altered.read_bytes() + b"x")
+    assert checkpoints_of(directory).choose() == directory.trl_checkpoints / "checkpoint-2"
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "export"])
+def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, where):
+    import torch
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 2})
+    with monkeypatch.context() as patch:
+        if where == "export":
+            patch.setattr("asyncrl.stages.with_trl.stage_card", full)
+        else:
+            patch.setattr(PreTrainedModel, "save_pretrained", full)
+        with pytest.raises(
+            RunError, match=r"cannot be written: .*No space left.*(free some space|make room)"
+        ):
+            trained(path)
+    directory = begun(path)[1]
+    assert not directory.model.exists() and not record(directory)["finished"]
+    assert json.loads(directory.status.read_text())["state"] == "failed"
+    assert trained(path).model.exists()
+    assert torch.is_tensor(next(iter(load_file(directory.model / "model.safetensors").values())))
+
+
+def asyncrl(*words: str, **more) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*ASYNCRL, *words], capture_output=True, text=True, timeout=400, check=False, **more
+    )
+
+
+def test_two_ranks_train_one_model_and_a_stage_that_is_asked_to_stop_saves_and_goes_on(tmp_path):
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 200, "save_steps": 1000}, ranks=2)
+    directory = RunDirectory(load(StageConfig, path).run.directory)
+    up = subprocess.Popen(
+        [*ASYNCRL, "stage", "--plain", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    drained = threading.Thread(target=lambda: said.append(up.communicate()[0]))
+    said: list[str] = []
+    drained.start()
+    try:
+        wait_until(
+            lambda: (
+                up.poll() is not None
+                or (
+                    (directory.metrics / "learner.jsonl").exists()
+                    and "train/loss" in (directory.metrics / "learner.jsonl").read_text()
+                )
+            ),
+            300.0,
+            lambda: str(said),
+        )
+        assert up.poll() is None, said
+        up.send_signal(signal.SIGTERM)
+        drained.join(300.0)
+        assert up.returncode == 143, said
+    finally:
+        up.kill()
+        for process in processes_of(directory.path):
+            process.kill()
+    (step,) = directory.saved_steps()
+    assert 0 < step < 200
+    assert f"step {step} is saved" in said[0] and f"`asyncrl stage {directory.config}` goes on" in said[0]
+    done = asyncrl("stage", "--plain", str(directory.config))
+    assert done.returncode == 0, done.stderr
+    found = record(directory)
+    assert found["steps"] == 200 and found["after"]["loss"] < found["before"]["loss"] - 1
+    # What was trained from two halves of each batch is in the report, the export and the status.
+    assert asyncrl("report", str(directory.path)).returncode == 0
+    assert asyncrl("export", str(directory.path), "--to", str(tmp_path / "out")).returncode == 0
+    assert (tmp_path / "out" / "README.md").read_text() == (directory.model / "README.md").read_text()
+    assert json.loads(asyncrl("status", str(directory.path), "--json").stdout)["state"] == "finished"
+
+
+def test_a_pipeline_goes_on_with_the_first_part_that_is_not_finished_up_to_a_run(tmp_path):
+    few = {"trl": {"max_steps": 4}}
+    trained(tiny_stage(tmp_path, "sft", **few))
+    tiny_stage(tmp_path, "rm", **few)
+    tiny_stage(tmp_path, "dpo", model={"path": "overridden"}, **few)
+    with tiny_run(tmp_path) as task:
+        path = tmp_path / "pipeline.yaml"
+        path.write_text("pipeline: [sft.yaml, rm.yaml, dpo.yaml, run.yaml]\n")
+        # A run cannot begin where a stage is, which the last part finds.
+        text = task.read_text()
+        task.write_text(text.replace("name: whole", "name: whole\n  environment: [{}]"))
+        refused = asyncrl("pipeline", "--plain", str(path))
+        assert refused.returncode == 2 and "run.environment" in refused.stderr
+        task.write_text(text)
+        done = asyncrl("pipeline", "--plain", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if " of 4: " in line] == [
+        f"{number} of 4: {tmp_path / name}"
+        for number, name in enumerate(("sft.yaml", "rm.yaml", "dpo.yaml", "run.yaml"), start=1)
+    ]
+    assert f"{tmp_path}/runs/sft is finished" in done.stdout
+    for name in ("rm", "dpo"):
+        found = record(RunDirectory(tmp_path / "runs" / name))
+        assert found["finished"] and found["fixed"]["model.path"] == f"{tmp_path}/runs/sft/hf"
+    run = tmp_path / "runs" / "whole"
+    assert f"path: {tmp_path}/runs/dpo/hf" in (run / "config.yaml").read_text()
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
