@@ -67,6 +67,7 @@ COLUMNS = {
     "turn_rewards": Column(np.float32, ("turns",), optional=True),
     "turn_states": Column(np.uint64, ("turns",), optional=True),
     "turn_order": Column(np.int32, ("turns",), optional=True),
+    "image_digests": Column(np.uint64, ("images",), optional=True),
     "judgements": Column(np.uint8, ("judgement_bytes",), optional=True),
     "episode_metrics": Column(np.float32, ("episodes", "metrics"), optional=True, default=np.nan),
 }

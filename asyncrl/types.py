@@ -13,7 +13,7 @@ Arrays are numpy, because they cross processes; only the learner uses torch.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Self
@@ -55,6 +55,7 @@ class Prompt:
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
     messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
     held_out: int | None = None  # its place in data.eval, from 0; it seeds the prompt's episodes
+    images: Callable[[], Any] | None = None  # reads its images now, as `engine.base.PromptImages`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

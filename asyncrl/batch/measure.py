@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.batch.packing import TrainSample, deal, microbatch
+from asyncrl.batch.packing import SampleImages, TrainSample, deal, microbatch
 from asyncrl.trainer.base import Trainer
 
 
@@ -20,6 +20,7 @@ def measure(
     *,
     budget_tokens: int,
     device: torch.device,
+    images: SampleImages | None = None,
 ) -> dict[str, Tensor]:
     """Return the columns of all kept tokens, float32 [T] in the order of `sequences`, on every rank.
 
@@ -29,7 +30,8 @@ def measure(
         return {}
     names = sorted(columns)
     shares = deal(sequences, budget_tokens, trainer.shares)
-    batches = [microbatch([sequences[i] for i in members], device) for members in shares[trainer.share]]
+    own = shares[trainer.share]
+    batches = [microbatch([sequences[i] for i in members], device, images) for members in own]
     measured = trainer.measure(batches, names)
     parts = trainer.gather(
         b"".join(

@@ -5,7 +5,7 @@ Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,21 @@ from asyncrl.algo.tokens import TokenBatch
 from asyncrl.columns import COLUMNS, filled
 from asyncrl.errors import ShapeError
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.types import Rollout
+from asyncrl.types import Group
+
+
+class SampleImages(Protocol):
+    """The images of samples (`data/images.py`)."""
+
+    # An image that no sample has, and the tokens of a prompt with nothing else.
+    blank: bytes
+    blank_ids: NDArray[np.int32]
+
+    def of(self, group: Group) -> tuple[bytes, ...]:
+        """Return the images of a group's prompt."""
+
+    def inputs(self, images: Sequence[bytes]) -> Mapping[str, torch.Tensor]:
+        """Return what the model's forward pass takes of a pack with these images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +48,8 @@ class TrainSample:
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     # What the generator recorded of each token besides, [R, ...]; the same names in all sequences of a batch.
     recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # The files of the prompt's images.
+    images: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         fields = ("keep", "behaviour_logprobs", "advantages", "lag")
@@ -52,8 +68,12 @@ class TrainSample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def samples_of(rollouts: Sequence[Rollout], version: int) -> tuple[TrainSample, ...]:
+def samples_of(
+    groups: Sequence[Group], version: int, images: SampleImages | None = None
+) -> tuple[TrainSample, ...]:
     """Return one sample per rollout, with every action token and without advantages."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    own = [seen for group in groups for seen in [images.of(group) if images else ()] * len(group.rollouts)]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     names = {name for rollout in rollouts for name in rollout.recorded}
     recorded = {
@@ -70,6 +90,7 @@ def samples_of(rollouts: Sequence[Rollout], version: int) -> tuple[TrainSample, 
             advantages=np.zeros(len(rollout.response_ids), dtype=np.float32),
             lag=version - rollout.versions,
             recorded={name: pieces[index] for name, pieces in recorded.items()},
+            images=own[index],
         )
         for index, rollout in enumerate(rollouts)
     )
@@ -147,14 +168,33 @@ def deal(sequences: Sequence[TrainSample], budget_tokens: int, ranks: int) -> li
     return [[[kept[j] for j in members] for members in bins] for bins in shares]
 
 
-def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroBatch:
-    """Lay the sequences end to end; kept tokens become action tokens. There may be no sequences."""
-    starts = np.cumsum([0] + [sequence.tokens for sequence in sequences])
+def per_sample(column_T: torch.Tensor, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
+    """Split a flat column into one entry per response token of each sample; 0 where it is not an action."""
+    keep = np.concatenate([sample.keep for sample in samples])
+    column = np.zeros(len(keep), dtype=np.float32)
+    column[keep] = column_T.numpy()
+    return np.split(column, np.cumsum([len(sample.keep) for sample in samples])[:-1])
+
+
+def microbatch(
+    sequences: Sequence[TrainSample], device: torch.device, images: SampleImages | None = None
+) -> MicroBatch:
+    """Lay the sequences end to end; kept tokens become action tokens. There may be no sequences.
+
+    With `images`, a micro-batch without any ends with a blank one, from which no action token follows: ranks
+    gather sharded weights together, so that each must run the same parts of the model.
+    """
+    ids = [part for sequence in sequences for part in (sequence.prompt_ids, sequence.response_ids)]
+    lengths = [sequence.tokens for sequence in sequences]
+    seen = [image for sequence in sequences for image in sequence.images]
+    if images is not None and not seen:
+        seen, ids, lengths = [images.blank], [*ids, images.blank_ids], [*lengths, len(images.blank_ids)]
+    starts = np.cumsum([0, *lengths])
     # Response token r stands at start + prompt + r; the token before it predicts it.
     kept = [np.flatnonzero(sequence.keep) for sequence in sequences]
     sources = [
         start + len(sequence.prompt_ids) + r - 1
-        for start, sequence, r in zip(starts[:-1], sequences, kept, strict=True)
+        for start, sequence, r in zip(starts[: len(sequences)], sequences, kept, strict=True)
     ]
 
     def joined(columns: Iterable[NDArray[Any]], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -174,14 +214,15 @@ def microbatch(sequences: Sequence[TrainSample], device: torch.device) -> MicroB
             for name in measured
         },
     )
-    ids = [part for sequence in sequences for part in (sequence.prompt_ids, sequence.response_ids)]
+    inputs = images.inputs(seen) if images is not None else {}
     return MicroBatch(
         input_ids_N=_joined(ids, torch.int64, device),
-        position_ids_N=_joined([np.arange(sequence.tokens) for sequence in sequences], torch.int64, device),
+        position_ids_N=_joined([np.arange(length) for length in lengths], torch.int64, device),
         sequence_starts=tuple(starts.tolist()),
         source_T=_joined(sources, torch.int64, device),
         target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
         tokens=tokens,
+        model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
     )
 
 

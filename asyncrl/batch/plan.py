@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts
@@ -17,7 +16,7 @@ from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.masks import masked_shares, masks
 from asyncrl.batch.measure import measure
-from asyncrl.batch.packing import TrainSample, deal, microbatch, samples_of
+from asyncrl.batch.packing import SampleImages, TrainSample, deal, microbatch, per_sample, samples_of
 from asyncrl.batch.turn_columns import turn_parts
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.types import Group
@@ -35,6 +34,7 @@ class PlanSettings:
     share: int  # which part of every batch this rank trains on, of `shares`
     shares: int
     device: torch.device
+    images: SampleImages | None = None  # of the rows, if the data has any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +69,15 @@ class Planner:
 
     def assemble(self, groups: Sequence[Group], version: int) -> tuple[TrainSample, ...]:
         """Return one sample per rollout, with every action token and without advantages."""
-        return samples_of([rollout for group in groups for rollout in group.rollouts], version)
+        return samples_of(groups, version, self.settings.images)
 
     def measure(self, trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, Tensor]:
         """Return flat columns [T] of the whole batch, on every rank."""
-        budget_tokens, device = self.settings.tokens_per_microbatch, self.settings.device
-        return measure(trainer, samples, self.columns, budget_tokens=budget_tokens, device=device)
+        settings, budget_tokens = self.settings, self.settings.tokens_per_microbatch
+        device, images = settings.device, settings.images
+        return measure(
+            trainer, samples, self.columns, budget_tokens=budget_tokens, device=device, images=images
+        )
 
     def plan(
         self,
@@ -92,9 +95,7 @@ class Planner:
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
             "turn_part_T": (turn_part_T := turn_parts(rewards)),
         }
-        columns = {
-            name: _per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None
-        }
+        columns = {name: per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None}
         max_lag = self.settings.max_lag if self.settings.mask_stale else None
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         masked = [
@@ -109,7 +110,7 @@ class Planner:
                 columns={name: parts[index] for name, parts in columns.items()},
             )
             for index, (sample, mask, advantages) in enumerate(
-                zip(samples, masked, _per_sample(advantages_T, samples), strict=True)
+                zip(samples, masked, per_sample(advantages_T, samples), strict=True)
             )
         )
         size = len(groups) // self.settings.minibatches
@@ -138,16 +139,9 @@ class Planner:
         bins = deal(samples, settings.tokens_per_microbatch, settings.shares)[settings.share]
         return Minibatch(
             microbatches=tuple(
-                microbatch([samples[i] for i in members], settings.device) for members in bins
+                microbatch([samples[i] for i in members], settings.device, settings.images)
+                for members in bins
             ),
             counts=Counts(tokens=sum(kept), sequences=int(np.count_nonzero(of_episode))),
             tokens=microbatch(samples, settings.device).tokens if self.over_step else None,
         )
-
-
-def _per_sample(column_T: Tensor, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
-    """Split a flat column into one entry per response token of each sample; 0 where it is not an action."""
-    keep = np.concatenate([sample.keep for sample in samples])
-    column = np.zeros(len(keep), dtype=np.float32)
-    column[keep] = column_T.numpy()
-    return np.split(column, np.cumsum([len(sample.keep) for sample in samples])[:-1])

@@ -13,6 +13,7 @@ from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.objective import Objective
+from asyncrl.batch.packing import SampleImages
 from asyncrl.batch.plan import Planner, PlanSettings
 from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
@@ -85,7 +86,9 @@ def make_recipe(
     )
 
 
-def recipe_of(config: Config, *, share: int, device: torch.device) -> Recipe:
+def recipe_of(
+    config: Config, *, share: int, device: torch.device, images: SampleImages | None = None
+) -> Recipe:
     """Resolve what a run optimises, for one share of every batch. Raises ConfigError."""
     settings = PlanSettings(
         max_lag=config.staleness.max_lag,
@@ -96,6 +99,7 @@ def recipe_of(config: Config, *, share: int, device: torch.device) -> Recipe:
         share=share,
         shares=config.learner.shares,
         device=device,
+        images=images,
     )
     return make_recipe(
         config.algorithm,

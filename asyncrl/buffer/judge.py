@@ -21,7 +21,7 @@ Judge = Callable[[Group, int], str | None]
 # The kind of groups sampled by weights that the learner lost when it went back to a checkpoint.
 DISCARDED_LINEAGE = "discarded_lineage"
 # Kinds that mean a fault. Other kinds come from filters, or from settings that changed before a resume.
-FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed"})
+FAULTS = frozenset({DEAD, DEADLY, UNTRAINABLE, "filter_failed", "image_changed"})
 
 # A kind is the name of a metric and a key in every checkpoint, so kinds of users' filters are few and short.
 MOST_KINDS = 20
@@ -38,12 +38,14 @@ def make_judge(
     drop_older_than: int | None,
     needs_greedy: bool = False,
     history: History = INITIAL,
+    fault: Callable[[Group], str | None] | None = None,
 ) -> Judge:
     """Return a judge that applies the group filters, and before them rejects a group for these reasons:
 
     `discarded_lineage`: the learner lost its weights, which are not in `history` or newer than the version.
     `stale`: it is older than `drop_older_than`. Its ticket was for lost steps, or `staleness.policy` is drop.
     `no_greedy_reward`: the advantage needs a greedy reward, and another algorithm sampled the group.
+    Those of `fault`, which reads the images of the group's row, such as `image_changed`.
     """
 
     def judge(group: Group, version: int) -> str | None:
@@ -55,6 +57,8 @@ def make_judge(
             return "stale"
         if needs_greedy and group.greedy_reward is None:
             return "no_greedy_reward"
+        if fault is not None and (reason := fault(group)):
+            return reason
         episodes = group.by_episode
         outcome = GroupOutcome(
             rewards=tuple(episode[0].reward for episode in episodes),

@@ -1,6 +1,6 @@
 """What learner and generators make of the config: lanes, the limits of their groups, and the intake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
@@ -16,6 +16,7 @@ from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.lineage import History
+from asyncrl.types import Group
 
 
 def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | ShardedBuffer:
@@ -50,7 +51,12 @@ def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLim
 
 
 def open_intake(
-    config: Config, lane: RedisBuffer | ShardedBuffer, saved: Mapping[str, Any], gate: Gate, history: History
+    config: Config,
+    lane: RedisBuffer | ShardedBuffer,
+    saved: Mapping[str, Any],
+    gate: Gate,
+    history: History,
+    fault: Callable[[Group], str | None] | None = None,
 ) -> Intake | ShardedIntake:
     """Continue from the `saved` ledger. Raises ConfigError if the number of shards has changed."""
     shards = config.store.shards
@@ -59,6 +65,7 @@ def open_intake(
         drop_older_than=config.staleness.max_lag if config.staleness.policy == "drop" else config.lag_bound,
         needs_greedy=wants_greedy(config),
         history=history,
+        fault=fault,
     )
 
     def intake(buffer: LearnerBuffer, ledger: Ledger, gate: Gate) -> Intake:

@@ -107,6 +107,25 @@ def _system_message_has_a_template(data: DataConfig, model: ModelConfig) -> Iter
         yield Mistake(("data.system", "model.chat_template"), text)
 
 
+def _images_are_rendered(
+    data: DataConfig, model: ModelConfig, environment: EnvironmentConfig, learner: LearnerConfig
+) -> Iterator[Mistake]:
+    """Images of rows are for prompts of single answers, whose row the sample plan alone decides."""
+    for is_wrong, key, found in (
+        (
+            not model.chat_template,
+            "model.chat_template",
+            "false, and only a template says where images stand",
+        ),
+        (environment.is_used, "environment.uses", "set, and episodes have text only"),
+        (data.curriculum.floor is not None, "data.curriculum.floor", "set, and not every rank follows it"),
+        (learner.sequence_parallel > 1, "learner.sequence_parallel", "over 1, and ranks divide text only"),
+    ):
+        if data.images_key is not None and is_wrong:
+            text = f"data.images_key is set, but {key} is {found}; change it, or drop data.images_key"
+            yield Mistake(("data.images_key", key), text)
+
+
 def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Mistake]:
     if not reward.functions and not environment.is_used:
         text = (
@@ -322,6 +341,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,
+    _images_are_rendered,
     _something_scores,
     _services_have_their_parameters,
     _an_environment_is_used,

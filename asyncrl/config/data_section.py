@@ -43,6 +43,10 @@ class DataConfig(Part):
     """Text with {column} placeholders that replaces `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None
     """System message; needs `model.chat_template`."""
+    images_key: Annotated[str | None, PROMPT] = None
+    """Column with the images of a row: paths relative to the data file, or mappings with `bytes` or `path`.
+    In messages, parts of type `image` say where they stand. Without such parts, images begin the first
+    message of the user. Needs `model.chat_template`."""
     split: Annotated[str, TICKET] = "train"
     """Split of a Hugging Face dataset."""
     eval_split: str = "test"

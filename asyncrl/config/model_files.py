@@ -36,6 +36,8 @@ QUANTISED = re.compile(r"(?:^|\.)(?:qweight|weight_packed|weight_scale_inv|weigh
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 OTHER_TASK = re.compile(r"For(?:MaskedLM|\w+Classification|QuestionAnswering|MultipleChoice|PreTraining)$")
+# Architectures that place images by plain causal attention, and that tests hold.
+WITH_IMAGES = ("idefics3",)
 SHOWN = 3  # files or mistakes that a message names
 
 
@@ -88,6 +90,14 @@ def read_settings(directory: Path) -> dict[str, Any]:
     config = _read_json(directory / CONFIG)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
+
+
+def image_problem(kind: str) -> str | None:
+    """Say why a model of this model_type cannot see the images of rows; None if it can."""
+    if kind in WITH_IMAGES:
+        return None
+    found = f"data.images_key is set, but the architecture is {kind}"
+    return f"{found}; those with images are {', '.join(WITH_IMAGES)}: choose such a model, or remove the key"
 
 
 def ends_no_response(directory: Path) -> bool:

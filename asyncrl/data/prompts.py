@@ -9,6 +9,8 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
@@ -16,11 +18,13 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import Curriculum, rows_of
 from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
+from asyncrl.data.image_processor import ImageProcessor
+from asyncrl.data.images import image_bytes
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RenderError
 from asyncrl.session.base import without_stop
-from asyncrl.session.chat_messages import Message
+from asyncrl.session.chat_messages import Message, text_of
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
 
@@ -36,15 +40,28 @@ class RowRenderer:
     reader: PromptReader
     renderer: TemplateRenderer
     tokenizer: Any
+    # Of a model that sees the images of rows.
+    processor: ImageProcessor | None = None
 
     def prompts(self, rows: Rows) -> list[Prompt]:
         """Return the prompt of each row. Raises DataError that names the first row without one."""
-        return [self._prompt(row, rows.place(index)) for index, row in enumerate(rows)]
+        beside = Path(rows.source).parent
+        return [self._prompt(row, rows.place(index), beside) for index, row in enumerate(rows)]
 
-    def _prompt(self, row: Row, where: str) -> Prompt:
+    def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)
         messages = () if isinstance(value, str) else tuple(value)
         text = value if isinstance(value, str) else self.chat(value, where)
+        if self.processor is not None and (key := self.reader.data.images_key):
+            processor, read = self.processor, partial(image_bytes, row, key, where, beside)
+            if images := read():
+                return Prompt(
+                    token_ids=processor.ids(text, images, where),
+                    text=text,
+                    row=row,
+                    messages=messages,
+                    images=lambda: processor.read(text, read(), where),
+                )
         bos = self.tokenizer.bos_token
         add_special = not messages and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
@@ -60,7 +77,7 @@ class RowRenderer:
         except RenderError as error:
             cure = ""
             if messages[0]["role"] == "system":
-                system = messages[0]["content"] == self.reader.data.system
+                system = text_of(messages[0]["content"]) == self.reader.data.system
                 given = "data.system and put its text" if system else "the system message and put its text"
                 cure = f"; for example, leave out {given} into the first user message"
             raise DataError(f"{where}: {error}{cure}") from error
@@ -89,7 +106,9 @@ class PromptSource:
         self.tokenizer = load_tokenizer(model)
         require_template(model, self.tokenizer)
         self.renderer = TemplateRenderer(self.tokenizer, stop_ids(model))
-        render = RowRenderer(PromptReader(data, model.chat_template), self.renderer, self.tokenizer)
+        processor = ImageProcessor(model) if data.images_key is not None else None
+        reader = PromptReader(data, model.chat_template)
+        render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
         self.rows = load_rows(data.train, data.split)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
         # Learner and generators must have read the same data; they compare this.

@@ -2,14 +2,16 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.data.dataset import Row
+from asyncrl.data.images import image_sources
 from asyncrl.errors import DataError
-from asyncrl.session.chat_messages import Message, is_begun, plain
+from asyncrl.session.chat_messages import Message, is_begun, plain, text_of
 
 MOST_WIDTH = 1000  # of a template's field; with a larger one a prompt would be far longer than its row
 
@@ -40,6 +42,11 @@ class PromptReader:
         Raises DataError that begins with `where`.
         """
         value = self._value(row, where)
+        if (key := self.data.images_key) is not None:
+            given = value if isinstance(value, list) else [{"role": "user", "content": value}]
+            _require_unicode(json.dumps(given, ensure_ascii=False, default=str), where=where)
+            messages = self._with_system(_messages(given, where, in_parts))
+            return with_images(messages, len(image_sources(row, key, where)), where)
         if self.chat_template and not isinstance(value, str):
             messages = _messages(value, where)
             _require_unicode(json.dumps(messages, ensure_ascii=False, default=str), where=where)
@@ -58,7 +65,10 @@ class PromptReader:
     def _with_system(self, messages: list[Message]) -> list[Message]:
         system = self.data.system
         has_own = system is None or messages[0]["role"] == "system"
-        return messages if has_own else [{"role": "system", "content": system}, *messages]
+        if has_own:
+            return messages
+        first = {"role": "system", "content": system}
+        return [in_parts(first) if self.data.images_key else first, *messages]
 
     def _value(self, row: Row, where: str) -> Any:
         template = self.data.template
@@ -73,7 +83,36 @@ class PromptReader:
             raise DataError(f"data.template is not a valid template ({error}); {cure}") from error
 
 
-def _messages(value: Any, where: str) -> list[Message]:
+def in_parts(message: Message) -> dict[str, Any]:
+    """Return the message with its content as parts of type `image` and `text`, as models with images need.
+
+    Raises ValueError for other parts.
+    """
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": text_of(content)}]
+    found = [
+        {"type": "image"}
+        if isinstance(part, dict) and part.get("type") == "image"
+        else {"type": "text", "text": text_of([part])}
+        for part in parts
+    ]
+    return {**plain({**message, "content": None}), "content": found}
+
+
+def with_images(messages: list[Message], images: int, where: str) -> list[Message]:
+    """Return the messages with a part for each image of the row. Raises DataError if their numbers differ."""
+    parts = sum(part["type"] == "image" for message in messages for part in message["content"])
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if images and not parts and first is not None:
+        content = [*[{"type": "image"}] * images, *messages[first]["content"]]
+        return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
+    if parts != images:
+        found = f"found {images} images in the row, and {parts} parts of type `image` in its messages"
+        raise DataError(f"{where}: {found}; write one part for each image, or no part")
+    return messages
+
+
+def _messages(value: Any, where: str, form: Callable[[Message], Message] = plain) -> list[Message]:
     messages = value if isinstance(value, list) else []
     if not messages or not all(_has_form(message) for message in messages):
         allowed = "a chat prompt is text or a list of messages with `role` and `content`, which is text"
@@ -82,7 +121,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         said = f"found `{str(value)[:80]}`; {allowed} or a list of parts of type `text`"
         raise DataError(f"{where}: {said}; {cure}")
     try:
-        found: list[Message] = [plain(message) for message in messages]
+        found: list[Message] = [form(message) for message in messages]
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{where}: the messages cannot be used: {error}; correct or remove the row"

@@ -1,8 +1,8 @@
 """The interface of an inference engine: it samples rollouts, and adopts new weights while requests run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,20 @@ class SamplingSpec:
     def of(cls, config: SamplingConfig, temperature: float) -> Self:
         """Return how a lane of this temperature samples."""
         return cls(temperature=temperature, max_response_tokens=config.max_response_tokens, stop=config.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptImages:
+    """The images of a prompt, as they were read for one group."""
+
+    # The prompt's tokens with one placeholder per image; in the prompt, it has one for each part of an image.
+    short_ids: tuple[int, ...]
+    # PIL's, in RGB.
+    pictures: tuple[Any, ...]
+    # Of the bytes of each image.
+    digests: NDArray[np.uint64]
+    # Returns the tensors that the model's forward pass takes for so many copies of the prompt.
+    inputs: Callable[[int], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +94,13 @@ class Engine(Protocol):
         ...
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        *,
+        salt: str | None = None,
+        images: PromptImages | None = None,
     ) -> list[Rollout]:
         """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
+from asyncrl.engine.base import EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
@@ -70,9 +70,15 @@ class FakeEngine:
         return str(self._updates)
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        *,
+        salt: str | None = None,
+        images: PromptImages | None = None,
     ) -> list[Rollout]:
-        self._require_alive()  # `salt` has no effect: nothing is cached here
+        self._require_alive()  # `salt` and `images` have no effect: nothing is cached or seen
         task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))
         self._running[task] = count
         task.add_done_callback(self._running.pop)

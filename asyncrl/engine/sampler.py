@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.trainable import GroupLimits, trainable
-from asyncrl.engine.base import Engine, SamplingSpec
+from asyncrl.engine.base import Engine, PromptImages, SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.errors import ResultError, RewardError
 from asyncrl.rewards.base import ABSTAINED, RewardInput, Score, Scorer, judgements_json
@@ -77,9 +77,10 @@ class Sampler:
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
         started_s, size = time.monotonic(), limits.rollouts
+        images = await asyncio.to_thread(prompt.images) if prompt.images else None
         with self.clock.group():
             rollouts = await self._sample(
-                prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)]
+                prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)], images
             )
         sampled_s = time.monotonic()
         group = Group(
@@ -88,6 +89,7 @@ class Sampler:
             generator_id=self._generator_id,
             finished_version=finished_version(self._engine, rollouts),
             sampling_s=sampled_s - started_s,
+            recorded={"image_digests": images.digests} if images else {},
         )
         if reason := trainable(group, replace(limits, rollouts=size + greedy)):
             raise ResultError(f"the engine's rollouts are untrainable: {reason}")
@@ -101,11 +103,15 @@ class Sampler:
         )
 
     async def _sample(
-        self, prompt_ids: Sequence[int], requests: Sequence[tuple[int, SamplingSpec]]
+        self,
+        prompt_ids: Sequence[int],
+        requests: Sequence[tuple[int, SamplingSpec]],
+        images: PromptImages | None,
     ) -> list[Rollout]:
         """The rollouts of all requests, which run concurrently; the first failure cancels the others."""
         tasks = [
-            asyncio.create_task(self._engine.sample(prompt_ids, count, spec)) for count, spec in requests
+            asyncio.create_task(self._engine.sample(prompt_ids, count, spec, images=images))
+            for count, spec in requests
         ]
         try:
             answers = await asyncio.gather(*tasks)

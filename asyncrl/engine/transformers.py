@@ -18,12 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted, require_shapes, require_target
+from asyncrl.engine.base import (
+    Device,
+    EngineStats,
+    PromptImages,
+    SamplingSpec,
+    aborted,
+    require_shapes,
+    require_target,
+)
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
+from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
 from asyncrl.lora import adapter_tensors, inject
 from asyncrl.types import Rollout, version_spans
@@ -82,9 +91,15 @@ class _Request:
     """One call of `generate`: its logits processor and stopping criterion. B responses, V known tokens."""
 
     def __init__(
-        self, engine: "TransformersEngine", prompt_ids: Sequence[int], count: int, spec: SamplingSpec
+        self,
+        engine: "TransformersEngine",
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        images: PromptImages | None,
     ) -> None:
         self.prompt_ids, self.count, self.spec = prompt_ids, count, spec
+        self.inputs = images.inputs(count) if images is not None else {}
         self.is_aborted = False
         self.sampled_by: list[Weights] = []
         self._engine = engine
@@ -139,8 +154,9 @@ class TransformersEngine:
 
     def __init__(self, model: Any, tokenizer: Any, *, target: str, deadline_s: float) -> None:
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
-        self._target = target  # what an update replaces
-        self._replaced = dict(adapter_tensors(model) if target == "adapter" else model.named_parameters())
+        self._target = target  # what an update replaces; a vision part is frozen
+        trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+        self._replaced = dict(adapter_tensors(model) if target == "adapter" else trained)
         ends = model.generation_config.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         self.stop_ids = torch.tensor(sorted(found), dtype=torch.long)
@@ -169,12 +185,14 @@ class TransformersEngine:
         options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(model.path, **options)
-            loaded = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(model.path, **options)
+            loaded = model_class(config).from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
             if model.lora is not None and model.update_target == "adapter":
                 inject(loaded, model.lora)
             loaded = loaded.to(device).eval()
+            freeze_vision(loaded)
         except ConfigError:
             raise
         except Exception as error:
@@ -196,9 +214,16 @@ class TransformersEngine:
         return str(self._updates)
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        *,
+        salt: str | None = None,
+        images: PromptImages | None = None,
     ) -> list[Rollout]:
-        request = _Request(self, prompt_ids, count, spec)  # `salt` has no effect: no cache outlives a request
+        # `salt` has no effect: no cache outlives a request.
+        request = _Request(self, prompt_ids, count, spec, images)
         self._running[request] = asyncio.wrap_future(self._sampling.submit(self._generate, request))
         try:
             rollouts = await self._running[request]
@@ -227,6 +252,7 @@ class TransformersEngine:
             ids_BN = self._model.generate(
                 ids_1N.expand(request.count, -1),
                 attention_mask=torch.ones_like(ids_1N).expand(request.count, -1),
+                **{name: tensor.to(self._model.device) for name, tensor in request.inputs.items()},
                 generation_config=settings,
                 logits_processor=[request.process],
                 stopping_criteria=[request.ended],

@@ -45,6 +45,29 @@ def read_shape(model: ModelConfig) -> ModelShape:
     return read_model(model)[1]
 
 
+def model_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model with this Hugging Face config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a model with this Hugging Face config has a vision part."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def freeze_vision(model: Any) -> None:
+    """Freeze what a model has besides its language model: the vision tower, and what joins it to the text.
+
+    It is neither trained nor published, so engines keep that of model.path.
+    """
+    if sees_images(model.config):
+        model.requires_grad_(False)
+        for part in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+            part.requires_grad_(True)
+
+
 def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     """Return Hugging Face's config of a model and its shape; the meta device counts each parameter once.
 
@@ -52,13 +75,13 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     ConfigError: the model cannot have the adapter of `model.lora`.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, **options)
+            built = model_class(config).from_config(config, **options)
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error

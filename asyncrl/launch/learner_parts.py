@@ -1,7 +1,7 @@
 """Opens what surrounds a rank's loop, in the order in which the parts begin and end."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -12,6 +12,7 @@ from asyncrl.buffer.run_record import claim_store, key_id
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import open_hub
 from asyncrl.data.dataset import DataFiles
+from asyncrl.data.image_processor import LearnerImages
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import open_page
@@ -24,7 +25,13 @@ from asyncrl.run.learner_state import LearnerState
 from asyncrl.run.starts import record_start
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
+from asyncrl.types import Group
 from asyncrl.weights.publisher import open_publisher
+
+
+def open_images(config: Config) -> LearnerImages | None:
+    """Return the images of this rank, if the data has any."""
+    return None if config.data.images_key is None else LearnerImages(config)
 
 
 def open_lead_run(
@@ -44,6 +51,7 @@ def open_lead_run(
     code: tuple[str, ...],
     logs: LogContext,
     stop: threading.Event,
+    fault: Callable[[Group], str | None] | None,
 ) -> LeadRun:
     """Open all parts of rank 0; the caller enters the run, and `stack` ends the rest.
 
@@ -56,7 +64,14 @@ def open_lead_run(
     reporting = open_reporting(config, directory, key_id=key_id(record_key), step=state.version)
     stack.callback(reporting.close)
     taking = open_taking(
-        stack, config, store, data, begun, wire_key=wire_key, step_under_way=directory.step_under_way
+        stack,
+        config,
+        store,
+        data,
+        begun,
+        wire_key=wire_key,
+        step_under_way=directory.step_under_way,
+        fault=fault,
     )
     renew = claim_store(config, store, record_key, fresh=state.version == 0)
     publisher = open_publisher(

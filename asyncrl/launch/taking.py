@@ -156,8 +156,12 @@ def open_taking(
     *,
     wire_key: bytes,
     step_under_way: Path,
+    fault: Callable[[Group], str | None] | None = None,
 ) -> Taking:
-    """Open both lanes where `state` left them. Raises ConfigError if the number of shards has changed."""
+    """Open both lanes where `state` left them. Raises ConfigError if the number of shards has changed.
+
+    `fault` returns why a group does not fit the images of its row.
+    """
     decode: Callable[[bytes], Group] = partial(decode_group, key=wire_key)
     if config.store.isolate_decoding:
         isolated = IsolatedDecoder(wire_key)
@@ -168,7 +172,7 @@ def open_taking(
     deaths = StepDeaths(step_under_way)
     limits, eval_limits = group_limits(config, vocabulary_size(config.model))
     gate = Gate(lane="train", decode=decoded.decode, limits=limits, condemned=deaths.reason)
-    intake = open_intake(config, lane, state.ledger, gate, state.history)
+    intake = open_intake(config, lane, state.ledger, gate, state.history, fault)
     rounds = Rounds.of(config, min(config.eval.prompts, data.held_out_rows))
     evaluation = Evaluation(
         buffer=eval_lane(config, store, rounds.lane, rounds.prompts),

@@ -16,7 +16,7 @@ from asyncrl.data.dataset import DataFiles
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.first_probe import certified_probe, require_right_code
-from asyncrl.launch.learner_parts import open_lead_run
+from asyncrl.launch.learner_parts import open_images, open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
 from asyncrl.launch.saving import Saving
 from asyncrl.learner import run_learner
@@ -55,7 +55,9 @@ def train(
             # Before weights are read. A run that has saved something was judged when it began.
             require_right_code(config)
         log.info("loading the model")
-        recipe = recipe_of(config, share=rendezvous.rank // config.learner.sequence_parallel, device=device)
+        images = open_images(config)
+        share = rendezvous.rank // config.learner.sequence_parallel
+        recipe = recipe_of(config, share=share, device=device, images=images)
         trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
         stack.callback(trainer.close)
         # Before a checkpoint is loaded: every engine, also of a resumed run, starts with model.path, too.
@@ -81,6 +83,7 @@ def train(
                 code=code,
                 logs=logs,
                 stop=stop,
+                fault=images.fault if images else None,
             )
             run = stack.enter_context(lead)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.base import Mistake
+from asyncrl.config.model_files import image_problem
 from asyncrl.config.sections import ModelConfig
 
 STATE = "layers that carry a state from token to token, which would leak between packed sequences"
@@ -55,14 +56,21 @@ ATTENTION = "attention"
 LINEAR = "linear"
 
 
-def architecture_problems(model: ModelConfig, key: str = "model.path") -> Iterator[Mistake]:
-    """Say why the learner cannot train the model in a local directory, if a reason is known."""
+def architecture_problems(
+    model: ModelConfig, key: str = "model.path", *, images_key: str | None = None
+) -> Iterator[Mistake]:
+    """Say why the learner cannot train the model in a local directory, if a reason is known.
+
+    With an `images_key`, also why it could not see the images of rows.
+    """
     try:
         config = json.loads((Path(model.path) / "config.json").read_bytes())
         kind = config["model_type"]
         layers = [*map(str, config.get("text_config", config).get("layer_types") or ())]
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return  # loading says what is wrong with it
+    if images_key is not None and (problem := image_problem(str(kind))):
+        yield Mistake(("data.images_key", "model.path"), f"{model.path}: {problem}")
     stateful = sorted({each for each in layers if ATTENTION not in each or LINEAR in each})
     reason = REFUSED.get(str(kind)) or (f"{STATE} ({', '.join(stateful)})" if stateful else None)
     if reason is not None:

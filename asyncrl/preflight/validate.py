@@ -20,6 +20,7 @@ from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
+from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import DataError, RewardError
@@ -57,7 +58,8 @@ def validated_config(
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
-        found = [*architecture_problems(config.model), *file_problems(config), *_teacher_problems(config)]
+        found = [*architecture_problems(config.model, images_key=config.data.images_key)]
+        found += [*file_problems(config), *_teacher_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         if generators:
@@ -323,6 +325,8 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
     wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
+    if (images := config.data.images_key) is not None:
+        wants["data.images_key"] = lambda row: [] if images in row else [images]
     for name, lacking in wants.items():
         found: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
@@ -353,6 +357,9 @@ def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | N
         if all(column in row for column in columns):
             try:
                 value = reader.read(row, where := rows.place(index))
+                if (images := config.data.images_key) is not None:
+                    for image in image_bytes(row, images, where, Path(rows.source).parent):
+                        picture_of(image, where, whole=False)
                 if chat and not isinstance(value, str):
                     shape = tuple((one["role"], not one["content"], *sorted(one)) for one in value)
                     if shape not in rendered:

@@ -146,6 +146,13 @@ def choose_attention(device: torch.device, dtype: torch.dtype, *, sequence_paral
     return SEGMENTS
 
 
+def of_text(config: Any, attention: str) -> str | dict[str, str]:
+    """Return what makes transformers use `attention` for text only: a vision part keeps its own."""
+    text = config.get_text_config()
+    parts = {name: attention for name in config.sub_configs if getattr(config, name) is text}
+    return {"": attention, **parts} if parts else attention
+
+
 def _require_import(module: str) -> None:
     try:
         importlib.import_module(module)

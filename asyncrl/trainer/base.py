@@ -156,7 +156,7 @@ class Trainer(Protocol):
         ...
 
     def export(self, directory: Path) -> None:
-        """Write what is published as a Hugging Face model directory. Raises as `save` does."""
+        """Write the policy as a Hugging Face model directory. Raises as `save` does."""
         ...
 
     def usage(self) -> list[Usage]:

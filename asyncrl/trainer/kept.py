@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import AsyncRLError
+from asyncrl.hosting.machine import model_class
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.lora import inject
+from asyncrl.trainer.attention import of_text
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.trainer.recompute import recompute
 
@@ -90,14 +92,15 @@ def kept_per_token(config: Any, model: ModelConfig, setting: Setting) -> int:
     What is not kept is computed again for one layer, or one MLP, at a time; the largest is added.
     """
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(
+        built: Any = model_class(config).from_config(
             deepcopy(config),  # it gets the name of the attention
             dtype=getattr(torch, model.dtype),
-            attn_implementation=COUNTED,
+            attn_implementation=of_text(config, COUNTED),
             trust_remote_code=model.trust_remote_code,
-        ).train()
+        )
         if model.lora is not None:
             inject(built, model.lora)
+        built.train()
     kept, largest = _run(built, _recomputed(built, setting))
     if setting:
         recompute(built, setting)

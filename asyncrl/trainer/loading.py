@@ -11,13 +11,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
+from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
 from asyncrl.lora import SETTINGS, TENSORS, peft_config
-from asyncrl.trainer.attention import choose_attention
+from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
@@ -41,19 +42,23 @@ def load_model(
     sequence_parallel: int = 1,
     sharers: Ranks | None = None,
 ) -> Any:
-    """Load a causal language model without dropout. Raises DataError and ConfigError.
+    """Load a causal language model without dropout, whose vision part, if any, is frozen.
+
+    Raises DataError and ConfigError.
 
     With `sharers`, those ranks load parts of the model together, and all of them raise what one has found.
     """
     require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
+    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        of_model = AutoConfig.from_pretrained(config.path, **options)
+        model, found = model_class(of_model).from_pretrained(
             config.path,
-            revision=config.revision,
             dtype=dtype,
-            attn_implementation=choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1),
-            trust_remote_code=config.trust_remote_code,
+            attn_implementation=of_text(of_model, attention),
+            **options,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
@@ -85,7 +90,11 @@ def load_model(
             "files from the same model"
         )
     require_divisible(model.config, sequence_parallel)
+    if config.lora is not None and sees_images(model.config):
+        found = f"model.lora is set, but {config.path} has a vision part, which is frozen"
+        raise DataError(f"{found}; remove model.lora, or choose a model of text only")
     recompute(model, gradient_checkpointing)
+    freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return without_dropout(model).to(device).train()
 
@@ -123,7 +132,7 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
         targets = {name.split(".")[-3] for name in state}
         settings = peft_config(config.lora, config.path, targets)
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(
+    tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
+    tools.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    tokenizer.save_pretrained(directory)
+    ).save_pretrained(directory)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.trainer.attention import of_text
+
 # Transformers implements every attention in this way, with windows, soft caps and sinks.
 PLAIN = "eager"
 # Tokens of a long sequence that are compared, its last ones: logits of all of them might not fit the GPU.
@@ -56,9 +58,9 @@ def _plain(model: Any) -> Iterator[None]:
     """Let a model run as transformers alone would run it."""
     of_learner, is_training = model.config._attn_implementation, model.training
     model.eval()
-    model.set_attn_implementation(PLAIN)
+    model.set_attn_implementation(of_text(model.config, PLAIN))
     try:
         yield
     finally:
-        model.set_attn_implementation(of_learner)
+        model.set_attn_implementation(of_text(model.config, of_learner))
         model.train(is_training)

@@ -40,6 +40,7 @@ from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.open import open_trainer
 from asyncrl.types import Group, Rollout, VersionSpan
+from tests.support.vlm_models import images_of, with_pictures
 
 KEY = b"5" * 64
 # Rises for 3 steps and falls for `RUN_STEPS` - 3.
@@ -168,8 +169,10 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
     u = r g / (|g| + 1), so g = u / (r - |u|)."""
     lr, most = scenario.get("lr", 1.0), scenario.get("max_grad_norm", 1e9)
     trainer = build(job, scenario, lr=lr, eps=1.0, max_grad_norm=most)
-    items = sequences()
-    mine = [microbatch([items[i] for i in members], CPU) for members in scenario["cut"][job["rank"]]]
+    items, images = sequences(), None
+    if "images" in scenario:
+        items, images = with_pictures(items, job["model"]), images_of(job["model"], scenario["images"])
+    mine = [microbatch([items[i] for i in members], CPU, images) for members in scenario["cut"][job["rank"]]]
     before = parameters(trainer)
     result = trainer.step(mine, loss_over(tokens_of(items)))
     after = parameters(trainer)
@@ -180,6 +183,8 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
         "lr": result.lr,
         "names": list(before),
     }
+    if "export" in scenario:
+        trainer.export(Path(scenario["export"]))
     trainer.close()
     return {name: (u / (lr - u.abs())).contiguous() for name, u in steps.items()}, report
 

@@ -28,6 +28,7 @@ NAMES = {
     "tokenizers": "transformers",
     "wandb_workspaces": "wandb-workspaces",
     "h11": "uvicorn",
+    "PIL": "pillow",
 }
 """Distributions whose module has another name; `tokenizers` comes with transformers, `h11` with uvicorn."""
 BROUGHT = {"verifiers": "httpx"}

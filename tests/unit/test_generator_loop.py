@@ -334,7 +334,9 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
     world = World(greedy=greedy)
     sample, read = world.engine.sample, world.generator.sampler._decode
 
-    async def sample_badly(prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+    async def sample_badly(
+        prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: Any
+    ) -> list[Rollout]:
         made = await sample(prompt_ids, count, spec)
         return UNUSABLE[fault](made) + made[1:] if prompt_ids == (2,) else made
 
@@ -633,7 +635,7 @@ def test_a_greedy_response_gives_each_group_its_reward_and_is_not_kept():
     asked: list[tuple[int, float]] = []
     sample = world.engine.sample
 
-    async def recorded(prompt_ids: Sequence[int], count: int, spec: SamplingSpec) -> list[Rollout]:
+    async def recorded(prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: Any) -> list[Rollout]:
         asked.append((count, spec.temperature))
         return await sample(prompt_ids, count, spec)
 

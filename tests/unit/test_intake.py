@@ -172,6 +172,20 @@ def test_groups_of_a_discarded_lineage_are_refilled_however_many_there_are(buffe
     assert one.ledger.rejected == {"discarded_lineage": newer}
 
 
+def test_a_group_whose_images_do_not_fit_is_counted_by_the_reason_and_not_trained(buffer):
+    def fault(group: Group) -> str | None:
+        return "image_changed: row 2: another picture" if group.ticket_id == 2 else None
+
+    one = intake(buffer, judge=make_judge((), drop_older_than=None, fault=fault))
+    generator = buffer.peer()
+    for _ in range(3):
+        for ticket in generator.lease("g", 100).tickets:
+            generator.put("g", ticket.id, frame(ticket.id))
+        if (collected := one.poll(0, wait_s=0)) is not None:
+            break
+    assert ids_of(collected) == [1, 3, 4, 5] and one.ledger.rejected == {"image_changed": 1}
+
+
 def test_a_group_without_the_greedy_reward_that_the_advantage_needs_is_not_trained():
     judge = make_judge((), drop_older_than=None, needs_greedy=True)
     assert judge(sampled_at(0), 0) == "no_greedy_reward"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
-from asyncrl.engine.base import Device, EngineStats, SamplingSpec, aborted
+from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
 from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
@@ -140,9 +140,15 @@ class VLLMEngine:
         return str(self._updates)
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        *,
+        salt: str | None = None,
+        images: PromptImages | None = None,
     ) -> list[Rollout]:
-        task = asyncio.create_task(self._sample(prompt_ids, count, spec, salt))
+        task = asyncio.create_task(self._sample(prompt_ids, count, spec, salt, images))
         self._running[task] = count
         task.add_done_callback(self._running.pop)
         try:
@@ -156,7 +162,12 @@ class VLLMEngine:
         return task.result()
 
     async def _sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, salt: str | None
+        self,
+        prompt_ids: Sequence[int],
+        count: int,
+        spec: SamplingSpec,
+        salt: str | None,
+        images: PromptImages | None,
     ) -> list[Rollout]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -171,7 +182,7 @@ class VLLMEngine:
             detokenize=bool(spec.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate(prompt_ids, params, None if self._recompute_kv else salt)
+        output = await self._generate(prompt_ids, params, None if self._recompute_kv else salt, images)
         rollouts = [to_rollout(prompt_ids, completion) for completion in output.outputs]
         self._sampled_tokens += sum(len(rollout.response_ids) for rollout in rollouts)
         return rollouts
@@ -187,14 +198,28 @@ class VLLMEngine:
         output = await self._call(self._generate(token_ids, params), f"score {len(token_ids)} tokens")
         return token_logprobs(output.prompt_logprobs, token_ids)[1:]
 
-    async def _generate(self, prompt_ids: Sequence[int], params: Any, salt: str | None = None) -> Any:
+    async def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: Any,
+        salt: str | None = None,
+        images: PromptImages | None = None,
+    ) -> Any:
         """The final output of one request."""
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs import tokens_input
+        from vllm.inputs import TokensPrompt, tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = tokens_input(list(prompt_ids), cache_salt=salt or self.salt)
-        output = None
+        prompt: Any = tokens_input(list(prompt_ids), cache_salt=salt or self.salt)
+        if images is not None:
+            # vLLM writes the placeholders, and keeps by its name what the frozen tower makes of an image.
+            prompt = TokensPrompt(
+                prompt_token_ids=list(images.short_ids),
+                multi_modal_data={"image": list(images.pictures)},
+                multi_modal_uuids={"image": [f"{digest:016x}" for digest in images.digests.tolist()]},
+                cache_salt=salt or self.salt,
+            )
+        output: Any = None
         try:
             number = str(next(self._request_ids))
             async for newest in self._llm.generate(
@@ -207,6 +232,11 @@ class VLLMEngine:
             raise ResultError(
                 f"vLLM refused a request of {len(prompt_ids)} prompt tokens: {error.__cause__ or error}"
             ) from error
+        if images is not None and output.prompt_token_ids != list(prompt_ids):
+            raise ResultError(
+                f"vLLM made {len(output.prompt_token_ids)} tokens of a prompt with images, and the processor "
+                f"of the model {len(prompt_ids)}: an image has changed, or vLLM's processor is another one"
+            )
         return output
 
     async def abort_requests(self) -> None:

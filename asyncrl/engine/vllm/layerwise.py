@@ -61,10 +61,19 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
 
 
 def open_reload(model: nn.Module) -> set[str]:
-    """Give the model the parameters that it was built with; the names of those that a version must bring."""
+    """Give the model the parameters that it was built with; the names of those that a version must bring.
+
+    The learner freezes the vision part of a model, and does not send it.
+    """
     tied = _names(model, tied=True) - _names(model, tied=False)
     initialize_layerwise_reload(model)
-    return _names(model, tied=True) - tied
+    frozen = _vision_prefixes(model)
+    return {name for name in _names(model, tied=True) - tied if not name.startswith(frozen)}
+
+
+def _vision_prefixes(model: Any) -> tuple[str, ...]:
+    parts = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
+    return (*parts.tower_model, *parts.connector) if parts else ()
 
 
 def abandon(model: nn.Module) -> None:

@@ -197,8 +197,9 @@ class DeepSpeedTrainer:
 
     def export(self, directory: Path) -> None:
         writes = Writes()
-        exported = self.tensors() if self._lora is None else self._adapter().items()
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in exported if self.rank == 0}
+        every = whole_parameters(self._policy.engine.module.model.named_parameters())
+        exported = every if self._lora is None else self._adapter().items()
+        state = {name: each.detach().to("cpu", copy=True) for name, each in exported if self.rank == 0}
         if self.rank == 0:
             writes.attempt(lambda: self._export(state, directory))
         writes.conclude(directory, self._ranks)
@@ -276,7 +277,7 @@ class DeepSpeedTrainer:
         """What engines get, under the names that they know, in shards; the adapter is not merged yet."""
         model = self._policy.engine.module.model
         if self._lora is None:
-            return iter(model.named_parameters())
+            return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
         return lora.adapter_tensors(model) if self._target == "adapter" else lora.base_parameters(model)
 
     def _adapter(self) -> dict[str, Tensor]:

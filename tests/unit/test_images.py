@@ -1,0 +1,214 @@
+"""Images of rows: read, rendered, and compared by both sides; the model's own processor is the oracle."""
+
+import json
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor
+
+from asyncrl.config.schema import Config
+from asyncrl.data.image_processor import DIGESTS, LearnerImages
+from asyncrl.data.prompts import PromptSource
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.preflight.validate import validated_config
+from asyncrl.types import Group, Rollout, VersionSpan
+from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.models import tiny_qwen2
+from tests.support.task_config import config_of
+from tests.support.vlm_models import IMAGE_TOKENS, picture_bytes, tiny_idefics3
+
+PARTS = [{"type": "text", "text": "look "}, {"type": "image"}, {"type": "text", "text": "what?"}]
+ROWS: list[dict[str, Any]] = [
+    {"question": "what is it?", "images": ["a.png"]},
+    {"question": "which of both?", "images": ["a.png", {"bytes": None, "path": "b.png"}]},
+    {"question": "no image", "images": []},
+    {"question": [{"role": "user", "content": PARTS}], "images": ["b.png"]},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_idefics3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    for name, shade in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.png").write_bytes(picture_bytes(shade))
+    return write(tmp_path, ROWS)
+
+
+def write(directory: Path, rows: list[dict[str, Any]]) -> Path:
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def config(task: Path, path: Path, /, **sections: Any) -> Config:
+    data = {
+        "train": str(task / "train.jsonl"),
+        "prompt_field": "question",
+        "images_key": "images",
+        "shuffle": False,
+    }
+    return config_of(**{"model": {"path": str(path), "chat_template": True}, "data": data} | sections)
+
+
+def source(config: Config) -> PromptSource:
+    return PromptSource(config.data, config.model, config.sampling, seed=0)
+
+
+def test_a_prompt_is_what_the_models_processor_makes_of_the_row(task: Path, model: Path) -> None:
+    prompts = source(config(task, model))
+    processor = AutoProcessor.from_pretrained(model)
+    texts = [
+        "user:<image>what is it?<end_of_utterance>assistant:",
+        "user:<image><image>which of both?<end_of_utterance>assistant:",
+        "user:no image<end_of_utterance>assistant:",
+        "user:look <image>what?<end_of_utterance>assistant:",
+    ]
+    for index, (text, names) in enumerate(zip(texts, (["a"], ["a", "b"], [], ["b"]), strict=True)):
+        prompt = prompts.prompt(index + 1)
+        assert prompt.text == text
+        if not names:
+            assert prompt.images is None
+            continue
+        pictures = [Image.open(task / f"{name}.png") for name in names]
+        expected = processor(text=[text], images=[pictures], return_tensors="np")
+        assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+        assert prompt.images is not None
+        seen = prompt.images()
+        assert prompt.token_ids.count(processor.image_token_id) == IMAGE_TOKENS * len(names)
+        assert seen.short_ids.count(processor.image_token_id) == len(names)
+        for name, tensor in seen.inputs(2).items():
+            for copy in tensor.numpy():
+                np.testing.assert_array_equal(copy, expected[name][0])
+
+
+def test_a_system_message_stands_before_the_images(task: Path, model: Path) -> None:
+    data = config(task, model).data.model_copy(update={"system": "be short"})
+    prompts = PromptSource(data, config(task, model).model, config(task, model).sampling, seed=0)
+    assert prompts.prompt(1).text.startswith("system:be short<end_of_utterance>user:<image>what")
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"question": "x", "images": ["none.png"]}, "none.png cannot be read"),
+        ({"question": "x", "images": ["train.jsonl"]}, "not one that PIL can read"),
+        ({"question": "x", "images": [7]}, "holds a int"),
+        (
+            {"question": [{"role": "user", "content": PARTS}], "images": ["a.png"] * 2},
+            "found 2 images in the row, and 1",
+        ),
+        (
+            {"question": [{"role": "user", "content": PARTS}], "images": []},
+            "found 0 images in the row, and 1",
+        ),
+        ({"question": "x"}, "lack column `images`"),
+    ],
+)
+def test_a_row_whose_images_cannot_be_used_is_named(
+    task: Path, model: Path, row: dict[str, Any], found: str
+) -> None:
+    write(task, [ROWS[0], row])
+    text = config(task, model).model_dump_json()
+    (task / "run.json").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        validated_config(task / "run.json")
+    assert found in str(refused.value) and "train.jsonl:2" in str(refused.value)
+
+
+def test_a_literal_placeholder_in_a_text_is_named(task: Path, model: Path) -> None:
+    write(task, [{"question": "what is <image>?", "images": ["a.png"]}])
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the model's processor refuses the row"):
+        source(config(task, model))
+
+
+def test_a_text_model_is_refused(task: Path, tmp_path: Path) -> None:
+    text_model = tiny_qwen2(tmp_path / "text")
+    with pytest.raises(DataError, match=r"the architecture is qwen2; those with images are idefics3"):
+        LearnerImages(config(task, text_model))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"environment": {"uses": "game.py:Game"}}, "environment.uses"),
+        ({"learner": {"sequence_parallel": 2, "ranks": 2}}, "learner.sequence_parallel"),
+        ({"model": {"path": "x"}}, "model.chat_template"),
+    ],
+)
+def test_what_cannot_go_with_images_is_refused(
+    task: Path, model: Path, sections: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"data.images_key is set, but {key} is"):
+        config(task, model, **sections)
+
+
+def group(prompts: PromptSource, ticket: int) -> Group:
+    """As a generator hands it over."""
+    prompt = prompts.prompt(ticket)
+    ids = np.array([20, 21], dtype=np.int32)
+    rollout = Rollout(
+        prompt_ids=np.array(prompt.token_ids, dtype=np.int32),
+        response_ids=ids,
+        action_mask=np.ones(2, dtype=np.bool_),
+        behaviour_logprobs=np.zeros(2, dtype=np.float32),
+        version_spans=(VersionSpan(0, 2),),
+        finish_reason="stop",
+    )
+    recorded = {DIGESTS: prompt.images().digests} if prompt.images else {}
+    made = Group(
+        ticket_id=ticket, rollouts=(rollout,), generator_id="g0", finished_version=0, recorded=recorded
+    )
+    return decode_group(encode_group(made))
+
+
+def test_both_sides_read_the_same_images(task: Path, model: Path) -> None:
+    config_ = config(task, model)
+    prompts, learner = source(config_), LearnerImages(config_)
+    read = [learner.of(group(prompts, ticket)) for ticket in range(1, 9)]
+    a, b = ((task / f"{name}.png").read_bytes() for name in "ab")
+    assert read == [(a,), (a, b), (), (b,)] * 2
+    assert all(learner.fault(group(prompts, ticket)) is None for ticket in range(1, 5))
+
+
+@pytest.mark.parametrize("change", ["another picture", "gone", "another row", "no digest"])
+def test_a_group_with_other_images_is_named_and_not_trained(task: Path, model: Path, change: str) -> None:
+    config_ = config(task, model)
+    prompts, learner = source(config_), LearnerImages(config_)
+    made = group(prompts, 2)
+    match change:
+        case "another picture":
+            (task / "b.png").write_bytes(picture_bytes(3))
+        case "gone":
+            (task / "b.png").unlink()
+        case "another row":
+            made = replace(made, ticket_id=1)
+        case "no digest":
+            made = replace(made, recorded={})
+    fault = learner.fault(made)
+    assert fault is not None and fault.startswith("image_changed: ") and "train.jsonl:" in fault
+    with pytest.raises(DataError):
+        learner.of(made)
+
+
+def test_a_sampled_placeholder_is_not_trained(task: Path, model: Path) -> None:
+    config_ = config(task, model)
+    prompts, learner = source(config_), LearnerImages(config_)
+    made = group(prompts, 1)
+    token = AutoProcessor.from_pretrained(model).image_token_id
+    rollout = replace(made.rollouts[0], response_ids=np.array([20, token], dtype=np.int32))
+    fault = learner.fault(replace(made, rollouts=(rollout,)))
+    assert fault is not None and fault.startswith("image_token_sampled: ")
+
+
+def test_the_blank_image_is_a_picture_of_the_processor(task: Path, model: Path) -> None:
+    learner = LearnerImages(config(task, model))
+    assert Image.open(BytesIO(learner.blank)).mode == "RGB"
+    assert (learner.blank_ids == AutoProcessor.from_pretrained(model).image_token_id).sum() == IMAGE_TOKENS
