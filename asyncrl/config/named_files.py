@@ -130,15 +130,10 @@ def misused_stage(path: Path) -> str:
 
 
 def _teacher(config: Config) -> Iterator[Mistake]:
-    key, path, directory = "algorithm.reference.path", config.reference.path, Path(config.reference.path)
-    if config.algorithm.reference is None:
-        return
-    if not directory.is_dir() and (is_local(path) or directory.exists()):
-        yield Mistake((key,), f"{unusable(path)}; give a Hugging Face model directory or a hub name")
-    elif directory.is_dir() and (
-        found := model_problems(directory, remote_code=config.model.trust_remote_code)
-    ):
-        yield Mistake((key,), "; and ".join(found[:SHOWN]))
+    if config.algorithm.reference is not None:
+        for keys, text in policy_problems(config.reference):
+            if keys == ("model.path",):  # nothing is rendered for a teacher
+                yield Mistake(("algorithm.reference.path",), text)
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch import first_probe, training
-from asyncrl.launch.first_probe import certified_probe
+from asyncrl.launch.first_probe import certified_probe, require_right_code
 from asyncrl.run.directory import RunDirectory
 from asyncrl.trainer.collectives import Rendezvous
 from tests.support.models import tiny_qwen2
@@ -92,3 +92,15 @@ def test_the_code_of_a_model_is_judged_once_before_weights_are_read(
     directory.saved_mark.touch()
     with pytest.raises(DataError, match="weights are read"):
         training.train(*start)
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    student, teacher = tiny_qwen2(tmp_path / "student"), tiny_qwen2(tmp_path / "teacher", num_hidden_layers=3)
+    config = config_of(
+        model={"path": str(student)}, algorithm={"advantage": "distill", "reference": {"path": str(teacher)}}
+    )
+    require_right_code(config)
+    file = teacher / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7":', '"8_":'))
+    with pytest.raises(ConfigError, match=r"algorithm.reference.path: the tokenizer of .*teacher has"):
+        require_right_code(config)
