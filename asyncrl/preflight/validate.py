@@ -14,7 +14,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems, is_local, unusable
+from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
@@ -23,7 +23,7 @@ from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
-from asyncrl.errors import DataError, RewardError
+from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.preflight.architectures import architecture_problems
@@ -55,6 +55,8 @@ def validated_config(
     Raises:
         ConfigError: its text lists every mistake with its line.
     """
+    if is_stage(path):
+        raise ConfigError(f"{path} is the config of a stage; `asyncrl stage {path}` trains it")
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
