@@ -20,10 +20,17 @@ app.add_typer(environment, name="environment")
 @app.command()
 def validate(words: Words = None, config: ConfigOption = None) -> None:
     """Check a config and report all mistakes together, without loading a model."""
+    from asyncrl.config.named_files import is_stage
     from asyncrl.preflight.doubts import doubts
     from asyncrl.preflight.validate import validated_config
+    from asyncrl.stages.rows import read_rows
+    from asyncrl.stages.settings import validated_stage
 
     file, overrides = required_config(words, config)
+    if is_stage(file):
+        read_rows(validated_stage(file, overrides))
+        typer.echo(f"{file}: fine")
+        return
     for doubt in doubts(validated_config(file, overrides, resumes=True), file, overrides):
         typer.echo(f"! {doubt}")
     typer.echo(f"{file}: fine")

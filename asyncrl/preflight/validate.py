@@ -14,7 +14,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems, is_local, unusable
+from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
@@ -57,6 +57,8 @@ def validated_config(
     Raises:
         ConfigError: its text lists every mistake with its line.
     """
+    if is_stage(path):
+        raise ConfigError(f"{path} is the config of a stage; `asyncrl stage {path}` trains it")
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root

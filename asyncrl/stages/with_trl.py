@@ -22,7 +22,7 @@ from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
 
-# Imports asyncrl has hidden what does not fit torch (`asyncrl.builds`), which TRL would import.
+# `asyncrl.builds` has hidden the companions of torch that do not fit it; TRL would import them.
 with from_extra("stages"):
     import datasets
     import torch

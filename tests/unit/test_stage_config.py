@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 
+from asyncrl.cli.app import run
 from asyncrl.config.load import load
 from asyncrl.config.named_files import misused_stage
 from asyncrl.config.resolved import dump_config
@@ -255,3 +256,14 @@ def test_the_example_makes_rows_of_the_best_samples_of_a_run(tmp_path):
     assert {name: len(found) for name, found in rows.items()} == {"best": 18, "best-eval": 2}
     assert all(row["completion"] == "r1.0" for found in rows.values() for row in found)
     assert not {row["prompt"] for row in rows["best"]} & {row["prompt"] for row in rows["best-eval"]}
+
+
+def test_commands_for_a_run_name_the_one_for_a_stage_and_validate_takes_both(tmp_path, capsys):
+    path = tiny_stage(tmp_path, "sft")
+    with pytest.raises(ConfigError, match=r"is the config of a stage; `asyncrl stage .*sft.yaml` trains it"):
+        run(["up", str(path)])
+    assert run(["validate", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"{path}: fine\n")
+    write_rows(tmp_path / "sft.jsonl", rows_of("dpo", 1, 2))
+    with pytest.raises(DataError, match=r"stage sft needs prompt, completion or messages or text"):
+        run(["validate", str(path)])
