@@ -12,7 +12,7 @@ its sequences (other levels); a rejected one counts as 0. `step` holds the token
 micro-batches of the optimizer step; without it, `batch` is taken for the whole step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -127,8 +127,10 @@ def veto(
     return _correction(ratio_T.clamp(max=cap), keep_T)
 
 
-def combined(correction: Correction, rejections: Iterable[Correction]) -> Correction:
+def combined(correction: Correction, rejections: Sequence[Correction]) -> Correction:
     """The weights of `correction` where it and all `rejections` keep the token, 0 elsewhere."""
+    if not rejections:
+        return correction
     keep_T = correction.keep_T
     for other in rejections:
         keep_T = keep_T & other.keep_T

@@ -244,13 +244,10 @@ def _k3(log_ratio_T: Tensor) -> Tensor:
 
 def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, float]:
     """The sum, maximum or minimum of each column, by its name; an empty batch has no extremes."""
-    added = {name: column for name, column in columns.items() if not name.endswith(("/max", "/min"))}
-    extremes = (
-        {name: column.double() for name, column in columns.items() if name not in added} if size else {}
-    )
-    if not extremes:
-        return sums(**added)
-    found = torch.stack(
-        [column.max() if name.endswith("/max") else column.min() for name, column in extremes.items()]
-    )
-    return sums(**added) | dict(zip(extremes, found.tolist(), strict=True))
+    reduced: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        if not name.endswith(("/max", "/min")):
+            reduced[name] = column
+        elif size:
+            reduced[name] = column.max() if name.endswith("/max") else column.min()
+    return sums(**reduced)

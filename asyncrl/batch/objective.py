@@ -11,6 +11,7 @@ from asyncrl.algo.corrections import Correction, combined, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import merge, policy_metrics
+from asyncrl.algo.ratios import sums
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.config import registry
 from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch
@@ -42,25 +43,22 @@ class Objective:
 
         `step` has the step's tokens of all ranks, if the correction depends on them.
         """
-        wants_entropy = registry.takes(self.policy_loss, "entropy_T")
+        wants_entropy, limit = registry.takes(self.policy_loss, "entropy_T"), self.max_response_tokens
 
         def loss_of(microbatch: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossSums:
             tokens, weight_metrics = self._correct(microbatch.tokens, logprobs_T, step)
             extra = {"entropy_T": entropy_T.detach()} if wants_entropy else {}
             token_loss = self.policy_loss(tokens, logprobs_T, **extra)
-            losses_T = token_loss.losses_T
+            losses_T, left_out_T = token_loss.losses_T, token_loss.left_out_T
             metrics = policy_metrics(
-                tokens,
-                logprobs_T,
-                entropy_T.detach(),
-                left_out_T=token_loss.left_out_T,
-                max_response_tokens=self.max_response_tokens,
+                tokens, logprobs_T, entropy_T.detach(), left_out_T=left_out_T, max_response_tokens=limit
             )
             of_loss = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
             metrics = merge([metrics, of_loss, weight_metrics])
+            totals: dict[str, Tensor] = {}
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
-                metrics["policy/kl_reference"] = float(kl_T.detach().sum())
+                totals["policy/kl_reference"] = kl_T
                 if self.kl_bias_corrected:
                     kl_T = bias_corrected(kl_T, tokens, logprobs_T)
                 if self.kl_in_loss:
@@ -68,7 +66,7 @@ class Objective:
             if entropy_coefficient:
                 losses_T = losses_T - entropy_coefficient * entropy_T
             loss = self.aggregation(losses_T, tokens, counts)
-            return LossSums(loss=loss, metrics=metrics | {LOSS: float(loss.detach())})
+            return LossSums(loss=loss, metrics=metrics | sums(**totals, **{LOSS: loss}))
 
         return loss_of
 
@@ -87,6 +85,6 @@ class Objective:
                 proximal_T = logprobs_T.detach()
             tokens = replace(tokens, proximal_logprobs_T=proximal_T)
         correction = self.correction(tokens, **({} if step is None else {"step": step}))
-        correction = combined(correction, (reject(tokens) for reject in self.rejections))
+        correction = combined(correction, [reject(tokens) for reject in self.rejections])
         metrics = {f"weight/{name}": value for name, value in correction.metrics.items()}
         return replace(tokens, weights_T=correction.weights_T), metrics

@@ -56,14 +56,20 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def typed(site: Path, directory: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+MAIN = "from asyncrl.cli.main import main; main()"
+EXAMPLE = "import runpy; runpy.run_module('asyncrl.examples.one_process', run_name='__main__')"
+
+
+def typed(
+    site: Path, directory: Path, arguments: Sequence[str], main: str = MAIN
+) -> subprocess.CompletedProcess[str]:
     """`asyncrl ARGUMENTS` of the wheel in `directory`, without modules of this clone or variables."""
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r}); import asyncrl; assert "
-        f"asyncrl.__file__.startswith({str(site)!r});from asyncrl.cli.main import main; main()"
+        f"asyncrl.__file__.startswith({str(site)!r}); {main}"
     )
     command = [sys.executable, "-I", "-c", program, *arguments]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_every_file_of_the_package_is_in_it_with_configs_examples_and_licences(wheel: Path) -> None:
@@ -114,3 +120,11 @@ def test_the_quick_start_takes_its_config_from_it_and_names_a_mistake_before_it_
     found = typed(site, tmp_path, ["quickstart", "learner.stepz=3"])
     assert found.returncode == 2 and "did you mean `steps`" in found.stderr, found.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_its_example_learns_in_an_empty_directory(site: Path, tmp_path: Path) -> None:
+    """As `python -m asyncrl.examples.one_process` does."""
+    found = typed(site, tmp_path, [], EXAMPLE)
+    assert found.returncode == 0, found.stderr
+    rewards = [float(one) for one in re.findall(r"reward ([\d.]+)", found.stdout)]
+    assert len(rewards) == 60 and rewards[-1] > 0.9 > rewards[0], found.stdout

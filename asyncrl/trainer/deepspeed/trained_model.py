@@ -121,8 +121,9 @@ class TrainedModel:
         # Without action tokens the sum is empty, and every parameter gets a zero gradient.
         empty = microbatch.target_T.numel() == 0
         sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)
-        # A non-finite loss may have a finite gradient. As NaN it reaches the norm, which all ranks share.
-        poison = 1.0 if math.isfinite(float(sums.loss.detach())) else math.nan
+        # A non-finite loss may have a finite gradient. As NaN it reaches the norm, which all ranks share, and
+        # the host need not wait for the loss.
+        poison = torch.where(sums.loss.detach().isfinite(), 1.0, math.nan)
         self.engine.backward(sums.loss * (self._ranks.count * poison), scale_wrt_gas=False)
         return sums.metrics
 
