@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl.config import registry
+from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.document import keys_of
 from asyncrl.config.outline import all_paths, kind_at, known_keys, schema_at
@@ -20,6 +21,7 @@ from asyncrl.config.wording import describe
 Schema = dict[str, Any]
 
 REQUIRED = {"run.name", "model.path", "data.train", "reward.functions", "reward.functions.function"}
+REQUIRED |= {"algorithm.reference.path"}
 EXTENDS: Schema = {
     "description": "YAML files below this one, paths relative to it; this one wins.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
@@ -126,7 +128,10 @@ def _section(properties: Schema, *, required: list[str], closed: bool = True) ->
 
 def tables() -> Iterator[str]:
     """A heading and a table for every section."""
-    yield from _tables((), minimal())
+    least = minimal()
+    # A config with a teacher would need an advantage or a penalty that uses it.
+    taught = least.algorithm.model_copy(update={"reference": ReferenceConfig(path="m")})
+    yield from _tables((), least.model_copy(update={"algorithm": taught}))
 
 
 def _tables(keys: Keys, part: Any) -> Iterator[str]:

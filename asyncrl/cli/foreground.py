@@ -18,11 +18,12 @@ from asyncrl.commands.stopping import what_is_saved
 from asyncrl.commands.up import StartedRun, started
 from asyncrl.config.schema import Config
 from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.lora import SETTINGS
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.saved import nothing_left, read_saved
 from asyncrl.stages.record import is_finished, refuse_changed_stage
 from asyncrl.stages.rows import fingerprints, read_rows
-from asyncrl.stages.settings import ADAPTER, StageConfig
+from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
 from asyncrl.telemetry.state import StateReader, read_state
@@ -144,7 +145,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     is_stage = directory.stage.exists()
     command = "stage" if is_stage else "up"
     if finished and is_stage:
-        key = "model.lora.start" if (directory.model / ADAPTER).exists() else "model.path"
+        key = "model.lora.start" if (directory.model / SETTINGS).exists() else "model.path"
         next_steps = (
             f"next: `asyncrl report {path}`, `asyncrl export {path} --to model`; what follows begins with "
             f"{key}: {directory.model}"

@@ -215,11 +215,18 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards instead of the newest.")] = False,
     dropped: Annotated[bool, typer.Option("--dropped", help="Only untrained ones, with the reason.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new ones until the run ends.")] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Print all preferences as JSON lines, for TRL.")
+    ] = False,
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
     from asyncrl.cli.screens import show_samples
-    from asyncrl.results.samples import samples_of, wanted
+    from asyncrl.results.samples import pairs_of, samples_of, wanted
 
+    if pairs:
+        for line in pairs_of(run):
+            typer.echo(line)
+        return
     chosen = wanted(count, step, kind, best=best, worst=worst, dropped=dropped)
     show_samples(samples_of(run, chosen, follow=follow))
 

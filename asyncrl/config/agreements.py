@@ -320,6 +320,19 @@ def _an_adapter_is_enough(model: ModelConfig, algorithm: AlgorithmConfig) -> Ite
         yield Mistake(("algorithm.advantage", "model.lora"), f"{text}; choose one without, such as rloo")
 
 
+def _pairs_are_of_answers(
+    telemetry: TelemetryConfig, batch: BatchConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
+    """TRL's columns hold one prompt with two answers."""
+    key = "telemetry.pairs"
+    if telemetry.pairs and environment.is_used:
+        text = f"{key} is true, but episodes of an environment are more than an answer to a prompt; drop it"
+        yield Mistake((key, "environment.uses"), text)
+    if telemetry.pairs and batch.group_size == 1:
+        text = f"{key} is true, but batch.group_size is 1: a group has no best and worst; drop it, or set 2"
+        yield Mistake((key, "batch.group_size"), text)
+
+
 RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_transfer_is_not_a_hang,
     _a_late_heartbeat_is_not_a_death,
@@ -343,6 +356,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _rates_fall,
     _shards_divide,
     _an_adapter_is_enough,
+    _pairs_are_of_answers,
     vllm_takes_the_settings,
     transformers_takes_the_settings,
     *ALGORITHM_RULES,

@@ -4,14 +4,25 @@ from typing import Annotated, Literal
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.base import Choice, Part, marked
-from asyncrl.config.resume import REFUSED
+from asyncrl.config.resume import REFUSED, refused
+
+_TEACHER = refused("the training so far was held to the other reference")
+
+
+class ReferenceConfig(Part):
+    """The reference model, where it is not the initial policy: a teacher inside the learner."""
+
+    path: Annotated[str, _TEACHER]
+    """A Hugging Face directory or hub name; its tokenizer must be that of model.path."""
+    revision: Annotated[str | None, _TEACHER] = None
+    """Hub revision; pin it for repeatable runs."""
 
 
 class KLConfig(Part):
-    """Penalty for distance from the reference model, which is the initial policy."""
+    """Penalty for distance from the reference model, which is the initial policy or `algorithm.reference`."""
 
     coefficient: NonNegative = 0.0
-    """Strength of the penalty; 0 switches the reference model off."""
+    """Strength of the penalty; 0 loads no reference, unless the advantage needs it."""
     estimator: Annotated[Choice, marked(kind="kl")] = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
@@ -66,6 +77,8 @@ class AlgorithmConfig(Part):
     interpolation, or `behaviour` for the behaviour policy."""
     aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
+    reference: ReferenceConfig | None = None
+    """A teacher in place of the initial policy, for `distill` and every other use of a reference."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()

@@ -154,8 +154,9 @@ def _interpolation_saves_something(
 def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl, default, advantage = algorithm.kl, KLConfig(), algorithm.advantage
     needed = registry.NEEDS.get(("advantage", advantage.name), frozenset())
+    has_reference = _is_own(advantage) or "reference_logprobs_T" in needed
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
-        if key == "reference_decay" and (_is_own(advantage) or "reference_logprobs_T" in needed):
+        if key in ("estimator", "reference_decay") and has_reference:
             continue
         found = getattr(kl, key)
         if found != getattr(default, key) and not kl.coefficient:
@@ -164,6 +165,18 @@ def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
                 f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient "
                 "is 0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it",
             )
+    if algorithm.reference and not (kl.coefficient or has_reference):
+        yield Mistake(
+            ("algorithm.reference", "algorithm.kl.coefficient", "algorithm.advantage"),
+            f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses a "
+            "reference; drop it, set kl.coefficient, or take an advantage that does, such as distill",
+        )
+    if algorithm.reference and kl.reference_decay < 1:
+        yield Mistake(
+            ("algorithm.reference", "algorithm.kl.reference_decay"),
+            "algorithm.reference is a model of its own, and algorithm.kl.reference_decay would mix the "
+            "policy's weights into it; drop one of them",
+        )
     if kl.horizon != default.horizon and kl.target is None:
         text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"
         yield Mistake(("algorithm.kl.horizon", "algorithm.kl.target"), text)

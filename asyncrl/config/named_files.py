@@ -38,6 +38,7 @@ def file_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
     yield from policy_problems(config.model)
     yield from _sizes(config)
+    yield from _teacher(config)
     yield from _division(config)
     yield from _judges(config)
     yield from tracker_problems(config.telemetry)
@@ -126,6 +127,18 @@ def misused_stage(path: Path) -> str:
         cure = f"give its base as model.path, and model.lora.start: {model}"
         return f"found {path}, of a stage that made an adapter; {cure}"
     return "" if path == model else f"found {path}, the run directory of a stage; its model is {model}"
+
+
+def _teacher(config: Config) -> Iterator[Mistake]:
+    key, path, directory = "algorithm.reference.path", config.reference.path, Path(config.reference.path)
+    if config.algorithm.reference is None:
+        return
+    if not directory.is_dir() and (is_local(path) or directory.exists()):
+        yield Mistake((key,), f"{unusable(path)}; give a Hugging Face model directory or a hub name")
+    elif directory.is_dir() and (
+        found := model_problems(directory, remote_code=config.model.trust_remote_code)
+    ):
+        yield Mistake((key,), "; and ".join(found[:SHOWN]))
 
 
 def has_chat_template(directory: Path) -> bool:

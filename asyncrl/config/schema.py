@@ -144,6 +144,13 @@ class Config(Root):
         return self.staleness.window_groups or max(shards, default)
 
     @property
+    def reference(self) -> ModelConfig:
+        """The model that the reference is loaded from: model.path, or the teacher."""
+        if self.algorithm.reference is None:
+            return self.model
+        return self.model.model_copy(update={**self.algorithm.reference.model_dump(), "lora": None})
+
+    @property
     def lag_bound(self) -> int:
         """Largest age of a group when it is trained: L + ceil((W - S) / B) steps with S shards."""
         window, groups, shards = self.window_groups, self.batch.groups, self.store.shards

@@ -327,6 +327,9 @@ class TelemetryConfig(Part):
     """Interface on which these ports listen. Every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
     """Rollouts that each step writes to samples.jsonl."""
+    pairs: bool = False
+    """True appends best and worst of each trained group to RUN/pairs.jsonl, in TRL's columns `prompt`,
+    `chosen` and `rejected`; `asyncrl samples --pairs` prints them."""
 
     @field_validator("prometheus_host")
     @classmethod

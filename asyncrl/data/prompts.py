@@ -113,22 +113,22 @@ class PromptSource:
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
         # Learner and generators must have read the same data; they compare this.
         self.fingerprint = fingerprints(self.rows.fingerprint, held_out.fingerprint if held_out else None)
-        self._train = render.prompts(self.rows)
+        self.train = render.prompts(self.rows)
         prompts = render.prompts(held_out) if held_out else []
         self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(prompts)]
-        too_long = [*_too_long(self.rows, self._train, sampling.max_prompt_tokens)]
+        too_long = [*_too_long(self.rows, self.train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
-            _warn_of_overlap(self._train, self._eval, held_out)
+            _warn_of_overlap(self.train, self._eval, held_out)
         if too_long:
-            longest = max(len(prompt.token_ids) for prompt in (*self._train, *self._eval))
+            longest = max(len(prompt.token_ids) for prompt in (*self.train, *self._eval))
             found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
             raise DataError(f"{found}: {'; '.join(too_long)}; raise it to {longest} or remove the rows")
         self.plan = make_plan(data, len(self.rows), seed=seed)
 
     def prompt(self, ticket_id: int) -> Prompt:
         """Return the prompt of training ticket `ticket_id` (from 1)."""
-        return self._train[self.plan.at(ticket_id).row]
+        return self.train[self.plan.at(ticket_id).row]
 
     def skip(self, skipped: Mapping[str, bytes]) -> None:
         """Follow the curriculum: `UpdateOrder.skipped` of the newest order."""
@@ -198,6 +198,25 @@ def vocabulary_size(model: ModelConfig) -> int:
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, **options)
     return int(config.get_text_config().vocab_size)
+
+
+def other_tokens(config: Config) -> str | None:
+    """Say how the teacher of algorithm.reference reads ids otherwise than the policy; None if it does not.
+
+    Raises DataError if either tokenizer cannot be loaded.
+    """
+    if config.algorithm.reference is None:
+        return None
+    theirs, mine = (load_tokenizer(one).get_vocab() for one in (config.reference, config.model))
+    cure = "give a teacher of the same tokenizer and vocabulary"
+    if unlike := theirs.items() ^ mine.items():
+        token, _ = min(unlike, key=lambda item: item[1])
+        found = f"the tokenizer of {config.reference.path} has {token!r} as {theirs.get(token)}"
+        return f"{found}, and that of {config.model.path} (model.path) as {mine.get(token)}; {cure}"
+    if (rows := vocabulary_size(config.reference)) < (allowed := vocabulary_size(config.model)):
+        found = f"config.json of {config.reference.path} has vocab_size {rows}"
+        return f"{found}, less than {allowed} of {config.model.path} (model.path); {cure}"
+    return None
 
 
 def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:

@@ -155,7 +155,7 @@ def rank_bytes(
     model: ModelConfig,
     learner: LearnerConfig,
     *,
-    reference: bool,
+    reference: ModelShape | None,
     critic: bool,
     on_gpu: bool,
     slots: int,
@@ -169,8 +169,8 @@ def rank_bytes(
     found["activations"] = activations_bytes(shape, model, learner)
     found["output layer"] = head_bytes(shape, model, learner)
     found["buffers"] = buffers_bytes(shape, model, learner)
-    if reference and not shape.adapter:  # the policy without its adapter
-        found["reference"] = parts["weights"]
+    if reference:
+        found["reference"] = trained_bytes(reference, model, learner)["weights"]
     if critic:
         found["critic"] = resting_bytes(shape, model, learner)
     return found | ({SLOTS: slots * published_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import draw_probe
+from asyncrl.data.prompts import draw_probe, other_tokens
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import read_model
 from asyncrl.trainer.base import Trainer
@@ -15,8 +15,15 @@ from asyncrl.weights.agreement import learner_fault
 
 
 def require_right_code(config: Config) -> None:
-    """Raise ConfigError if the learner computes something else than transformers with such a model."""
+    """Raise ConfigError if the learner computes something else than transformers with such a model.
+
+    Also if a teacher has other tokens than the policy.
+    """
     require_agreement(read_model(config.model)[0])
+    if config.algorithm.reference is not None:
+        require_agreement(read_model(config.reference)[0])
+        if text := other_tokens(config):
+            raise ConfigError(f"algorithm.reference.path: {text}")
 
 
 def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence[int]], list[float]]:

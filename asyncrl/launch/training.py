@@ -106,7 +106,7 @@ def trainer_of(
         optimizer_steps=config.batch.optimizer_steps,
         device=device,
         rendezvous=rendezvous,
-        reference="reference_logprobs_T" in columns,
+        reference=config.reference if "reference_logprobs_T" in columns else None,
         critic=config.critic if "values_T" in columns else None,
         slots=gpu_slots(config.weights),
     )

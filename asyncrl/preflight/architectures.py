@@ -56,7 +56,9 @@ ATTENTION = "attention"
 LINEAR = "linear"
 
 
-def architecture_problems(model: ModelConfig, images_key: str | None = None) -> Iterator[Mistake]:
+def architecture_problems(
+    model: ModelConfig, key: str = "model.path", *, images_key: str | None = None
+) -> Iterator[Mistake]:
     """Say why the learner cannot train the model in a local directory, if a reason is known.
 
     With an `images_key`, also why it could not see the images of rows.
@@ -74,4 +76,4 @@ def architecture_problems(model: ModelConfig, images_key: str | None = None) -> 
     if reason is not None:
         found = f"{model.path} is of the architecture {kind}, which the learner cannot train: it has {reason}"
         cure = "choose one that docs/models.md calls right, such as llama, qwen3 or mistral"
-        yield Mistake(("model.path",), f"{found}; {cure}")
+        yield Mistake((key,), f"{found}; {cure}")

@@ -10,7 +10,7 @@ from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import DataError
-from asyncrl.hosting.machine import Machine, this_machine
+from asyncrl.hosting.machine import Machine, read_shape, this_machine
 from asyncrl.hosting.memory_use import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -95,7 +95,8 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     except DataError:
         rows = None
     shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
-    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows)
+    teacher = read_shape(config.reference) if config.algorithm.reference else None
+    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows, teacher=teacher)
     found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
     return replace(plan, warnings=(*found, *plan.warnings))
 
@@ -106,16 +107,18 @@ def forecast(
     machine: Machine,
     *,
     rows: int | None,
+    teacher: ModelShape | None = None,
     placement: Placement | None = None,
 ) -> Forecast:
     """Predict the numbers of a run; `rows` of the training data are None if unknown.
 
-    `placement` is that of the processes on this machine; by default all are here.
+    `teacher` is the shape of algorithm.reference, if there is one. `placement` is that of the processes on
+    this machine; by default all are here.
     """
     placement = placement or placement_of(config, len(machine.gpu_bytes))
     lines = (*_step(config), *_store(config, placement), *_run(config, rows))
     on_gpu, kv_bytes = _on_gpu(config, machine), _kv_bytes(config, shape, machine, placement)
-    rank = _rank_bytes(config, shape, on_gpu=on_gpu)
+    rank = _rank_bytes(config, shape, teacher or shape, on_gpu=on_gpu)
     uses = gpu_uses(config, shape, rank, kv_bytes, machine, placement) if on_gpu else []
     memory = _memory(config, shape, rank, kv_bytes, uses, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
@@ -241,14 +244,14 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
     return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
 
 
-def _rank_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> dict[str, int]:
-    reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
+def _rank_bytes(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> dict[str, int]:
+    has_reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
     critic = _needs(config, "values_T")
     parts = rank_bytes(
         shape,
         config.model,
         config.learner,
-        reference=reference,
+        reference=reference if has_reference and (reference is not shape or not shape.adapter) else None,
         critic=critic,
         on_gpu=on_gpu,
         slots=gpu_slots(config.weights),
@@ -274,7 +277,7 @@ def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
         "activations": f"{tokens} x what layers keep for backward, and the logits of one chunk",
         "output layer": "its parameters x 8 of gradient" + (", less those of one pass" if shards else ""),
         "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
-        "reference": "weights, because of algorithm.kl",
+        "reference": "weights, because of algorithm.kl or the advantage",
         "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
         SLOTS: f"{target} x {gpu_slots(config.weights)}, which generators load; on the first rank only",
         CUDA: "context, workspaces, buffers of NCCL",

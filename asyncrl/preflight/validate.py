@@ -58,7 +58,8 @@ def validated_config(
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
-        found = [*architecture_problems(config.model, config.data.images_key), *file_problems(config)]
+        found = [*architecture_problems(config.model, images_key=config.data.images_key)]
+        found += [*file_problems(config), *_teacher_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         if generators:
@@ -72,6 +73,23 @@ def validated_config(
         for mistake in found:
             draft.add(mistake)
     return checked(draft)
+
+
+def _teacher_problems(config: Config) -> Iterator[Mistake]:
+    """Find a teacher that the learner cannot run, or that has other tokens than the policy."""
+    if config.algorithm.reference is None:
+        return
+    key = "algorithm.reference.path"
+    yield from architecture_problems(config.reference, key)
+    if all((Path(one.path) / "tokenizer.json").is_file() for one in (config.model, config.reference)):
+        from asyncrl.data.prompts import other_tokens  # it imports transformers
+
+        try:
+            text = other_tokens(config)
+        except (DataError, OSError, ValueError, LookupError):  # `file_problems` or loading reports it
+            return
+        if text:
+            yield Mistake((key,), text)
 
 
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import load_tokenizer
+from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.evaluation import EvalResult
 from asyncrl.learner import Step
+from asyncrl.report.pairs import PairsFile
 from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.report.timeline import Timeline
 from asyncrl.run.directory import RunDirectory
@@ -39,13 +41,18 @@ class Reporting:
         *,
         samples_per_step: int,
         exporter: Exporter | None = None,
+        pairs: PairsFile | None = None,
     ) -> None:
-        """`exporter` is one of the trackers, which also shows the status; None without Prometheus."""
+        """`exporter` is one of the trackers, which also shows the status; None without Prometheus.
+
+        `pairs` is the file of `telemetry.pairs`.
+        """
         self.exporter = exporter
         self._trackers = trackers
         self._timeline = timeline
         self._decode = decode
         self._samples_per_step = samples_per_step
+        self._pairs = pairs
         self.guard = BestEffort()
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
@@ -62,6 +69,9 @@ class Reporting:
             dropped = dropped_records(step, self._decode, self._samples_per_step)
             trained = sample_records(step, self._decode, self._samples_per_step)
             self._trackers.samples([*dropped, *trained])  # the last one names a tracker's table
+        if self._pairs is not None:
+            with self.guard("pairs"):
+                self._pairs.write(step)
         self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
@@ -94,6 +104,8 @@ class Reporting:
             self._trackers.close()
         with self.guard("timeline"):
             self._timeline.close()
+        if self._pairs is not None:
+            self._pairs.close()
 
 
 def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step: int) -> Reporting:
@@ -117,7 +129,13 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         partial(load_tokenizer(config.model).decode, skip_special_tokens=True),
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
+        pairs=_open_pairs(config, directory.pairs, step) if config.telemetry.pairs else None,
     )
+
+
+def _open_pairs(config: Config, path: Path, step: int) -> PairsFile:
+    source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    return PairsFile(path, {one.token_ids: one for one in source.train}, source.decode, step=step)
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:

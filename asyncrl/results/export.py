@@ -12,12 +12,16 @@ from typing import Any
 import jinja2
 import yaml
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load
 from asyncrl.config.named_files import has_chat_template, is_stage, misused_stage
+from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
+from asyncrl.stages.card import stage_card
+from asyncrl.stages.record import read_stage
+from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.text import duration, visible, visible_lines
 
 CARD = "README.md"
@@ -43,11 +47,14 @@ def export_model(directory: RunDirectory, to: Path, *, merge: bool = False) -> P
             _merge(directory, source, writing)
         else:
             shutil.copytree(source, writing, dirs_exist_ok=True)
-        if source != directory.model:  # that of a stage has its card
+        if is_stage(directory.config):
+            config, is_adapter = load(StageConfig, directory.config), (writing / SETTINGS).exists()
+            card = stage_card(config, read_stage(directory), is_adapter=is_adapter)
+        else:
             step, template = int(source.parent.name.removeprefix("step-")), has_chat_template(writing)
             served = serve_command(writing, to.name)
             card = model_card(read_archive(directory), step, served=served, has_template=template)
-            (writing / CARD).write_text(card, encoding="utf-8")
+        (writing / CARD).write_text(card, encoding="utf-8")
     return source
 
 
@@ -67,7 +74,8 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
 
     from asyncrl.trainer import loading
 
-    config = load_config(directory.config).model
+    kind: type[StageConfig | Config] = StageConfig if is_stage(directory.config) else Config
+    config = load(kind, directory.config).model
     if config.lora is None:
         raise RunError(
             f"{directory.config} has no model.lora, but {source} is an adapter; restore the config"

@@ -1,6 +1,7 @@
 """`asyncrl samples`: the newest, best, worst or dropped rollouts of a run, or new ones as they come."""
 
 import heapq
+import json
 import math
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import Tail
+from asyncrl.telemetry.history import Tail, json_object
 from asyncrl.telemetry.state import sample_from
 from asyncrl.telemetry.status import read_status
 from asyncrl.telemetry.text import number
@@ -75,6 +76,17 @@ def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[Sa
         hint = "telemetry.samples_per_step are written after each step"
         raise RunError(f"{directory.samples} has no such sample; {hint}")
     return chosen
+
+
+def pairs_of(run: Path | None) -> Iterator[str]:
+    """Yield the preferences of a run as JSON lines, with TRL's columns only. Without any, raise RunError."""
+    path = find_run(run).pairs
+    if not path.exists():
+        raise RunError(f"found no {path}; a run with telemetry.pairs: true writes it")
+    with path.open("rb") as file:
+        for line in file:
+            if record := json_object(line):
+                yield json.dumps({name: record[name] for name in ("prompt", "chosen", "rejected")})
 
 
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:

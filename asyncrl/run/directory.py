@@ -51,6 +51,7 @@ class RunDirectory:
     logs = _Below("logs")  # logs, one JSONL file per process
     metrics = _Below("metrics")  # metrics, one JSONL file per process
     samples = _Below("samples.jsonl")  # rollouts for people to read, JSONL
+    pairs = _Below("pairs.jsonl")  # preferences, with `telemetry.pairs`, JSONL
     trace = _Below("trace_events.json")  # the timeline, for Perfetto
     starts = _Below("starts.jsonl")  # starts of the learner with their software, JSONL
     status = _Below("status.json")  # the learner's status, written every second

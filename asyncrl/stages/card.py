@@ -18,11 +18,11 @@ KINDS = {
 }
 
 
-def stage_card(config: StageConfig, record: Mapping[str, Any]) -> str:
+def stage_card(config: StageConfig, record: Mapping[str, Any], *, is_adapter: bool) -> str:
     """Return origin, rows, settings and results of the model, without paths of this machine in the head."""
     model, data = config.model.path, config.data.train
     task = "text-classification" if config.stage == "rm" else "text-generation"
-    library = "peft" if config.model.lora else "transformers"
+    library = "peft" if is_adapter else "transformers"
     head: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": task,

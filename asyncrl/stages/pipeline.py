@@ -48,9 +48,8 @@ def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
     links, given, directories = list[Link](), list[str](), set[Path]()
     for file in files:
         link = Link(file, "stage" in read(StageConfig, file)[0].plain(), list(given))
-        config: StageConfig | Config = (
-            load(StageConfig, file, link.overrides) if link.is_stage else load(Config, file, link.overrides)
-        )
+        kind: type[StageConfig | Config] = StageConfig if link.is_stage else Config
+        config = load(kind, file, link.overrides)
         if links and not links[-1].is_stage:
             raise ConfigError(
                 f"{path}: {links[-1].file} is no stage; only the last of a pipeline may be a run"

@@ -19,14 +19,14 @@ from asyncrl.config.named_files import (
     policy_problems,
     tracker_problems,
 )
-from asyncrl.config.resume import OTHER_RUN, refused
+from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.schema import OTHER_NAMES, RunConfig
 from asyncrl.config.sections import ANY_SETTINGS, LoraConfig, ModelConfig, TelemetryConfig
+from asyncrl.errors import ConfigError
 from asyncrl.extras import install_command
 from asyncrl.hosting.gpus import count_gpus
+from asyncrl.lora import SETTINGS, require_usable
 from asyncrl.stages.trl_settings import fields_of, trl_takes_the_settings
-
-ADAPTER = "adapter_config.json"
 
 
 class StageData(Part):
@@ -102,10 +102,10 @@ class StageConfig(Root):
         dict[str, JsonValue],
         WithJsonSchema(ANY_SETTINGS),
         Field(default_factory=dict),
-        refused("the order of the rows and the schedule of the steps follow from it"),
+        marked(resume=(OTHER_RUN, "the order of the rows and the schedule of the steps follow from it")),
     ]
     """Fields of the stage's config class in TRL, such as `learning_rate`; stages.md has the refused ones."""
-    ranks: Annotated[PositiveInt, refused("the rows of a step are divided among them")] = 1
+    ranks: Annotated[PositiveInt, marked(resume=(OTHER_RUN, "the rows of a step are divided among them"))] = 1
     """Processes, one GPU each, on this host; each holds the whole model."""
     telemetry: TelemetryConfig = TelemetryConfig()
 
@@ -128,23 +128,20 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     yield from data_problems(config.data.train, config.data.eval)
     yield from tracker_problems(config.telemetry)
     if config.model.lora and config.model.lora.start:
-        yield from _start_problems(config.model.path, config.model.lora.start)
+        yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)
     if config.teacher:
         yield from _teacher_problems(config.teacher, Path(config.model.path))
     if 0 < (gpus := count_gpus()) < config.ranks and not config.trl.get("use_cpu"):
         yield Mistake(("ranks",), f"found {config.ranks}, and this host has {gpus} GPUs; use at most {gpus}")
 
 
-def _start_problems(path: str, start: Path) -> Iterator[Mistake]:
-    key = "model.lora.start"
+def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistake]:
+    found = "" if (start / SETTINGS).is_file() else misused_stage(start)
     try:
-        base = json.loads((start / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError):
-        found = misused_stage(start) or f"found {start}, which has no readable {ADAPTER}"
-        yield Mistake((key,), f"{found}; give the directory of an adapter")
-        return
-    if base != path and not (Path(base or "").exists() and Path(path).exists() and Path(base).samefile(path)):
-        yield Mistake((key, "model.path"), f"found an adapter of {base}; model.path is {path}; give its base")
+        require_usable(lora, path)
+    except ConfigError as error:
+        key, _, text = str(error).partition(": ")
+        yield Mistake((key,), found or text)
 
 
 def _teacher_problems(teacher: TeacherConfig, student: Path) -> Iterator[Mistake]:

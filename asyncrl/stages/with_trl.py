@@ -158,7 +158,8 @@ def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, metrics:
         else:
             model.to(getattr(torch, config.model.dtype)).save_pretrained(writing)
         trainer.processing_class.save_pretrained(writing)
-        card = stage_card(config, read_stage(directory) | record)
+        is_adapter = config.model.lora is not None
+        card = stage_card(config, read_stage(directory) | record, is_adapter=is_adapter)
         (writing / "README.md").write_text(card, encoding="utf-8")
     write_stage(directory, **record, finished=True)
 

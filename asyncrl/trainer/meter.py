@@ -27,9 +27,11 @@ class Meter:
         self._peak = peak_flops_per_s(torch.cuda.get_device_name(device)) if is_in_table else None
         self._flops, self._per_share = 0, per_share
 
-    def forward(self, microbatch: MicroBatch, *, logits: bool = True) -> None:
-        """Count a pass without gradient; a critic has no `logits`."""
-        self._flops += forward_flops(self._shape, *_work(microbatch, logits))
+    def forward(
+        self, microbatch: MicroBatch, *, shape: ModelShape | None = None, logits: bool = True
+    ) -> None:
+        """Count a pass without gradient, of a model of another `shape`; a critic has no `logits`."""
+        self._flops += forward_flops(shape or self._shape, *_work(microbatch, logits))
 
     def step(self, microbatches: Sequence[MicroBatch], *, logits: bool = True) -> None:
         """Count the forward and backward passes of an optimizer step."""

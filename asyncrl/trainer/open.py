@@ -16,13 +16,13 @@ def open_trainer(
     optimizer_steps: int,
     device: torch.device,
     rendezvous: Rendezvous | None = None,
-    reference: bool = False,
+    reference: ModelConfig | None = None,
     critic: CriticConfig | None = None,
     slots: int = 0,
 ) -> Trainer:
     """Open the trainer of `learner.backend`. Raises ConfigError, DataError, RunError.
 
-    The trainer loads the policy, and the same model again for a reference and a critic.
+    The trainer loads the policy, the reference's model, and the policy's again for a critic.
 
     Args:
         model: what is trained.
@@ -31,7 +31,7 @@ def open_trainer(
         optimizer_steps: their number per batch.
         device: what `choose_device` returned.
         rendezvous: where all ranks meet; None for a single rank.
-        reference: whether there is a reference.
+        reference: the reference's model; None without one.
         critic: how a critic is trained; None without one.
         slots: published versions that rank 0 will have on its GPU.
     """

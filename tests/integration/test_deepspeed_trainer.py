@@ -196,6 +196,22 @@ def test_logprobs_reference_score_and_broadcast(
         assert results[name][1]["score"] == pytest.approx(results["0 float32"][1]["score"], abs=1e-5)
 
 
+def test_a_teacher_of_another_size_is_measured_as_if_it_were_the_policy(
+    learner: Ranks, model: Path, tmp_path: Path
+) -> None:
+    teacher = tiny_qwen2(tmp_path / "teacher", seed=3, num_hidden_layers=3, hidden_size=32)
+    scenarios = [
+        {"run": "surface", "name": f"{stage} {dtype}", "stage": stage, "dtype": dtype}
+        for stage, dtype in [(0, "float32"), (3, "float32"), (3, "bfloat16")]
+    ]
+    taught = [{**scenario, "reference": str(teacher)} for scenario in scenarios]
+    theirs = learner.run(2, teacher, [{**scenario, "reference": True} for scenario in scenarios], tmp_path)
+    for name, (tensors, _) in learner.run(2, model, taught, tmp_path).items():
+        assert torch.equal(tensors["reference"], theirs[name][0]["before"]), name
+        assert torch.equal(tensors["still"], tensors["reference"]), name
+        assert not torch.allclose(tensors["before"], tensors["reference"], atol=1e-2), name
+
+
 def test_score_is_the_stock_models_at_temperature_one(learner: Ranks, tmp_path: Path) -> None:
     model, ids = tiny_qwen2(tmp_path / "model"), torch.tensor([[3, 9, 4, 30, 12]])
     # A learning rate this small leaves the weights as they were loaded, to 1e-6.

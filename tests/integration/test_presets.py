@@ -325,6 +325,21 @@ def test_ppo_as_a_whole_run(world: World) -> None:
     assert all(row["time/critic"] > 0 and row["time/measure"] > 0 for row in steps)
 
 
+def test_dpo_as_a_whole_run_writes_what_it_compared(world: World) -> None:
+    run, steps = whole_run(world, "dpo", "telemetry.pairs=true")
+    printed = subprocess.run(
+        [*ASYNCRL, "samples", "--pairs", str(run)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert len(printed) == sum(row["preference/pairs"] for row in steps) > B
+    rows = [
+        json.loads(line) for line in (world.directory / "quickstart/train.jsonl").read_text().splitlines()
+    ]
+    asked = {row["prompt"] for row in rows}
+    for pair in map(json.loads, printed):
+        assert pair["prompt"] in asked and pair["chosen"] != pair["rejected"]
+    assert all(abs(row["preference/margin"]) < 1e-6 for row in steps[:1]), "the policy is its own reference"
+
+
 def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: World) -> None:
     _, steps = whole_run(world, "remax", f"learner.hooks=[{world.directory}/hook.py:Baseline]")
     for row in steps:

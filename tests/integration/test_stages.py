@@ -7,15 +7,19 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load
 from asyncrl.config.resolved import dump_config
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.results.export import export_model
 from asyncrl.run.directory import RunDirectory
 from asyncrl.stages.process import checkpoints_of
-from asyncrl.stages.record import begin_stage
+from asyncrl.stages.record import begin_stage, refuse_changed_stage
 from asyncrl.stages.rows import fingerprints, read_rows
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
@@ -90,6 +94,15 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     assert "model.safetensors" not in files_of(first)
     if stage == "rm":
         return
+    assert export_model(first, tmp_path / "merged", merge=True) == first.model
+    assert "library_name: transformers" in (tmp_path / "merged/README.md").read_text()
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tmp_path / "merged")
+    )
+    tokens = torch.arange(2, 30)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, first.model)(tokens).logits
+        assert torch.allclose(merged(tokens).logits, expected, atol=1e-5)
     again = {"lora": {**lora, "start": str(first.model)}}
     second = trained(tiny_stage(tmp_path, stage, name="second", model=again, trl={"max_steps": 4}))
     old, new = (load_file(one.model / "adapter_model.safetensors") for one in (first, second))
@@ -142,7 +155,6 @@ def test_a_checkpoint_that_was_altered_is_not_loaded(tmp_path):
 
 @pytest.mark.parametrize("where", ["checkpoint", "export"])
 def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, where):
-    import torch
     from safetensors import SafetensorError
     from transformers import PreTrainedModel
 
@@ -242,3 +254,20 @@ def test_a_pipeline_goes_on_with_the_first_part_that_is_not_finished_up_to_a_run
     run = tmp_path / "runs" / "whole"
     assert f"path: {tmp_path}/runs/dpo/hf" in (run / "config.yaml").read_text()
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+def test_what_a_stage_was_begun_with_does_not_change(tmp_path):
+    path = tiny_stage(tmp_path, "sft")
+    config, directory = begun(path)
+    rows = fingerprints(*read_rows(config))
+    refuse_changed_stage(config, directory, rows)
+    changed = load(StageConfig, path, ["trl.learning_rate=1", "ranks=2", "telemetry.tensorboard=true"])
+    with pytest.raises(ConfigError) as raised:
+        refuse_changed_stage(changed, directory, rows | {"train": "3 rows"})
+    for said in (
+        "trl: found a section",
+        "ranks: found 2; allowed is 1",
+        "data.train: found 3 rows; the stage was",
+    ):
+        assert said in str(raised.value)
+    assert "telemetry" not in str(raised.value)

@@ -121,16 +121,22 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Tr
         gradient_checkpointing=scenario.get("checkpointing", False),
         optimizer=OptimizerConfig(**optimizer),
     )
+    model = ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32"), lora=scenario.get("lora"))
     return open_trainer(
-        ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32"), lora=scenario.get("lora")),
+        model,
         learner,
         temperature=0.7,
         optimizer_steps=1,
         device=choose_device(learner, job["rank"], auto="cpu"),
         rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
-        reference=scenario.get("reference", False),
+        reference=_reference_of(model, scenario.get("reference")),
         critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,
     )
+
+
+def _reference_of(model: ModelConfig, wanted: bool | str | None) -> ModelConfig | None:
+    """The policy's model, or that in the directory of a teacher."""
+    return model.model_copy(update={"path": wanted}) if isinstance(wanted, str) else model if wanted else None
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:
@@ -609,7 +615,13 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     if model.lora:
         shape = read_trained_shape(model, learner)
     parts = rank_bytes(
-        shape, model, learner, reference=not has_critic, critic=has_critic, on_gpu=False, slots=0
+        shape,
+        model,
+        learner,
+        reference=None if has_critic or shape.adapter else shape,
+        critic=has_critic,
+        on_gpu=False,
+        slots=0,
     )
     trainer.close()
     return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}

@@ -209,6 +209,17 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         None,
     ),
     ({"batch": {"group_size": 1}} | algorithm(advantage="distill"), None),
+    (algorithm(advantage="distill", reference={"path": "t"}), None),
+    (algorithm(kl={"coefficient": 0.1}, reference={"path": "t"}), None),
+    (algorithm(advantage="mine:f", reference={"path": "t"}), None),
+    (
+        algorithm(reference={"path": "t"}),
+        "neither algorithm.kl nor advantage `grpo` uses a reference; drop it, set kl.coefficient",
+    ),
+    (
+        algorithm(advantage="distill", reference={"path": "t"}, kl={"reference_decay": 0.9}),
+        "would mix the policy's weights into it; drop one of them",
+    ),
     (
         {"batch": {"group_size": 1}} | algorithm(advantage={"name": "distill", "reward": 1.0}),
         "compares rollouts of one group",
@@ -386,6 +397,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         {"batch": {"missing_episodes": 7}, "environment": {"uses": "e.py:E"}}
         | {"data": {"train": "t", "curriculum": {"floor": 0.1}}},
         "leaves one episode of a group, whose rewards are always equal; set at most 6",
+    ),
+    ({"telemetry": {"pairs": True}}, None),
+    (
+        {"telemetry": {"pairs": True}, "environment": {"uses": "e.py:E"}},
+        "episodes of an environment are more than an answer to a prompt; drop it",
+    ),
+    (
+        {"telemetry": {"pairs": True}, "batch": {"group_size": 1}} | algorithm(advantage="reinforce"),
+        "a group has no best and worst",
     ),
     ({"environment": {"uses": ["e.py:f"]}}, "a list of tools, but model.chat_template is false"),
     ({"environment": {"uses": ["e.py:f"]}, "model": {"path": "m", "chat_template": True}}, None),

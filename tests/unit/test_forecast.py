@@ -237,6 +237,14 @@ def test_reference_and_critic_are_counted_where_there_are_any():
     reference = planned(config_of(algorithm={"kl": {"coefficient": 0.1}}))
     critic = planned(config_of(algorithm={"advantage": "gae"}))
     assert reference["one rank"] - base["one rank"] == 4 * n
+    taught = forecast(
+        config_of(algorithm={"advantage": "distill", "reference": {"path": "t"}}),
+        STORIES,
+        CPU,
+        rows=None,
+        teacher=replace(STORIES, parameters=5 * n),
+    )
+    assert taught["reference"] == 4 * 5 * n == taught["one rank"] - base["one rank"]
     assert critic["one rank"] - base["one rank"] == 12 * n and critic["checkpoint"] == 28 * n
 
 

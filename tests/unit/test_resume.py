@@ -103,6 +103,11 @@ CHANGES = {
     "data.shuffle": ["data.shuffle=false"],
     "data.curriculum.floor": ["data.curriculum.floor=0.1"],
     "algorithm.advantage": ["algorithm.advantage=gae"],
+    "algorithm.reference.path": ["algorithm.advantage=distill", "algorithm.reference.path=teacher"],
+    "algorithm.reference.revision": [
+        "algorithm.advantage=distill",
+        "algorithm.reference={path: teacher, revision: abc}",
+    ],
     "learner.ranks": ["learner.ranks=2"],
     "learner.zero_stage": ["learner.zero_stage=2"],
     "learner.offload_optimizer": [

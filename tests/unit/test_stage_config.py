@@ -62,7 +62,7 @@ def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp
         ("model.lora={sync: merged}", "model.lora.sync: is for `asyncrl up`"),
         (
             "model.lora={start: nowhere}",
-            "model.lora.start: found nowhere, which has no readable adapter_config",
+            "model.lora.start: nowhere/adapter_config.json",
         ),
         ("learning_rate=1", "did you mean `trl.learning_rate`?"),
         ("data.train=no.jsonl", "data.train: found no no.jsonl"),
@@ -84,8 +84,10 @@ def test_a_mistake_in_the_file_has_its_line(tmp_path):
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
-    with pytest.raises(ConfigError, match=r"model.lora.start: found an adapter of other; model.path is "):
+    found = {"base_model_name_or_path": "other", "r": 16, "lora_alpha": 32}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(found))
+    (tmp_path / "adapter/adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"model.lora.start: .* is an adapter of other, but model.path is "):
         validated_stage(tiny_stage(tmp_path, "sft"), [f"model.lora={{start: {tmp_path}/adapter}}"])
 
 

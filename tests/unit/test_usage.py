@@ -58,7 +58,7 @@ def test_a_trainer_counts_each_pass_of_each_model(model):
         temperature=1.0,
         optimizer_steps=1,
         device=choose_device(learner, local_rank=0, auto="cpu"),
-        reference=True,
+        reference=model,
         critic=CriticConfig(),
     )
     shape, packed = read_shape(model), microbatch([sample(3, 4), sample(5, 6)], CPU)
@@ -112,7 +112,7 @@ def test_what_is_planned_for_torch_is_the_plan_without_cuda_and_slots_of_other_r
     from asyncrl.hosting.memory_use import torch_bytes
 
     config, learner = ModelConfig(path="m", dtype="bfloat16"), LearnerConfig(ranks=2, zero_stage=1)
-    parts = rank_bytes(SHAPE, config, learner, reference=True, critic=False, on_gpu=True, slots=2)
+    parts = rank_bytes(SHAPE, config, learner, reference=SHAPE, critic=False, on_gpu=True, slots=2)
     assert torch_bytes(parts, rank=0) == sum(parts.values()) - CONTEXT_BYTES
     assert torch_bytes(parts, rank=1) == torch_bytes(parts, rank=0) - 2 * weights_bytes(SHAPE, config)
 

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from tests.support.model_files import model_files
+from tests.support.models import tiny_qwen2
 
 GOOD = """\
 run:
@@ -196,6 +197,30 @@ def test_a_mistake_is_named_with_its_line_and_a_way_out(right: str, wrong: str, 
     text = GOOD.replace(right + "\n", wrong + "\n")
     (line,) = said_of(text)
     assert line.startswith(f"  run.yaml:{line_of(text, wrong, key)}  {key}: ") and said in line
+
+
+def test_a_teacher_is_looked_at_as_the_model_is_and_must_have_its_tokens(tmp_path: Path):
+    taught = ("algorithm.advantage=distill", "algorithm.reference.path=./teacher")
+    (line,) = said_of(GOOD, *taught)
+    assert "algorithm.reference.path: found no ./teacher; give a Hugging Face model directory" in line
+    model_files(tmp_path / "teacher", model_type="mamba")
+    assert any(
+        "algorithm.reference.path: ./teacher is of the architecture mamba" in one
+        for one in said_of(GOOD, *taught)
+    )
+    student = tiny_qwen2(tmp_path / "student", max_position_embeddings=2048)
+    teacher = tiny_qwen2(tmp_path / "larger", num_hidden_layers=3, vocab_size=99)
+    Path("run.yaml").write_text(GOOD)
+    taught = ("algorithm.advantage=distill", f"model.path={student}", f"algorithm.reference.path={teacher}")
+    assert validated_config(Path("run.yaml"), taught).reference.path == str(teacher)
+    (line,) = said_of(
+        GOOD, "algorithm.advantage=distill", f"model.path={teacher}", f"algorithm.reference.path={student}"
+    )
+    assert f"config.json of {student} has vocab_size 43, less than 99 of {teacher} (model.path)" in line
+    file = teacher / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7":', '"8_":'))
+    (line,) = said_of(GOOD, *taught)
+    assert f"the tokenizer of {teacher} has" in line and f"and that of {student} (model.path) as" in line
 
 
 def test_a_rule_names_its_key_once_and_an_existing_path_is_not_called_absent():

@@ -1,4 +1,7 @@
-"""The reference model: frozen, or a moving average of the policy; with an adapter, the policy as it began."""
+"""The reference model: frozen, a moving average of the policy, or a teacher.
+
+With an adapter and without a teacher it is the policy as it began.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +23,20 @@ FILE = "model.safetensors"
 
 
 class Reference:
-    """A copy of the policy's model, sharded like it. Every rank calls every method, in the same order."""
+    """A copy of the policy's model, or a teacher, sharded alike. Every rank calls every method, in order."""
 
     def __init__(self, policy: PolicyModule, *, dtype: str, stage: int) -> None:
-        """`policy` must be a separate copy of the model; it is frozen."""
+        """`policy` must be a separate copy of the model, or another one; it is frozen."""
         self._policy = policy.requires_grad_(False)
         # Below stage 3 every rank has all weights, and no engine is needed.
         settings = engine_settings(policy, dtype=dtype, stage=stage)
         self.module: Any = deepspeed.initialize(model=policy, config=settings)[0] if stage == 3 else policy
         self._updates = 0
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return self._policy.model
 
     @property
     def moved(self) -> bool:

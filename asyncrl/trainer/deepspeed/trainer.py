@@ -52,7 +52,7 @@ class DeepSpeedTrainer:
         optimizer_steps: int,
         device: torch.device,
         rendezvous: Rendezvous,
-        reference: bool,
+        reference: ModelConfig | None,
         critic: CriticConfig | None,
         slots: int,
     ) -> None:
@@ -64,10 +64,10 @@ class DeepSpeedTrainer:
         sequence = SequenceRanks(together) if together > 1 else None
         join_deepspeed(rendezvous.local_rank)
         stage = zero_stage(learner.zero_stage, model.dtype)
-        load: Callable[..., Any] = partial(load_model, model, device, sequence_parallel=together)
+        load: Callable[..., Any] = partial(load_model, device=device, sequence_parallel=together)
         if stage == 3:
-            load = partial(load_in_shards, model, device, self._ranks, sequence_parallel=together)
-        load_trained = partial(load, gradient_checkpointing=learner.gradient_checkpointing)
+            load = partial(load_in_shards, device=device, ranks=self._ranks, sequence_parallel=together)
+        load_trained = partial(load, model, gradient_checkpointing=learner.gradient_checkpointing)
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
         self._lora, self._target = model.lora, model.update_target
@@ -82,8 +82,8 @@ class DeepSpeedTrainer:
             **engine,
         )
         # With its adapter as it began, or without the one that began as nothing, the policy is the reference.
-        copies = reference and self._lora is None
-        self._reference = Reference(PolicyModule(load(), sequence), **shared) if copies else None
+        is_copy = reference is not None and reference.lora is None
+        self._reference = Reference(PolicyModule(load(reference), sequence), **shared) if is_copy else None
         adapter = [parameter for _, parameter in lora.adapter_tensors(policy)]
         self._start = StartAdapter(adapter) if self._lora is not None and self._lora.start else None
         self._critic: TrainedModel | None = None
@@ -95,9 +95,16 @@ class DeepSpeedTrainer:
         trained = sum(map(size_of, adapter))
         numbers = sum(map(size_of, policy.parameters())) - trained
         shape = ModelShape.of(policy.config, numbers, adapter=trained)
+        self._reference_shape = _shape_of(self._reference.model) if self._reference else None
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         parts = rank_bytes(
-            shape, model, learner, reference=reference, critic=critic is not None, on_gpu=True, slots=slots
+            shape,
+            model,
+            learner,
+            reference=self._reference_shape,
+            critic=critic is not None,
+            on_gpu=True,
+            slots=slots,
         )
         planned_bytes = torch_bytes(parts, rank=self.rank)
         self._meter = Meter(
@@ -250,7 +257,7 @@ class DeepSpeedTrainer:
             columns_RT = self._token_columns(self._policy.engine, microbatch, squares)
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
-            self._meter.forward(microbatch)
+            self._meter.forward(microbatch, shape=self._reference_shape)
             measured["reference_logprobs_T"] = self._reference_logprobs_T(microbatch)
         if "values_T" in columns:
             critic = _built(self._critic, "critic")
@@ -259,7 +266,7 @@ class DeepSpeedTrainer:
         return {name: measured[name] for name in columns}
 
     def _reference_logprobs_T(self, microbatch: MicroBatch) -> Tensor:
-        if self._lora is None:
+        if self._lora is None or self._reference is not None:
             reference = _built(self._reference, "reference")
             return self._token_columns(reference.module, microbatch)[0]
         without = lora.adapters_off(self._policy.engine.module)
@@ -290,6 +297,10 @@ class DeepSpeedTrainer:
             with_squares=with_squares,
             entropy_gradient=entropy_gradient,
         )
+
+
+def _shape_of(model: Any) -> ModelShape:
+    return ModelShape.of(model.config, sum(map(size_of, model.parameters())))
 
 
 def _built(model: M | None, name: str) -> M:

@@ -1,0 +1,66 @@
+"""Appends the best and the worst answer of each trained group to a file that TRL reads as preferences."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.learner import Step
+from asyncrl.telemetry.history import json_object
+from asyncrl.telemetry.jsonl import Lines
+from asyncrl.types import Prompt
+
+
+class PairsFile:
+    """JSON lines with TRL's columns `prompt`, `chosen`, `rejected`, and the step."""
+
+    def __init__(
+        self,
+        path: Path,
+        prompts: Mapping[tuple[int, ...], Prompt],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        step: int,
+    ) -> None:
+        """Append to the file, without the pairs of steps after `step`, which will be trained again.
+
+        `prompts` has the prompt of each row of the data by its token ids.
+        """
+        _forget(path, step)
+        self._lines, self._prompts, self._decode = Lines(path), prompts, decode
+
+    def write(self, step: Step) -> None:
+        """Append a line for each group of the step whose rewards, after shaping, differ."""
+        self._lines.write([*self._pairs(step)])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def _pairs(self, step: Step) -> Iterator[dict[str, Any]]:
+        rewards = iter(step.plan.rewards.rewards_S.tolist())
+        for group in step.collected.groups:
+            scored = [(next(rewards), rollout) for rollout in group.rollouts]
+            (most, best), (least, worst) = (of(scored, key=lambda one: one[0]) for of in (max, min))
+            if most == least:
+                continue
+            prompt = self._prompts[tuple(best.prompt_ids.tolist())]
+            texts = [self._decode(one.response_ids.tolist()) for one in (best, worst)]
+            chosen, rejected = (
+                [{"role": "assistant", "content": text}] if prompt.messages else text for text in texts
+            )
+            asked = list(prompt.messages) or prompt.text
+            yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
+
+
+def _forget(path: Path, step: int) -> None:
+    """Cut the file before the first line of a later step, or before one that a crash left incomplete."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = 0
+        for line in file:
+            record = json_object(line)
+            if record is None or record["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)
