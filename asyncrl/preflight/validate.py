@@ -18,14 +18,16 @@ from asyncrl.config.named_files import file_problems, is_local, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import ModelConfig
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.environments.named import TOOLS, is_named
-from asyncrl.errors import DataError, RewardError
+from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
+from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
@@ -60,7 +62,7 @@ def validated_config(
         config, root = draft.config, draft.root
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *_teacher_problems(config)]
-        found += [*_function_problems(config, root), *_row_problems(config)]
+        found += [*_adapter_problems(config.model), *_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         if generators:
             found += [*_program_problems(config.environment), *_key_problems(config)]
@@ -73,6 +75,23 @@ def validated_config(
         for mistake in found:
             draft.add(mistake)
     return checked(draft)
+
+
+def _adapter_problems(model: ModelConfig) -> Iterator[Mistake]:
+    """Find an adapter to begin with that cannot be used, and targets that a model on this machine lacks."""
+    if model.lora is None:
+        return
+    try:
+        require_usable(model.lora, model.path)
+        if (Path(model.path) / "config.json").is_file():
+            from asyncrl.hosting.machine import read_model  # it imports torch and transformers
+
+            read_model(model)
+    except ConfigError as error:
+        key, _, text = str(error).partition(": ")
+        yield Mistake((key,), text)
+    except DataError:  # `file_problems` reports it
+        return
 
 
 def _teacher_problems(config: Config) -> Iterator[Mistake]:

@@ -36,6 +36,7 @@ NOT_TYPED = {
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl doctor --gpu": "needs a GPU: tests/unit/test_gpu_check.py has its verdicts and limits",
     "asyncrl doctor --gpu --device cpu": "minutes: tests/integration/test_gpu_rehearsal.py types it",
+    "asyncrl export --merge": "needs a run with an adapter: tests/integration/test_lora_run.py types it",
     "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
     "asyncrl quickstart": "minutes: as `make quickstart`; tests/integration/test_wheel.py has what comes before the warm-up",
     "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",

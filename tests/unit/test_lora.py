@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from asyncrl import lora
-from asyncrl.config.sections import LoraConfig
+from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.hosting.machine import read_model
+from asyncrl.preflight.validate import validated_config
 from tests.support.models import model_of, peft_adapter, tiny_qwen2
 
 IDS = torch.arange(2, 30)[None]
@@ -122,3 +124,26 @@ def test_files_that_are_missing_or_broken_are_named(base, tmp_path):
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors; save"):
         lora.require_usable(config, str(base))
+
+
+def test_validate_names_what_is_wrong_with_an_adapter_and_where_it_is_set(base, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"run: {{name: x}}\nmodel:\n  path: {base}\n  dtype: float32\n  lora: {{targets: [lm_head]}}\n"
+        f"data: {{train: {tmp_path}/train.jsonl}}\nreward: {{functions: [{{function: exact_match}}]}}\n"
+        "learner: {device: cpu}\nsampling: {max_prompt_tokens: 8, max_response_tokens: 8}\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml:5  model.lora.targets: lm_head is lm_head, no linear"):
+        validated_config(path)
+    with pytest.raises(ConfigError, match=r"model.lora.start: .*give a directory that PEFT"):
+        validated_config(path, ["model.lora.targets=[]", f"model.lora.start={tmp_path}"])
+    validated_config(path, ["model.lora.targets=[q_proj]"])
+
+
+def test_the_numbers_of_an_adapter_are_counted_without_weights(base):
+    _, shape = read_model(ModelConfig(path=str(base), lora=LoraConfig(rank=8)))
+    model = model_of(base)
+    assert shape.parameters == sum(one.numel() for one in model.parameters())
+    lora.inject(model, LoraConfig(rank=8))
+    assert shape.adapter == sum(one.numel() for _, one in lora.adapter_tensors(model)) > 0
