@@ -7,7 +7,7 @@ import psutil
 
 from asyncrl import lora
 from asyncrl.config.sections import ModelConfig
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import visible_gpus
@@ -87,6 +87,9 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
     numbers, adapter = sum(parameter.numel() for parameter in built.parameters()), 0
     if model.lora is not None:
+        if sees_images(config):
+            found = f"model.lora: {model.path} has a vision part, of whose layers none may have an adapter"
+            raise ConfigError(f"{found}; remove model.lora, or choose a model of text only")
         lora.require_usable(model.lora, model.path)
         with torch.device("meta"):
             lora.inject(built, model.lora)

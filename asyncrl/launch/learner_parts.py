@@ -12,7 +12,6 @@ from asyncrl.buffer.run_record import claim_store, key_id
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import open_hub
 from asyncrl.data.dataset import DataFiles
-from asyncrl.data.image_processor import LearnerImages
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import open_page
@@ -27,11 +26,6 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.types import Group
 from asyncrl.weights.publisher import open_publisher
-
-
-def open_images(config: Config) -> LearnerImages | None:
-    """Return the images of this rank, if the data has any."""
-    return None if config.data.images_key is None else LearnerImages(config)
 
 
 def open_lead_run(

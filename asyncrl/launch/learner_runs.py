@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.buffer.intake import Collected
+from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
+from asyncrl.data.image_processor import LearnerImages
 from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import Taken, hand_out, receive
@@ -27,6 +29,11 @@ from asyncrl.wire.group_frames import decode_group
 
 # Time between two signs of life to the other ranks while groups are missing.
 POLL_S = 1.0
+
+
+def open_images(config: Config) -> LearnerImages | None:
+    """Return the images of this rank, if the data has any."""
+    return None if config.data.images_key is None else LearnerImages(config)
 
 
 @dataclass(slots=True, kw_only=True)

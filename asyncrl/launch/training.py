@@ -16,8 +16,8 @@ from asyncrl.data.dataset import DataFiles
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.first_probe import certified_probe, require_right_code
-from asyncrl.launch.learner_parts import open_images, open_lead_run
-from asyncrl.launch.learner_runs import FollowerRun, LeadRun
+from asyncrl.launch.learner_parts import open_lead_run
+from asyncrl.launch.learner_runs import FollowerRun, LeadRun, open_images
 from asyncrl.launch.saving import Saving
 from asyncrl.learner import run_learner
 from asyncrl.run.directory import RunDirectory

@@ -90,9 +90,6 @@ def load_model(
             "files from the same model"
         )
     require_divisible(model.config, sequence_parallel)
-    if config.lora is not None and sees_images(model.config):
-        found = f"model.lora is set, but {config.path} has a vision part, which is frozen"
-        raise DataError(f"{found}; remove model.lora, or choose a model of text only")
     recompute(model, gradient_checkpointing)
     freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.

@@ -135,6 +135,13 @@ def test_a_text_model_is_refused(task: Path, tmp_path: Path) -> None:
         LearnerImages(config(task, text_model))
 
 
+def test_an_adapter_of_a_model_with_a_vision_part_is_refused(task: Path, model: Path) -> None:
+    sections = {"model": {"path": str(model), "chat_template": True, "lora": {"rank": 8}}}
+    (task / "run.json").write_text(config(task, model, **sections).model_dump_json())
+    with pytest.raises(ConfigError, match=r"model\.lora.* has a vision part"):
+        validated_config(task / "run.json")
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
