@@ -1,12 +1,16 @@
 """Trains a stage with TRL. Ours are the model's place, the trackers, checkpoints that verify, the export."""
 
-import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
 
 from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, lacks_gpu_memory
 from asyncrl.extras import from_extra
@@ -21,17 +25,6 @@ from asyncrl.stages.record import read_stage, write_stage
 from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
-
-# `asyncrl.builds` has hidden the companions of torch that do not fit it; TRL would import them.
-with from_extra("stages"):
-    import datasets
-    import torch
-    import transformers
-    import trl
-    from peft import LoraConfig, PeftModel
-    from safetensors import SafetensorError
-
-log = logging.getLogger(__name__)
 
 # Defaults of ours in place of TRL's, which keeps every checkpoint.
 DEFAULTS: Mapping[str, Any] = {"save_total_limit": 2}
@@ -74,8 +67,11 @@ def train(
 
 def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> Any:
     """Return TRL's trainer of the stage, with the model loaded and the rows tokenised."""
+    with from_extra("stages"):
+        import datasets
+        import trl
+
     name = TRAINERS[config.stage][1]
-    held_out: Any = None
     try:
         arguments = getattr(trl, f"{name}Config")(**_arguments(config, directory))
     except (ValueError, TypeError) as error:
