@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
 from asyncrl.algo.turn_advantages import turn_gae, turn_value_targets
 from asyncrl.batch.plan import Plan
-from asyncrl.batch.turn_columns import turn_columns
+from asyncrl.batch.turn_columns import turn_columns, turn_parts
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError, ShapeError
@@ -246,3 +247,10 @@ def test_the_parts_of_a_reward_are_those_of_the_config_whatever_groups_bring():
     assert all(not sequence.advantages.any() for sequence in plan.sequences), (
         "a part that nobody brings teaches nothing"
     )
+
+
+def test_the_first_and_the_last_turn_of_each_episode_are_told_from_those_between():
+    episodes, turns = [0, 0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 3, 4, 5, 6]
+    rewards = SimpleNamespace(episode_K=torch.tensor(episodes), turn_T=torch.tensor(turns))
+    assert turn_parts(rewards).tolist() == [0, 1, 1, 1, 2, 0, 0, 2]
+    assert turn_parts(SimpleNamespace(episode_K=None, turn_T=None)) is None
