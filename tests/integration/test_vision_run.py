@@ -9,7 +9,7 @@ import yaml
 from tests.support.vlm_models import picture, tiny_idefics3
 from tests.support.whole_run import processes_of, rows, start
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 REWARD = """\
 def letter(prompt, response, answer, **row):

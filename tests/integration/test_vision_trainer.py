@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks, forked_ranks
 from tests.support.trainer_worker import sequences, tokens_of
 from tests.support.vlm_models import tiny_idefics3, with_pictures
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from asyncrl.types import Rollout
 from tests.support.vllm_engines import apply, running_engine, scrambled, slot_order
 from tests.support.vlm_models import picture_bytes, tiny_idefics3
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 TEXT = "user:<image>which?<end_of_utterance>assistant:"
 TWO = "user:<image>and <image>which?<end_of_utterance>assistant:"
