@@ -16,7 +16,7 @@ from asyncrl.types import Group
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.judge_server import Asked, Reply, chat, served
 from tests.support.steps import rollout
-from tests.support.whole_run import call, start, steps, tiny_run, wait
+from tests.support.whole_run import call, start, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -44,8 +44,7 @@ def test_a_run_survives_a_judge_that_fails_and_shows_its_words(tmp_path):
         functions = json.dumps([{"function": "llm_judge", "params": params, "weight": 2.0}])
         process = start(config, f"reward.functions={functions}", "learner.steps=4", "reward.attempts=9")
         run = tmp_path / "runs" / "whole"
-        wait(lambda: process.poll() is not None, process, config)
-        assert process.returncode == 0, (tmp_path / "up.out").read_text()[-3000:]
+        assert process.wait(timeout=380) == 0, (tmp_path / "up.out").read_text()[-3000:]
         calls = len(server.asked)
     assert steps(run) == [1, 2, 3, 4]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
