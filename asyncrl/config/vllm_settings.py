@@ -38,7 +38,7 @@ REFUSED: dict[str, str] = {
     "kv_transfer_config": _CACHE,
     "kv_offloading_backend": _CACHE,
     "load_format": "version 0 must be the model of model.path, which the learner has loaded",
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "set model.lora"),
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"), "set model.lora"),
     "worker_cls": "weights are received in vLLM's own worker",
     "worker_extension_cls": "weights are received in asyncrl's own extension",
     "runner": "generators generate",
