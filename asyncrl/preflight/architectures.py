@@ -9,7 +9,9 @@ from pathlib import Path
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.model_files import image_problem
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
+from asyncrl.errors import DataError
 
 STATE = "layers that carry a state from token to token, which would leak between packed sequences"
 OWN = "an attention of its own, which does not take packed sequences"
@@ -77,3 +79,20 @@ def architecture_problems(
         found = f"{model.path} is of the architecture {kind}, which the learner cannot train: it has {reason}"
         cure = "choose one that docs/models.md calls right, such as llama, qwen3 or mistral"
         yield Mistake((key,), f"{found}; {cure}")
+
+
+def teacher_problems(config: Config) -> Iterator[Mistake]:
+    """Find a teacher that the learner cannot run, or that has other tokens than the policy."""
+    if config.algorithm.reference is None:
+        return
+    key = "algorithm.reference.path"
+    yield from architecture_problems(config.reference, key)
+    if all((Path(one.path) / "tokenizer.json").is_file() for one in (config.model, config.reference)):
+        from asyncrl.data.prompts import other_tokens  # it imports transformers
+
+        try:
+            text = other_tokens(config)
+        except (DataError, OSError, ValueError, LookupError):  # `file_problems` or loading reports it
+            return
+        if text:
+            yield Mistake((key,), text)

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
-from asyncrl.preflight.architectures import architecture_problems
+from asyncrl.preflight.architectures import architecture_problems, teacher_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
 from asyncrl.rewards.endpoints import key_of, read_template
@@ -63,7 +63,7 @@ def validated_config(
     if draft.config:
         config, root = draft.config, draft.root
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
-        found += [*file_problems(config), *_teacher_problems(config), *_adapter_problems(config.model)]
+        found += [*file_problems(config), *teacher_problems(config), *_adapter_problems(config.model)]
         found += [*_function_problems(config, root), *_row_problems(config)]
         found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         if generators:
@@ -94,23 +94,6 @@ def _adapter_problems(model: ModelConfig) -> Iterator[Mistake]:
         yield Mistake((key,), text)
     except DataError:  # `file_problems` reports it
         return
-
-
-def _teacher_problems(config: Config) -> Iterator[Mistake]:
-    """Find a teacher that the learner cannot run, or that has other tokens than the policy."""
-    if config.algorithm.reference is None:
-        return
-    key = "algorithm.reference.path"
-    yield from architecture_problems(config.reference, key)
-    if all((Path(one.path) / "tokenizer.json").is_file() for one in (config.model, config.reference)):
-        from asyncrl.data.prompts import other_tokens  # it imports transformers
-
-        try:
-            text = other_tokens(config)
-        except (DataError, OSError, ValueError, LookupError):  # `file_problems` or loading reports it
-            return
-        if text:
-            yield Mistake((key,), text)
 
 
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
