@@ -16,7 +16,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
 from asyncrl.config.outline import kind_at
-from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
+from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.wording import did_you_mean
@@ -193,7 +193,7 @@ def _key_problems(config: Config) -> Iterator[Mistake]:
     """Find keys of services that the environment lacks."""
     for index, one in enumerate(config.reward.functions):
         try:
-            key_of(one.remote) if one.remote else None
+            key_of(one.remote) if isinstance(one.remote, HttpReward) else None
         except RewardError as error:
             yield Mistake((f"reward.functions.{index}.params.key_env",), str(error))
 
