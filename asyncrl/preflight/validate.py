@@ -31,7 +31,7 @@ from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
-from asyncrl.rewards.endpoints import key_of, read_template
+from asyncrl.rewards.endpoints import columns_of, key_of
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
 
@@ -204,7 +204,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     Raises Missing, and RewardError for a judge's template.
     """
     if (remote := function.remote) is not None:
-        columns = _judges_columns(remote) if isinstance(remote, LlmJudge) else frozenset()
+        columns = columns_of(remote) if isinstance(remote, LlmJudge) else frozenset()
         return Form(accepted=columns, required=columns, takes_all=True)
     name = function.function
     if ":" not in name:
@@ -223,12 +223,6 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
         return form_of(_parameters(node.args))
     except RewardError as error:
         raise Missing(f"`{name.rpartition(':')[2]}` {error}") from error
-
-
-def _judges_columns(judge: LlmJudge) -> frozenset[str]:
-    """Return the columns that the template needs. Raises RewardError."""
-    _, columns = read_template(judge.prompt)
-    return columns | {judge.against} if judge.against else columns
 
 
 def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
