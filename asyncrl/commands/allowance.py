@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.reward_section import LlmJudge, RewardFunctionConfig
+from asyncrl.config.reward_section import HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import RunError
@@ -48,7 +48,7 @@ def wishes(config: Config) -> Iterator[Wish]:
 def _reward(key: str, function: RewardFunctionConfig) -> Iterator[Wish]:
     if ":" in function.function:
         yield Wish(key, function.function.rpartition(":")[0])
-    if (remote := function.remote) is not None:
+    if isinstance(remote := function.remote, HttpReward):
         yield Wish(f"{key}.params.url", f"url:{remote.url}")
         if remote.key_env:
             yield Wish(f"{key}.params.key_env", f"variable:{remote.key_env}")

@@ -117,7 +117,12 @@ def started(
             is_recorded = attempt.succeeded
 
         limits, max_restarts = limits_of(config), config.control.max_restarts
-        supervisor = Supervisor([learner], max_restarts=max_restarts, limits=limits, on_change=record)
+        supervisor = Supervisor(
+            [learner, *scorer_specs(config, directory)],
+            max_restarts=max_restarts,
+            limits=limits,
+            on_change=record,
+        )
         stack.enter_context(supervisor)
         seats = placement.learner_seats
         make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
@@ -243,6 +248,24 @@ def learner_spec(
         ends_run=True,
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
+
+
+def scorer_specs(config: Config, directory: RunDirectory) -> list[ProcessSpec]:
+    """Describe the processes of all reward models."""
+    made = []
+    for name, scorer in config.scorers.items():
+        for index in range(scorer.count):
+            gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
+            argv = module_argv("asyncrl.launch.scorer_process", "--name", name, "--index", str(index))
+            made.append(
+                ProcessSpec(
+                    name=f"{name}.{index}",
+                    argv=[*argv, "--config", str(directory.config)],
+                    env=child_environment(config, directory.path, threads=1, gpus=gpus),
+                    log_path=directory.logs / f"{name}.{index}.out",
+                )
+            )
+    return made
 
 
 def generator_maker(

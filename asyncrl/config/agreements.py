@@ -4,6 +4,7 @@ A setting without any effect is a mistake too, because its author expects one.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import complaint, needs
-from asyncrl.config.reward_section import REMOTE, RewardConfig
+from asyncrl.config.reward_section import REMOTE, ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -153,6 +154,27 @@ def _services_have_their_parameters(reward: RewardConfig) -> Iterator[Mistake]:
                 said = said or complaint(REMOTE[one.function], key, detail["type"], value)
                 # Not the key itself: a draft has a stand-in for all functions, but not for a service.
                 yield Mistake(("reward.functions",), f"params of `{one.function}`{said}; correct it there")
+
+
+def _scorers_are_there(
+    reward: RewardConfig, scorers: dict[str, ScorerConfig], control: ControlConfig
+) -> Iterator[Mistake]:
+    if any(_services_have_their_parameters(reward)):
+        return
+    for name in scorers:
+        if not re.fullmatch(r"[A-Za-z][\w-]{0,31}", name):
+            text = f"scorers has the name {name!r}; allowed are letters, digits, `_` and `-`; write another"
+            yield Mistake(("scorers",), text)
+    used = {one.remote.scorer for one in reward.functions if isinstance(one.remote, ModelScore)}
+    for name in sorted(used - scorers.keys()):
+        text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
+        yield Mistake(("reward.functions", "scorers"), text)
+    for name in sorted(scorers.keys() - used):
+        text = f"scorers.{name} is set, but no reward function `model_score` asks it; drop it, or add one"
+        yield Mistake((f"scorers.{name}", "scorers"), text)
+    if used and control.bind is not None:
+        text = "is for generators on other hosts, which cannot reach scorers; drop it, or serve the model"
+        yield Mistake(("control.bind", "scorers"), f"control.bind {text} behind an address (http_reward)")
 
 
 def _an_environment_is_used(environment: EnvironmentConfig) -> Iterator[Mistake]:
@@ -344,6 +366,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _images_are_rendered,
     _something_scores,
     _services_have_their_parameters,
+    _scorers_are_there,
     _an_environment_is_used,
     _there_is_one_environment,
     _agents_name_models,

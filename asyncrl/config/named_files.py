@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
+from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
 from asyncrl.config.wording import closest, divisors
@@ -39,6 +41,7 @@ def file_problems(config: Config) -> Iterator[Mistake]:
     yield from policy_problems(config.model)
     yield from _sizes(config)
     yield from _teacher(config)
+    yield from _scorers(config)
     yield from _division(config)
     yield from _judges(config)
     yield from tracker_problems(config.telemetry)
@@ -136,6 +139,42 @@ def _teacher(config: Config) -> Iterator[Mistake]:
                 yield Mistake(("algorithm.reference.path",), text)
 
 
+def _scorers(config: Config) -> Iterator[Mistake]:
+    """Find reward models that would not score, or would read other tokens than the policy writes."""
+    for name, scorer in config.scorers.items():
+        directory, key = Path(scorer.model), f"scorers.{name}.model"
+        if not directory.is_dir():
+            if is_local(scorer.model) or directory.exists():
+                yield Mistake((key,), f"{unusable(scorer.model)}; give the directory of a reward model")
+            continue
+        try:
+            settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            names, labels = (
+                settings.get("architectures") or ["none"],
+                settings.get("id2label", {"0": "", "1": ""}),
+            )
+        except (OSError, ValueError) as error:
+            yield Mistake((key,), f"cannot read config.json in {directory}: {error}; give a reward model")
+            continue
+        if not names[0].endswith("ForSequenceClassification") or len(labels) != 1:
+            found = f"found {names[0]} with {len(labels)} labels in {directory}"
+            yield Mistake(
+                (key,), f"{found}; allowed is a sequence classifier with one; use `asyncrl stage` rm"
+            )
+        if _vocabulary(directory) != _vocabulary(Path(config.model.path)):
+            text = f"has another tokenizer than model.path ({config.model.path}), but reads its token ids"
+            yield Mistake((key, "model.path"), f"{directory} {text}; use a reward model trained from it")
+
+
+def _vocabulary(directory: Path) -> Any:
+    """Return what the tokenizer's file says of the ids of tokens; None if there is no such file."""
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return tokenizer["model"].get("vocab"), tokenizer.get("added_tokens")
+
+
 def has_chat_template(directory: Path) -> bool:
     """Return whether the tokenizer in a model directory has a chat template."""
     settings = directory / "tokenizer_config.json"
@@ -180,7 +219,7 @@ def _division(config: Config) -> Iterator[Mistake]:
 def _judges(config: Config) -> Iterator[Mistake]:
     for index, one in enumerate(config.reward.functions):
         missing = [name for name in JUDGES if importlib.util.find_spec(name) is None]
-        if one.remote and missing:
+        if isinstance(one.remote, HttpReward) and missing:
             found = f"is {one.function}, but {' and '.join(missing)} is not installed"
             yield Mistake((f"reward.functions.{index}.function",), f"{found}; {install_command('judge')}")
 

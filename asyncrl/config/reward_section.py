@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema, model_validator
 
-from asyncrl.algo.ranges import Positive, PositiveInt
+from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.base import Mistake, Mistakes, Part, marked
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 
@@ -34,7 +34,21 @@ def _pattern(value: str) -> str:
     return value
 
 
-class HttpReward(Part):
+class Remote(Part):
+    """A reward that another process computes."""
+
+    cache: bool = True
+    """Whether a request that was answered before gets the same answer without being sent."""
+
+
+class ModelScore(Remote):
+    """A reward that a reward model of the run computes."""
+
+    scorer: str
+    """Name of the model in `scorers`."""
+
+
+class HttpReward(Remote):
     """A reward that a service computes: numbers for prompts, completions and columns."""
 
     url: Annotated[str, AfterValidator(_address)]
@@ -43,8 +57,6 @@ class HttpReward(Part):
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(KEY|TOKEN)$", examples=["JUDGE_API_KEY"])] | None
     ) = None
     """Environment variable that holds the key of the service; from its name logs know that they hide it."""
-    cache: bool = True
-    """Whether a request that was answered before gets the same answer without being sent."""
 
 
 class LlmJudge(HttpReward):
@@ -79,7 +91,22 @@ class LlmJudge(HttpReward):
         return self.votes * (2 if self.against and self.both_orders else 1)
 
 
-REMOTE: dict[str, type[HttpReward]] = {"http_reward": HttpReward, "llm_judge": LlmJudge}
+REMOTE: dict[str, type[Remote]] = {
+    "http_reward": HttpReward,
+    "llm_judge": LlmJudge,
+    "model_score": ModelScore,
+}
+
+
+class ScorerConfig(Part):
+    """A reward model of the run: one number for a prompt and its response."""
+
+    model: str
+    """Directory or hub name of a sequence classifier with one label and the policy's tokenizer."""
+    count: PositiveInt = 1
+    """Processes, each with a copy of the model; each answers all generators of this host."""
+    gpus: tuple[NonNegativeInt, ...] = ()
+    """GPUs of each process in turn, by number; by default all processes see all GPUs."""
 
 
 class RewardFunctionConfig(Part):
@@ -87,7 +114,7 @@ class RewardFunctionConfig(Part):
 
     function: str
     """`module:function`, `path.py:function`, one of `exact_match`, `arithmetic`, `gsm8k`, `words_used`, or a
-    service: `http_reward`, `llm_judge` (judges.md)."""
+    service: `http_reward`, `llm_judge`, `model_score` (judges.md)."""
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
@@ -103,7 +130,7 @@ class RewardFunctionConfig(Part):
         return self.name or self.function.rsplit(":", 1)[-1]
 
     @property
-    def remote(self) -> HttpReward | None:
+    def remote(self) -> Remote | None:
         """The parameters of a service; None for a function that runs in a reward process."""
         kind = REMOTE.get(self.function)
         return kind.model_validate(self.params) if kind else None

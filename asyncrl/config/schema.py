@@ -16,7 +16,7 @@ from asyncrl.config.data_section import TICKET, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import OTHER_RUN, kept_values
-from asyncrl.config.reward_section import RewardConfig
+from asyncrl.config.reward_section import RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -117,6 +117,8 @@ class Config(Root):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
+    scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
+    """Reward models of the run by name, which `model_score` asks."""
     environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -312,6 +312,7 @@ class _Listener:
 
 def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
     outcome = episode.outcome
+    last = episode.rollouts[-1]
     result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
     played = dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True))
     return RewardInput(
@@ -320,6 +321,7 @@ def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
         raw_response=episode.raw_response,
         row={**prompt.row, **played},
         truncated=outcome.finish_reason != "stop",
+        token_ids=[*last.prompt_ids.tolist(), *last.response_ids.tolist()],
     )
 
 

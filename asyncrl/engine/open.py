@@ -3,7 +3,7 @@
 Nothing else imports `engine.vllm`: its library takes seconds to load, and a machine may lack it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
@@ -34,6 +34,24 @@ async def open_engine(
     from asyncrl.engine.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(model, generator, sampling, weights, device=device)
+
+
+def open_classifier(
+    model: str,
+    dtype: str,
+    generator: GeneratorConfig,
+    weights: WeightsConfig,
+    *,
+    max_tokens: int,
+    device: Device,
+) -> Callable[[list[int]], Awaitable[float]]:
+    """Load a reward model with vLLM; the result computes its number for token ids, many at the same time.
+
+    It raises EngineError for ids that the model cannot take. As `open_engine`, not for a thread of its own.
+    """
+    from asyncrl.engine.vllm.classifier import open_classifier
+
+    return open_classifier(model, dtype, generator, weights, max_tokens=max_tokens, device=device)
 
 
 def open_bare(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.hosting.gpus import BY_BUS, visible_devices
 
@@ -36,7 +37,11 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a role of a run; see `role_environment`. `also` are further patterns."""
     password = [config.store.password_env] if config.store.url else []
-    keys = [remote.key_env for one in config.reward.functions if (remote := one.remote) and remote.key_env]
+    keys = [
+        remote.key_env
+        for one in config.reward.functions
+        if isinstance(remote := one.remote, HttpReward) and remote.key_env
+    ]
     patterns = [*config.run.environment, *password, *keys, *also]
     on_cpu = config.learner.device == "cpu"
     return role_environment(patterns, run_directory, threads=threads, gpus=gpus, on_cpu=on_cpu)

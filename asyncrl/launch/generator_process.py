@@ -77,7 +77,7 @@ async def _generate(
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
-    players = Players.of(config, directory.path.parent)
+    players = Players.of(config, directory.path.parent, directory.path)
     log.info("starting the processes of rewards and environment")
     # Before the engine, which takes minutes: a function that cannot be loaded fails within a second.
     await players.start(prompts)

@@ -2,13 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.schema import Config
+from asyncrl.control.scoring import ScorerClient, endpoint_of
 from asyncrl.data.prompts import PromptSource
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
@@ -39,15 +40,19 @@ class Players:
     config: Config
     scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
+    clients: Sequence[ScorerClient] = ()
 
     @classmethod
-    def of(cls, config: Config, run_root: Path) -> "Players":
-        """Make what the config names; nothing is started."""
+    def of(cls, config: Config, run_root: Path, directory: Path | None = None) -> "Players":
+        """Make what the config names; nothing is started. Scorers run in the run of `directory`."""
         loaded = unchanged(config)
+        clients = {} if directory is None else _clients(config, directory)
+        asks = {name: client.ask for name, client in clients.items()}
         return cls(
             config,
-            Rewards(config.reward, run_root, loaded) if config.reward.functions else None,
+            Rewards(config.reward, run_root, loaded, asks) if config.reward.functions else None,
             _environment_of(config, loaded),
+            tuple(clients.values()),
         )
 
     async def start(self, prompts: PromptSource) -> None:
@@ -137,6 +142,15 @@ class Players:
             await self.environment.close()
         if self.scorer:
             await self.scorer.close()
+        for client in self.clients:
+            await client.close()
+
+
+def _clients(config: Config, directory: Path) -> dict[str, ScorerClient]:
+    return {
+        name: ScorerClient([endpoint_of(directory, name, index) for index in range(scorer.count)])
+        for name, scorer in config.scorers.items()
+    }
 
 
 def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:

@@ -16,7 +16,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
 from asyncrl.config.outline import kind_at
-from asyncrl.config.reward_section import REMOTE, LlmJudge, RewardFunctionConfig
+from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
 from asyncrl.config.wording import did_you_mean
@@ -31,7 +31,7 @@ from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS
-from asyncrl.rewards.endpoints import key_of, read_template
+from asyncrl.rewards.endpoints import columns_of, key_of
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
 
@@ -176,7 +176,7 @@ def _key_problems(config: Config) -> Iterator[Mistake]:
     """Find keys of services that the environment lacks."""
     for index, one in enumerate(config.reward.functions):
         try:
-            key_of(one.remote) if one.remote else None
+            key_of(one.remote) if isinstance(one.remote, HttpReward) else None
         except RewardError as error:
             yield Mistake((f"reward.functions.{index}.params.key_env",), str(error))
 
@@ -187,7 +187,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     Raises Missing, and RewardError for a judge's template.
     """
     if (remote := function.remote) is not None:
-        columns = _judges_columns(remote) if isinstance(remote, LlmJudge) else frozenset()
+        columns = columns_of(remote) if isinstance(remote, LlmJudge) else frozenset()
         return Form(accepted=columns, required=columns, takes_all=True)
     name = function.function
     if ":" not in name:
@@ -206,12 +206,6 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
         return form_of(_parameters(node.args))
     except RewardError as error:
         raise Missing(f"`{name.rpartition(':')[2]}` {error}") from error
-
-
-def _judges_columns(judge: LlmJudge) -> frozenset[str]:
-    """Return the columns that the template needs. Raises RewardError."""
-    _, columns = read_template(judge.prompt)
-    return columns | {judge.against} if judge.against else columns
 
 
 def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:

@@ -46,6 +46,8 @@ class RewardInput:
     raw_response: Callable[[], str] | None = None
     # Whether the response was cut off at the length limit.
     truncated: bool = False
+    # Prompt and response as the policy read and sampled them; in an episode its last sequence.
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

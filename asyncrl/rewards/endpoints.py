@@ -230,6 +230,12 @@ def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
         raise RewardError(f"{path}:{error.lineno} is not a valid template: {error}; correct it") from error
 
 
+def columns_of(judge: LlmJudge) -> frozenset[str]:
+    """Return the columns that a judge needs. Raises RewardError."""
+    _, columns = read_template(judge.prompt)
+    return columns | {judge.against} if judge.against else columns
+
+
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row as JSON has it: dates and decimals become text."""
     plain: dict[str, Any] = json.loads(json.dumps(row, default=str))

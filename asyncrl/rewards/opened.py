@@ -2,28 +2,38 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from asyncrl.config.reward_section import HttpReward, LlmJudge, RewardConfig
+from asyncrl.config.reward_section import HttpReward, LlmJudge, ModelScore, Remote, RewardConfig
 from asyncrl.errors import ungrouped
 from asyncrl.rewards.base import RewardInput, Score, Service, scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.remote import RemoteScorer
+from asyncrl.rewards.scorers import Ask, ModelService
 
 
 class Rewards:
     """The Scorer of a generator: asks processes and services at the same time, and adds up their parts."""
 
     def __init__(
-        self, config: RewardConfig, run_root: Path, loaded: Callable[[], None] = lambda: None
+        self,
+        config: RewardConfig,
+        run_root: Path,
+        loaded: Callable[[], None] = lambda: None,
+        scorers: Mapping[str, Ask] | None = None,
     ) -> None:
-        """`loaded` is as in RewardPool. Raises RewardError for a service whose key or template is missing."""
+        """Take what asks the scorers of the run, by name. `loaded` is as in RewardPool.
+
+        Raises RewardError for a service whose key or template is missing.
+        """
         self._functions = config.functions
         local = tuple(one for one in config.functions if one.remote is None)
         services = {
-            one.part: _service(settings) for one in config.functions if (settings := one.remote) is not None
+            one.part: _service(settings, scorers or {})
+            for one in config.functions
+            if (settings := one.remote) is not None
         }
         own = config.model_copy(update={"functions": local})
         self._pool = RewardPool(own, run_root, loaded) if local else None
@@ -66,5 +76,10 @@ class Rewards:
             await one.close()
 
 
-def _service(settings: HttpReward) -> Service:
-    return JudgeService(settings) if isinstance(settings, LlmJudge) else HttpService(settings)
+def _service(settings: Remote, scorers: Mapping[str, Ask]) -> Service:
+    if isinstance(settings, LlmJudge):
+        return JudgeService(settings)
+    if isinstance(settings, ModelScore):
+        return ModelService(settings, scorers.get(settings.scorer))
+    assert isinstance(settings, HttpReward)
+    return HttpService(settings)

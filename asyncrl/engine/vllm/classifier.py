@@ -1,0 +1,61 @@
+"""A reward model on vLLM: a sequence classifier with one label, in this process."""
+
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.config.sections import GeneratorConfig, WeightsConfig
+from asyncrl.engine.base import Device
+from asyncrl.engine.vllm.args import set_environment
+from asyncrl.errors import EngineError
+from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
+
+Score = Callable[[list[int]], Awaitable[float]]
+
+
+def open_classifier(
+    model: str,
+    dtype: str,
+    generator: GeneratorConfig,
+    weights: WeightsConfig,
+    *,
+    max_tokens: int,
+    device: Device,
+) -> Score:
+    """Load the model; see `engine.open`."""
+    set_environment(generator, weights, device=device)
+    from vllm import AsyncEngineArgs, PoolingParams
+    from vllm.exceptions import VLLMClientError
+    from vllm.inputs import tokens_input
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {}
+    if device == "cpu":
+        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": int(CPU_KV_CACHE_GIB * 2**30)}
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model,
+            dtype=dtype,
+            runner="pooling",
+            convert="classify",
+            max_model_len=max_tokens,
+            disable_log_stats=True,
+            **arguments,
+        )
+    )
+    numbers = itertools.count()
+
+    async def score(token_ids: list[int]) -> float:
+        # The model's number itself: after the sigmoid, all good answers would be near 1.
+        params = PoolingParams(task="classify", use_activation=False)
+        output = None
+        try:
+            async for newest in llm.encode(tokens_input(token_ids), params, request_id=str(next(numbers))):
+                output = newest
+        except (VLLMClientError, ValueError) as error:
+            raise EngineError(f"vLLM refused a request of {len(token_ids)} tokens: {error}") from error
+        assert output is not None
+        (value,) = output.outputs.data.tolist()
+        return float(value)
+
+    return score

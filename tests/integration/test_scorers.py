@@ -1,0 +1,204 @@
+"""A reward model in processes of the run: its numbers, its death, and a run without it."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+
+from asyncrl.commands.up import scorer_specs
+from asyncrl.config.schema import Config
+from asyncrl.control.scoring import ScorerClient, endpoint_of, serve_scores
+from asyncrl.errors import ConfigError, EngineError, RewardError
+from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.preflight.validate import validated_config
+from asyncrl.rewards import scorers as scorers_module
+from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.opened import Rewards
+from asyncrl.run.directory import RunDirectory
+from tests.support.models import SIZES, tiny_qwen2
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def reward_model(directory: Path, labels: int = 1) -> Path:
+    """A tiny Qwen2 with a random score, and the tokenizer of `tiny_qwen2`."""
+    tiny_qwen2(directory)
+    plain = json.loads((directory / "config.json").read_text())
+    config = Qwen2Config(
+        **{"vocab_size": plain["vocab_size"]} | SIZES, num_labels=labels, pad_token_id=0, eos_token_id=1
+    )
+    torch.manual_seed(3)
+    Qwen2ForSequenceClassification(config).float().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    tiny_qwen2(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    values = {
+        "run": {"name": "scored", "root": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "reward": {"functions": [{"function": "model_score", "params": {"scorer": "rm"}}], "timeout_s": 1.0},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 24},
+        "learner": {"device": "cpu"},
+        "scorers": {"rm": {"model": str(tmp_path / "rm")}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def scores(
+    config: Config, directory: Path, *asked: list[list[int]], timeout_s: float = 1.0
+) -> list[list[float]]:
+    """The rewards of groups of token ids, asked one group after the other."""
+
+    async def run() -> list[list[float]]:
+        client = ScorerClient(
+            [endpoint_of(directory, "rm", index) for index in range(config.scorers["rm"].count)]
+        )
+        reward = config.reward.model_copy(update={"timeout_s": timeout_s})
+        rewards = Rewards(reward, directory, scorers={"rm": client.ask})
+        await rewards.start()
+        try:
+            inputs = [
+                [RewardInput(prompt="", response="", row={}, token_ids=ids) for ids in group]
+                for group in asked
+            ]
+            found: list[list[Score]] = [await rewards.score(group) for group in inputs]
+        finally:
+            await rewards.close()
+            await client.close()
+        return [[one.total for one in group] for group in found]
+
+    return asyncio.run(run())
+
+
+def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_file, tmp_path):
+    reward_model(tmp_path / "rm")
+    config, directory = validated_config(config_file), RunDirectory(tmp_path / "runs" / "scored")
+    directory.create(fresh=False)
+    directory.config.write_text(config_file.read_text())
+    draw = np.random.default_rng(0)
+    groups = [[draw.integers(2, 12, size=n).tolist() for n in (1, 5, 31, 32)] for _ in range(2)]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32).eval()
+    with torch.no_grad():
+        right = [[model(torch.tensor([ids])).logits.item() for ids in group] for group in groups]
+    pids: dict[str, int] = {}
+    supervisor = Supervisor(scorer_specs(config, directory), max_restarts=3, on_change=pids.update)
+    watching = threading.Thread(target=supervisor.run)
+    try:
+        watching.start()
+        (first,) = scores(config, directory.path, groups[0], timeout_s=300.0)
+        assert np.abs(np.subtract(first, right[0])).max() <= 1e-5
+        before = pids["rm.0"]
+        psutil.Process(before).kill()
+        # Asked while it is dead: the calls are repeated until it is back.
+        (second,) = scores(config, directory.path, groups[1], timeout_s=300.0)
+        assert np.abs(np.subtract(second, right[1])).max() <= 1e-5
+        wait_until(lambda: pids["rm.0"] != before)
+        with pytest.raises(RewardError, match="the scorer `rm` says: vLLM refused a request of 99 tokens"):
+            scores(config, directory.path, [[2] * 99], timeout_s=60.0)
+    finally:
+        supervisor.request_stop("over")
+        watching.join()
+        supervisor.stop()
+
+
+def test_without_a_scorer_the_reward_fails_and_says_why(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(scorers_module, "ANSWER_S", 0.2)
+    reward_model(tmp_path / "rm")
+    with pytest.raises(RewardError, match="no scorer `rm` answered within"):
+        scores(validated_config(config_file), tmp_path, [[2, 3]])
+
+
+def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, monkeypatch):
+    """Two scorers, of which one never answers: each call ends at the other one."""
+    monkeypatch.setattr(scorers_module, "ANSWER_S", 0.2)
+    reward_model(tmp_path / "rm")
+    config = validated_config(config_file, ["scorers.rm.count=2"])
+    asked: list[int] = [0, 0]
+
+    async def number(ids: list[int]) -> float:
+        asked[0] += 1
+        return float(sum(ids))
+
+    async def silence(ids: list[int]) -> float:
+        asked[1] += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def serve() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        async with asyncio.TaskGroup() as tasks:
+            for index, answer in enumerate((number, silence)):
+                tasks.create_task(serve_scores(endpoint_of(tmp_path, "rm", index), answer))
+
+    stop: list = []
+
+    def target() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(serve())
+
+    serving = threading.Thread(target=target)
+    serving.start()
+    wait_until(lambda: all((tmp_path / f"rm.{index}.sock").exists() for index in range(2)))
+    try:
+        found = scores(config, tmp_path, [[2, n] for n in range(3, 9)], timeout_s=60.0)
+    finally:
+        stop[0]()
+        serving.join()
+    assert found == [[5.0, 6.0, 7.0, 8.0, 9.0, 10.0]]
+    assert asked[0] == 6 and asked[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["scorers.rm.model={}/two"], "found Qwen2ForSequenceClassification with 2 labels"),
+        (["scorers.rm.model={}/model"], "found Qwen2ForCausalLM"),
+        (["scorers.rm.model={}/other"], "another tokenizer than model.path"),
+        (["scorers.rm.model={}/nothing"], "found no "),
+        (["reward.functions.0.params={{scorer: judge}}"], "asks the scorer `judge`; scorers has rm"),
+        (["reward.functions=[exact_match]"], "a section with function"),
+        (["reward.functions=[{{function: exact_match}}]"], "no reward function `model_score` asks it"),
+        (["control.bind=tcp://127.0.0.1:5000"], "cannot reach scorers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overrides, said):
+    reward_model(tmp_path / "rm")
+    reward_model(tmp_path / "two", labels=2)
+    tokenizer = json.loads((reward_model(tmp_path / "other") / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = dict(zip(tokenizer["model"]["vocab"], range(99, 0, -1), strict=False))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError) as error:
+        validated_config(config_file, [one.format(tmp_path) for one in overrides])
+    assert said in str(error.value), str(error.value)
+
+
+def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):
+    async def refuse(ids: list[int]) -> float:
+        raise EngineError("too long")
+
+    async def run() -> None:
+        endpoint = endpoint_of(tmp_path, "rm", 0)
+        serving = asyncio.create_task(serve_scores(endpoint, refuse))
+        client = ScorerClient([endpoint])
+        with pytest.raises(EngineError, match="too long"):
+            await client.ask([1])
+        await client.close()
+        serving.cancel()
+        await asyncio.wait({serving})
+
+    asyncio.run(run())
