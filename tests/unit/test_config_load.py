@@ -95,7 +95,12 @@ MISTAKES = [
         "algorithm.correction.captain",
         "no parameter `captain`",
     ),
-    ("algorithm:\n  kl: {estimator: k9}", 8, "algorithm.kl.estimator.name", "unknown kl `k9`"),
+    (
+        "algorithm:\n  kl: {coefficient: 0.1, estimator: k9}",
+        8,
+        "algorithm.kl.estimator.name",
+        "unknown kl `k9`",
+    ),
     ("algorithm:\n  advantage: [grpo]", 8, "algorithm.advantage", "found ['grpo']; allowed is a section"),
     ("data2: !!python/object:os.system {}", 7, "data2", "unknown key"),
     ("store: {url: !secret x}", 7, "store.url", "found the tag !secret"),

@@ -50,6 +50,7 @@ def foreign(path: Path) -> Iterator[tuple[str, bool]]:
         id(node)
         for part in ast.walk(tree)
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(part, ast.If) and ast.unparse(part.test) == "TYPE_CHECKING")
         for node in ast.walk(part)
     }
     for node in ast.walk(tree):

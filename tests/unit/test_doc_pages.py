@@ -158,7 +158,7 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
     for file, content in files(page).items():
         (tmp_path / file).write_text(content, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    (row,) = [ast.literal_eval(content.strip()) for language, content in blocks(page) if language == "json"]
+    row, _ = [ast.literal_eval(content.strip()) for language, content in blocks(page) if language == "json"]
     columns = {"answer": row["answer"]}
     right, step = (bind(load_function(f"task.py:{name}")) for name in ("right", "last_digit"))
     for response, expected in (

@@ -101,6 +101,7 @@ CHANGES = {
     "data.system": ["data.system=think", "model.chat_template=true"],
     "data.split": ["data.split=test"],
     "data.shuffle": ["data.shuffle=false"],
+    "data.images_key": ["data.images_key=images", "model.chat_template=true"],
     "data.curriculum.floor": ["data.curriculum.floor=0.1"],
     "algorithm.advantage": ["algorithm.advantage=gae"],
     "algorithm.reference.path": ["algorithm.advantage=distill", "algorithm.reference.path=teacher"],

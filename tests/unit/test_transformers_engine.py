@@ -20,7 +20,7 @@ def engine():
     torch.manual_seed(0)
     sizes = {"n_positions": POSITIONS, "n_embd": 8, "n_layer": 1, "n_head": 1}
     config = GPT2Config(vocab_size=len(TOKENIZER), **sizes, bos_token_id=0, eos_token_id=0)
-    made = TransformersEngine(GPT2LMHeadModel(config).eval(), TOKENIZER, deadline_s=60)
+    made = TransformersEngine(GPT2LMHeadModel(config).eval(), TOKENIZER, target="weights", deadline_s=60)
     yield made
     asyncio.run(made.close())
 
