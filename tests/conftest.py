@@ -17,6 +17,15 @@ settings.register_profile("nightly", max_examples=1_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_environment() -> Generator[None, None, None]:
+    """Take back what a file's tests, or engines and ranks in this process, did to the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """The output of a test, in text that UTF-8 can express."""

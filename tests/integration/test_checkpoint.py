@@ -96,6 +96,7 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
         "zero_stage": 0,
         "dtype": "float32",
         "critic": True,
+        "lora": None,
         "moved_reference": True,
         "offload_optimizer": False,
     }
