@@ -28,11 +28,13 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.commands import up
 from asyncrl.commands.inspect import status_values
 from asyncrl.config.load import load_config
+from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
+from asyncrl.data.dataset import DataFiles
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.saved import nothing_left, read_saved
+from asyncrl.run.saved import nothing_left, read_saved, refuse_changes
 from reliability.crash.file_trace import Copy, Disk, Operation, Tree, record, tree_of
 from reliability.crash.small_run import GROUPS, NAME, Weights, config_in
 
@@ -134,7 +136,11 @@ def look(state: State, work: Path) -> str:
         before = read_saved(directory)
         nothing_left(config, directory, before)
         status_values(directory)
-        with up._claimed(config, directory, BestEffort(), before, fresh=False):
+
+        def refuse() -> None:
+            refuse_changes(config, directory, before, DataFiles(config.data))
+
+        with up.claimed(directory, dump_config(config), refuse, BestEffort(), fresh=False):
             StepDeaths(directory.step_under_way)
             saved = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).load(weights)
     except Exception as error:  # noqa: BLE001 - whatever it is, a person would be needed
