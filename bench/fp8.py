@@ -70,7 +70,7 @@ def measure(path: Path, probes: int) -> dict[str, object]:
     exact, plain, fp8 = load(torch.float32), load(torch.bfloat16), as_fp8(load(torch.bfloat16))
     found: dict[str, list[Difference]] = {"bfloat16": [], "fp8": []}
     for seed in range(probes):
-        ids = draw_probe(seed, WeightsConfig().probe_tokens, exact.config.vocab_size)[-1]
+        ids = draw_probe(seed, [WeightsConfig().probe_tokens], exact.config.vocab_size)[-1]
         base = scores(plain, ids)
         found["bfloat16"].append(Difference.between(base.numpy(), scores(exact, ids).tolist()))
         found["fp8"].append(Difference.between(scores(fp8, ids).numpy(), base.tolist()))
