@@ -82,7 +82,7 @@ def joined(
     specs = [make(index, count, ()) for index in range(count)]
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
-    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config))
+    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config.control))
     may_fail = BestEffort()
     with family() as members, supervisor:
 

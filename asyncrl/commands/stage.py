@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.commands.stopping import announce
-from asyncrl.commands.up import StartedRun, claimed, share_of_cores
+from asyncrl.commands.up import StartedRun, claimed, limits_of, share_of_cores
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.hosting.children import ProcessSpec
@@ -13,7 +13,6 @@ from asyncrl.hosting.environment import LEARNER, role_environment
 from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.processes import module_argv
-from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import workers_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
@@ -48,11 +47,10 @@ def started_stage(
         setup_logging("supervisor", directory.logs, console=console)
         with needing(directory.path):
             begin_stage(config, directory, rows)
-        limits = Limits(hang_s=CONTROL.hang_s, slow_s=CONTROL.slow_s)
         supervisor = Supervisor(
             [stage_spec(config, directory)],
             max_restarts=CONTROL.max_restarts,
-            limits=limits,
+            limits=limits_of(CONTROL),
             on_change=record,
         )
         stack.enter_context(supervisor)

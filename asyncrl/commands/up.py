@@ -16,6 +16,7 @@ from asyncrl.config.addresses import is_loopback
 from asyncrl.config.named_files import STAGE, is_stage
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import ControlConfig
 from asyncrl.config.store import StoreConfig
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import RunError
@@ -116,7 +117,7 @@ def started(
                 directory.write_processes(pids)
             is_recorded = attempt.succeeded
 
-        limits, max_restarts = limits_of(config), config.control.max_restarts
+        limits, max_restarts = limits_of(config.control), config.control.max_restarts
         supervisor = Supervisor(
             [learner, *scorer_specs(config, directory)],
             max_restarts=max_restarts,
@@ -175,9 +176,9 @@ def claimed(
         yield directory.keys()
 
 
-def limits_of(config: Config) -> Limits:
+def limits_of(control: ControlConfig) -> Limits:
     """Return how long a process may be silent before it counts as hung."""
-    return Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
+    return Limits(hang_s=control.hang_s, slow_s=control.slow_s)
 
 
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
