@@ -44,11 +44,11 @@ class CoreEngine(FakeEngine):
         )
 
     async def sample(
-        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, *, salt: str | None = None
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **options: Any
     ) -> list[Rollout]:
         """See `Engine.sample`."""
         await self.progress()
-        return await super().sample(prompt_ids, count, spec, salt=salt)
+        return await super().sample(prompt_ids, count, spec, **options)
 
     async def progress(self) -> None:
         """See `Engine.progress`."""
