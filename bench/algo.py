@@ -60,6 +60,7 @@ def make_inputs(sequences: int, length: int) -> tuple[TokenBatch, torch.Tensor, 
         values_T=torch.rand(tokens),
         greedy_rewards_group=torch.rand(-(-sequences // GROUP_SIZE)),
         logprobs_T=behaviour_T,
+        reference_logprobs_T=proximal_T,
         sum_squared_probs_T=torch.rand(tokens),
     )
     return batch, proximal_T + 0.1 * torch.randn(tokens), torch.rand(tokens), rewards

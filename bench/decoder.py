@@ -149,14 +149,14 @@ def hostile() -> dict[str, bytes]:
         "finished_version": 1,
     }
     times = {"sampling_s": 0.0, "reward_s": 0.0, "lane": "train"}
-    many = {
+    many: dict[str, np.ndarray] = {
         **dict.fromkeys(("prompt_tokens", "response_tokens", "spans"), np.zeros(count, np.int32)),
         "answer_bytes": np.full(count, NONE, np.int32),
         "finish": np.zeros(count, np.uint8),
         "rewards": np.zeros(count, np.float64),
         "reward_parts": np.zeros((count, 0), np.float64),
     }
-    spans = {
+    spans: dict[str, np.ndarray] = {
         **dict.fromkeys(("prompt_tokens", "response_tokens"), np.zeros(1, np.int32)),
         "spans": np.full(1, count, np.int32),
         "span_versions": np.zeros(count, np.int64),

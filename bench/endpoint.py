@@ -180,6 +180,7 @@ async def measure_calls(model, calls, rounds):
                     cpu[name].append(1e6 * (time.process_time() - cpu_s) / (CALLERS * calls))
                     lengths[name].append(tokens / (CALLERS * calls))
     finally:
+        assert clients.stdin is not None
         clients.stdin.close()
         await clients.wait()
         await endpoint.close()
@@ -222,6 +223,12 @@ class Waiting:
     def __init__(self, tool_s, tokens):
         self._tool_s, self._tokens = tool_s, tokens
 
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
     async def play(self, talk, row, *, prompt, seed, episode):
         for turn in range(TURNS):
             await asyncio.sleep(self._tool_s * np.random.default_rng((seed, episode, turn)).uniform(0.5, 1.5))
@@ -257,6 +264,7 @@ async def measure_slots(asked, episodes_per_slot):
             used.append(engine.busy / SLOTS)
         await asyncio.sleep(0.05)
     share, episodes = duty.share, sampler.clock.episodes
+    assert share is not None
     for one in playing:
         one.cancel()
     await asyncio.wait(playing)

@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
@@ -55,11 +56,11 @@ class FreeTalk:
     def __init__(self):
         self.left = TURNS
 
-    async def chat(self, messages, *, tools=(), train=True):
+    async def chat(self, messages, *, tools=(), **options):
         self.left -= 1
         return Answer(text="", tool_calls=(CALL,) if self.left >= 0 else ())
 
-    async def complete(self, text):
+    async def complete(self, text, **options):
         if not self.left:
             raise BudgetSpent("turns")
         self.left -= 1
@@ -104,7 +105,8 @@ async def measure(file, name, workers, seconds):
         found = {f"{name}, turns of whole episodes": await repeated(episode, seconds, TURNS)}
         if name == "add":
             request = {"do": "call", "name": "add", "arguments": CALL.arguments, "limit": 1000}
-            found["add, calls"] = await repeated(lambda: played._shared.ask(request), seconds, 1)
+            pool: Any = played._shared
+            found["add, calls"] = await repeated(lambda: pool.ask(request), seconds, 1)
         return found
     finally:
         await played.close()

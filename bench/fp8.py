@@ -11,6 +11,7 @@ kernel of FP8 takes part. "fp8" is the difference to bfloat16 in nats; "bfloat16
 import argparse
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def round_input(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (rounded(hidden, hidden.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3),)
 
 
-def as_fp8(model: nn.Module) -> nn.Module:
+def as_fp8(model: Any) -> Any:
     """Make all linear layers but the output layer, and attention, round; changes `model`."""
     for layer in model.base_model.modules():
         if isinstance(layer, nn.Linear):
@@ -56,7 +57,7 @@ def as_fp8(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def scores(model: nn.Module, ids: tuple[int, ...]) -> Tensor:
+def scores(model: Any, ids: tuple[int, ...]) -> Tensor:
     """Log-probabilities in nats of ids[1:]."""
     hidden = model.base_model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0, :-1]
     logits = hidden.float() @ model.get_output_embeddings().weight.float().T
@@ -64,7 +65,7 @@ def scores(model: nn.Module, ids: tuple[int, ...]) -> Tensor:
 
 
 def measure(path: Path, probes: int) -> dict[str, object]:
-    def load(dtype: torch.dtype) -> nn.Module:
+    def load(dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
 
     exact, plain, fp8 = load(torch.float32), load(torch.bfloat16), as_fp8(load(torch.bfloat16))

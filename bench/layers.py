@@ -15,7 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ from transformers import AttentionInterface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.preflight.gpu.training_rate import lone_trainer, rollouts, step_of
-from asyncrl.trainer import loading
 from asyncrl.trainer.attention import repeated
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from bench.environment import add_options, describe, report
 from tests.support.models import tiny_qwen2
 
@@ -105,6 +106,7 @@ def measure(
     torch._dynamo.reset()
     counters.clear()
     trainer = lone_trainer(model, learner, dtype=options.dtype, auto=options.device)
+    assert isinstance(trainer, DeepSpeedTrainer)
     layers = trainer._policy.engine.module.model.base_model.layers
     calls = {"plain": [None for _ in layers], "compiled": []}
     for layer in layers:
@@ -135,7 +137,7 @@ def measure(
     }
 
 
-def settings(device: str) -> Iterator[LearnerConfig]:
+def settings(device: Literal["cpu", "cuda"]) -> Iterator[LearnerConfig]:
     for zero_stage in (0, 3):
         for checkpointing in (False, True):
             yield LearnerConfig(
@@ -157,7 +159,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.device == "cpu":
         AttentionInterface.register(OPERATOR, as_operator)
-        loading.choose_attention = lambda *args, **kwargs: OPERATOR
+        mock.patch("asyncrl.trainer.loading.choose_attention", lambda *args, **kwargs: OPERATOR).start()
     with tempfile.TemporaryDirectory() as directory:
         model = tiny_qwen2(Path(directory), tied=False, vocab_size=VOCABULARY, num_hidden_layers=4, **SIZES)
         rows = [measure(str(model), one, options.microbatches, options) for one in settings(options.device)]

@@ -21,8 +21,10 @@ import json
 import random
 import statistics
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncrl.algo.staleness import choose, credit_limit, lag_bound
 from bench.environment import describe
@@ -42,7 +44,7 @@ class Simulation:
 
     rule: str
     max_lag: int
-    latency: object
+    latency: Callable[[Any], float]
     rng: random.Random
     now: float = 0.0
     version: int = 0

@@ -203,6 +203,7 @@ def main():
     command = [sys.executable, "-m", "bench.stall", *sys.argv[1:], "--sender"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         try:
+            assert sender.stdout is not None
             source = msgpack.unpackb(receive(sender.stdout))
             total_bytes, found, copied_s, step_s = asyncio.run(measure(arguments, source))
         finally:

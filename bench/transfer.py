@@ -118,7 +118,7 @@ def over_tcp(layout: Layout, described: dict[str, Any]) -> Callable[[str], None]
             while arrived < len(memory):
                 arrived += channel.recv_into(memory[arrived:])
             return
-        with mock.patch.object(stream, "verify", stream.verify if kind == "checksums" else lambda *_: None):
+        with mock.patch("asyncrl.weights.stream.verify", verify if kind == "checksums" else lambda *_: None):
             until_s = time.monotonic() + DEADLINE_S
             stream.fetch(described["source"], ours, layout, described["sums"], until_s=until_s)
 
@@ -253,6 +253,7 @@ def main() -> None:
     command = [sys.executable, "-m", "bench.transfer", *sys.argv[1:], "--server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
+            assert server.stdout is not None
             described = msgpack.unpackb(receive(server.stdout))
             layout = make_layout(options)
             if options.transport == "tcp":

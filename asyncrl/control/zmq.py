@@ -64,7 +64,7 @@ class ControlHub:
         deadline_s: float,
         wire_key: bytes = b"",
         keys: LearnerKeys | None = None,
-        on_dead: Callable[[str], None] = lambda holder: None,
+        on_dead: Callable[[str], object] = lambda holder: None,
         on_report: Callable[[str, UpdateReport], None] = lambda generator_id, report: None,
     ) -> None:
         """Bind the endpoint and start the thread. Raises ControlError if `endpoint` cannot be used.
@@ -369,7 +369,7 @@ def open_hub(
     code: tuple[str, ...],
     wire_key: bytes,
     keys: LearnerKeys,
-    on_dead: Callable[[str], None],
+    on_dead: Callable[[str], object],
     on_report: Callable[[str, UpdateReport], None],
 ) -> ControlHub:
     """Open the control plane where the config says, by default at `socket_path`. See `ControlHub`."""

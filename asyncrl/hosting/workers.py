@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from select import select
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgpack
 
@@ -40,7 +40,7 @@ def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = N
     return framed(msgpack.packb(message, default=default))
 
 
-def receive(stream: BinaryIO, *, expect: Callable[[int], None] = lambda length: None) -> bytes:
+def receive(stream: IO[bytes], *, expect: Callable[[int], None] = lambda length: None) -> bytes:
     """Read the next message, and call `expect` with its length first. Raises EOFError."""
     header = stream.read(LENGTH.size)
     if len(header) == LENGTH.size:

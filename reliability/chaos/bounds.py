@@ -137,7 +137,7 @@ class Run:
         self._producers = producers
         self._processes: list[Any] = []
         self._counts: list[Any] = []
-        self._intake_options = {"groups": groups, "window": window, "max_lag": max_lag}
+        self._intake_options: dict[str, Any] = {"groups": groups, "window": window, "max_lag": max_lag}
         self.version = 0
         self.lags: Counter[int] = Counter()
         """Tokens by age at the moment of training."""
@@ -311,7 +311,14 @@ def _age(directory: Path, seconds: float, *, jumps: bool) -> dict[str, Any]:
     clock.write_text("0")
     assert COMPILER is not None, "a C compiler is needed"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, CLOCK, "-ldl"], check=True)
-    shape = {"groups": 8, "max_lag": 2, "window": 8, "latency_s": 0.05, "producers": 3, "lease_s": 20.0}
+    shape: dict[str, Any] = {
+        "groups": 8,
+        "max_lag": 2,
+        "window": 8,
+        "latency_s": 0.05,
+        "producers": 3,
+        "lease_s": 20.0,
+    }
     with Run(directory, **shape, environment={"LD_PRELOAD": str(library), "CLOCK_FILE": str(clock)}) as run:
         run.must_step()  # everybody has started
         rng, jumped, next_s = random.Random(1), 0, time.monotonic() + 2.0
@@ -356,13 +363,13 @@ def leak(directory: Path, seconds: float) -> dict[str, Any]:
                 decoder = psutil.Process(run.decoder.pid)
                 rows.append((groups, process.memory_info().rss, process.num_fds(), decoder.memory_info().rss))
         late = rows[len(rows) // 4 :]
-        groups, rss, fds, decoder_rss = (np.array(column, dtype=float) for column in zip(*late, strict=True))
+        done, rss, fds, decoder_rss = (np.array(column, dtype=float) for column in zip(*late, strict=True))
         return {
-            "groups": int(groups[-1]),
-            "groups_measured": int(groups[-1] - groups[0]),
+            "groups": int(done[-1]),
+            "groups_measured": int(done[-1] - done[0]),
             "rss_mib": [round(float(value) / 2**20, 2) for value in (rss[0], rss[-1])],
-            "rss_growth_bytes_per_group": bytes_per_group(groups, rss),
-            "decoder_rss_growth_bytes_per_group": bytes_per_group(groups, decoder_rss),
+            "rss_growth_bytes_per_group": bytes_per_group(done, rss),
+            "decoder_rss_growth_bytes_per_group": bytes_per_group(done, decoder_rss),
             "files": sorted({int(count) for count in fds}),
             "lost": run.intake.buffer.audit().missing,
             "twice": run.twice,

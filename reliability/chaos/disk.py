@@ -51,10 +51,10 @@ class Disk:
             for line in self._syncs.read_text().splitlines():
                 path, _, size = line.rpartition(" ")
                 synced[path] = int(size)
-        for path in self._store.rglob("*.incr.aof"):
-            kept = min(synced.get(str(path.resolve()), 0), path.stat().st_size)
-            self.discarded_bytes += path.stat().st_size - kept
-            os.truncate(path, kept)
+        for file in self._store.rglob("*.incr.aof"):
+            kept = min(synced.get(str(file.resolve()), 0), file.stat().st_size)
+            self.discarded_bytes += file.stat().st_size - kept
+            os.truncate(file, kept)
 
     def lose_everything(self) -> None:
         """A new, empty disk."""

@@ -67,7 +67,7 @@ class Letters:
 
     stop_ids = frozenset({EOS})
     special_texts = frozenset({"!"})
-    opening_ids = ()
+    opening_ids: tuple[int, ...] = ()
 
     def encode(self, text: str, *, inside: bool = False) -> list[int]:
         return [EOS if one == "!" else 1 + (ord(one) - ord("a")) % len(game.LETTERS) for one in text]

@@ -24,7 +24,7 @@ from asyncrl.sandbox.bubblewrap import SCRATCH, Bubblewrap
 
 from . import episode_roles, faults, game
 from .episode_roles import MARK
-from .faults import Scenario, note
+from .faults import Fault, Scenario, note
 from .lineage import Verdict
 from .world import START_S, World
 
@@ -159,14 +159,15 @@ def kill_generator(world: EpisodeWorld, draw: random.Random) -> None:
     world.bury(pid)
 
 
+_PROCESSES: dict[Fault, float] = {
+    kill_generator: 1.0,
+    faults.pause_generator: 1.0,
+    faults.kill_learner: 1.0,
+    faults.pause_learner: 1.0,
+}
 EPISODES = Scenario(
     name="episodes",
-    faults={
-        kill_generator: 1.0,
-        faults.pause_generator: 1.0,
-        faults.kill_learner: 1.0,
-        faults.pause_learner: 1.0,
-    }
+    faults=_PROCESSES
     | {
         partial(hurt, kind, number): 1.0
         for kind in ("worker", "fork server", "agent", "MCP server", "sandbox")

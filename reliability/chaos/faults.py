@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from .hosts import obstacle
 from .roles import RUN
-from .world import START_S, World
+from .world import START_S, Fsync, World
 
 Fault = Callable[[Any, random.Random], None]
 
@@ -149,7 +149,7 @@ def _lives(process: psutil.Process, parent: int) -> bool:
         return False
 
 
-def stops() -> Mapping[Fault, float]:
+def stops() -> dict[Fault, float]:
     """Of all kinds at once, of each kind, of every pair of kinds."""
     chosen = [KINDS, *combinations(KINDS, 1), *combinations(KINDS, 2)]
     return {partial(stop, kinds): 1.0 for kinds in chosen}
@@ -188,11 +188,11 @@ class Scenario:
     """Faults by weight, one every `gap_s` on average."""
 
     name: str
-    faults: Mapping[Fault, float]
+    faults: dict[Fault, float]
     gap_s: float
     share: float
     """Of the time of a whole run of the harness."""
-    fsync: str = "everysec"
+    fsync: Fsync = "everysec"
     is_spread: bool = False
     calm: bool = False
     """The next fault waits until the run has gone on: only then are times those of one fault."""
@@ -211,7 +211,7 @@ class Scenario:
     """Why it cannot run on this machine."""
 
 
-_PROCESSES = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}
+_PROCESSES: dict[Fault, float] = {kill_generator: 1.0, kill_learner: 1.0, kill_store: 1.0}
 SCENARIOS = (
     Scenario(name="kills", faults=_PROCESSES, gap_s=0.35, share=0.27),
     Scenario(name="power", faults={lose_power: 5.0, kill_learner: 1.0, rewrite_log: 0.5}, gap_s=0.4, share=0.20),

@@ -1,22 +1,21 @@
 """In one run: kills, power, wipes, replies, partitions, disks, hangs, poison, bad messages, damaged files."""
 
-from collections.abc import Mapping
 from functools import partial
 
 from . import damage, faults, poison
 from .faults import KINDS, Fault, Scenario
 
-POISON: Mapping[Fault, float] = {
+POISON: dict[Fault, float] = {
     partial(poison.put_frame, kind): 1.0 for kind in (*poison.GROUPS, poison.UNDECODABLE)
 }
-DEADLY: Mapping[Fault, float] = {partial(poison.plant, "ticket"): 2.0, partial(poison.plant, "step"): 2.0}
-FILES: Mapping[Fault, float] = {
+DEADLY: dict[Fault, float] = {partial(poison.plant, "ticket"): 2.0, partial(poison.plant, "step"): 2.0}
+FILES: dict[Fault, float] = {
     partial(damage.damage_file, name): 1.5 for name in (*damage.LEARNER, *damage.STORE)
 }
-HANGS: Mapping[Fault, float] = {
+HANGS: dict[Fault, float] = {
     partial(faults.stop, kinds): 1.0 for kinds in [*((kind,) for kind in KINDS), KINDS]
 }
-OTHERS: Mapping[Fault, float] = {
+OTHERS: dict[Fault, float] = {
     faults.kill_generator: 2.0,
     faults.kill_learner: 2.0,
     faults.kill_store: 2.0,

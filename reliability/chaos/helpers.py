@@ -88,12 +88,13 @@ class OrdersOnly:
     def announce(self, version: int) -> None:
         self._newest = order_of(version)
 
-    def publish(self, *_: Any) -> float:
+    def publish(self, *_: Any, **options: Any) -> Any:
         raise NotImplementedError("weights follow from the version")
 
     def order(self, reader: str, transport: str) -> UpdateOrder | None:
         return self._newest
 
+    def check(self) -> None: ...
     def release(self, reader: str) -> None: ...
     def close(self) -> None: ...
 

@@ -165,7 +165,9 @@ class RealRun:
     def is_whole(self, since: float) -> bool:
         """Whether the learner has said after `since` (Unix time) that every generator is there."""
         path = self.directory / "status.json"
-        status = json.loads(path.read_text()) if path.exists() else {"updated_at": 0.0, "members": []}
+        status: dict[str, Any] = {"updated_at": 0.0, "members": []}
+        if path.exists():
+            status = json.loads(path.read_text())
         return status["updated_at"] > since and len(status["members"]) == GENERATORS
 
     # --- the parts --------------------------------------------------------------------------------

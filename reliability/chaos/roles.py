@@ -163,7 +163,7 @@ async def _engine(place: Place, seed: int) -> FakeEngine:
 
 async def _generate(place: Place, name: str, seed: int) -> None:
     engine = await _engine(place, seed)
-    sampler = Sampler(engine, Rewards(), lambda ids: ("x" * len(ids),) * 2, name)
+    sampler = Sampler(engine, Rewards(), lambda ids, raw=False: "x" * len(ids), name)
     spec = SamplingSpec(temperature=1.0, max_response_tokens=8)
     await generate(place, name, engine, sampler, partial(_prompt, place), spec)
 
@@ -358,7 +358,7 @@ class Learner:
         self._deaths.begin(self.version, list(frames.values()))
         time.sleep(0.005)
         doom(self._place.directory, "step", frames)
-        ledger = self._intake.ledger
+        ledger: Any = self._intake.ledger
         self._weights.train(
             {
                 "version": self.version,

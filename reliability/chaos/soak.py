@@ -111,6 +111,6 @@ def growth(groups: Sequence[int], rss: Sequence[int], files: Sequence[int]) -> d
     }
 
 
-def bytes_per_group(groups: npt.ArrayLike, rss: npt.ArrayLike) -> float:
+def bytes_per_group(groups: Sequence[int] | npt.NDArray[Any], rss: Sequence[int] | npt.NDArray[Any]) -> float:
     """The slope of memory over groups."""
     return round(float(np.polyfit(groups, rss, 1)[0]), 3)

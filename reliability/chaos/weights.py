@@ -239,7 +239,8 @@ def generator(endpoint: str, name: str, seed: int, pipe: Connection, options: di
 
 
 async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, options: dict[str, Any]) -> None:
-    told, rng, nothing = Told(pipe), random.Random(seed), Nothing()
+    told, rng = Told(pipe), random.Random(seed)
+    nothing: Any = Nothing()
     # An engine that never pauses also samples between two versions, and such rollouts are refused.
     buffer = Endless(may_fail=options.get("never_pauses", False))
     engine = WeighedEngine(told, rng, options)
@@ -263,7 +264,7 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
     threading.Thread(target=leave_when_told, daemon=True).start()
     lane = Lane(
         name="train",
-        buffer=buffer,  # type: ignore[arg-type]
+        buffer=buffer,
         prompt=lambda ticket_id: Prompt(token_ids=(1, 2), text="", row={}),
         spec=SamplingSpec(temperature=1.0, max_response_tokens=40),
         limits=GroupLimits(vocabulary=1000, rollouts=2, max_tokens=100),
@@ -282,10 +283,10 @@ async def _generate(endpoint: str, name: str, seed: int, pipe: Connection, optio
     await Generator(
         engine=engine,
         lanes=[lane],
-        sampler=Sampler(engine, nothing, lambda ids: ("", ""), name),  # type: ignore[arg-type]
+        sampler=Sampler(engine, nothing, lambda ids, raw=False: "", name),
         staging=WatchedStaging(Path(endpoint.removeprefix("ipc://")).parent / "w", told, rng, options),
         control=client,
-        tracker=nothing,  # type: ignore[arg-type]
+        tracker=nothing,
         agreement=Agreement(limit=1e-3, dtype="float32"),
         settings=GeneratorSettings(max_running=4, most_held=4, lease_s=30.0, heartbeat_s=HEARTBEAT_S),
     ).run(hello)
@@ -328,7 +329,7 @@ class Learner:
     def __init__(self, directory: Path, seed: int, transport: str, hosts: Hosts | None = None) -> None:
         deadline_s = DEADLINES_S.get(transport, DEADLINE_S)
         self.rng = random.Random(seed)
-        self._options = {"directory": str(directory)}
+        self._options: dict[str, Any] = {"directory": str(directory)}
         if hosts:
             self._options["namespace"] = hosts.generators.namespace
         self._context = multiprocessing.get_context("forkserver")
@@ -724,7 +725,11 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     strikes = parted if arguments.transport == "nccl" else stricken
-    counts = {strikes: arguments.injections, visitors: arguments.joins, aborted: arguments.aborts}
+    counts: dict[Callable[..., dict[str, Any]], int] = {
+        strikes: arguments.injections,
+        visitors: arguments.joins,
+        aborted: arguments.aborts,
+    }
     found: dict[str, Any] = (
         json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     )

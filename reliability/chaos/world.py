@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -42,6 +42,8 @@ USERS = [
     for name, rules in ((LEARNER, learner_rules), (GENERATOR, generator_rules))
 ]
 
+Fsync = Literal["always", "everysec", "no"]
+
 
 @dataclass(slots=True)
 class World:
@@ -50,7 +52,7 @@ class World:
     directory: Path
     seed: int
     generators: int = 3
-    fsync: str = "everysec"
+    fsync: Fsync = "everysec"
     is_spread: bool = False
     """Every role has a host of its own: TCP, CURVE and store users instead of socket files and proxies."""
     learner_role: Callable[..., None] = roles.learner

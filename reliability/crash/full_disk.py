@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import CheckpointError
 from asyncrl.run.checkpoint import CheckpointStore
@@ -36,7 +37,8 @@ class TrustingDisk(FileOps):
 def one(root: Path, rng: random.Random, *, trusting: bool) -> dict[str, float]:
     """One disk. Returns counts and seconds."""
     run, head = run_on(root / "checkpoints", TrustingDisk() if trusting else FileOps(), every=1)
-    run._trainer = FullDiskTrainer("w" * 3_000)
+    trainer: Any = FullDiskTrainer("w" * 3_000)
+    run.trainer = trainer
     for version in (1, 2, 3):
         run.checkpoint(version, last=False)
     ballast = root / "ballast"

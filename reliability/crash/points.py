@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from reliability.crash.file_trace import Copy, Disk, Operation, Tree, torn_writes
@@ -116,7 +117,7 @@ def enumerate_points(
         disk.apply(operation)
         judge.look("process died", disk.after_death(), number)
         if power_loss:
-            returned = {path: None for path in disk.after_death() if path.startswith("returned")}
+            returned: Tree = {path: None for path in disk.after_death() if path.startswith("returned")}
             judge.look("power loss, strict", disk.after_power_loss(strict=True) | returned, number)
             judge.look("power loss, torn", disk.after_power_loss(strict=False), number)
     return judge.findings
@@ -125,7 +126,7 @@ def enumerate_points(
 def with_half(disk: Disk, half: Operation) -> Tree:
     """The state in the middle of a write."""
     parent, name = disk.parent(half.path)
-    file = parent.entries[name]
+    file: Any = parent.entries[name]
     whole = file.content
     disk.apply(half)
     tree = disk.after_death()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load
 
+from asyncrl.batch.packing import microbatch
 from asyncrl.run.checkpoint import CheckpointStore
 from tests.support import trainer_worker as worker
 
@@ -48,7 +49,7 @@ def main() -> None:
     store = CheckpointStore(root / "checkpoints", KEY, KEEP)
     (root / "returned").mkdir()
     for step in range(1, steps + 1):
-        trainer.step([worker.microbatch(items, worker.CPU)], worker.loss_over(60))
+        trainer.step([microbatch(items, worker.CPU)], worker.loss_over(60))
         (root / f"policy-{step}").write_text(
             digest({name: tensor.clone() for name, tensor in trainer.tensors()})
         )

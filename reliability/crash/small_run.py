@@ -127,7 +127,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
 def tell(config: Config, directory: RunDirectory, version: int) -> None:
     """As the learner does each second; it may fail."""
     state = "finished" if version == config.learner.steps else "training"
-    told = {
+    told: dict[str, Any] = {
         "run": config.run.name,
         "state": state,
         "step": version,
@@ -173,14 +173,14 @@ def main() -> int:
         f"from asyncrl.hosting.processes import die_with_parent; import time; die_with_parent({os.getpid()}); "
         "time.sleep(600)"
     )
-    up.learner_spec = lambda config, directory, url, placement: spec(
+    up.learner_spec = lambda config, directory, store_url, placement: spec(
         "learner",
-        ["-m", "reliability.crash.small_run", "learner", str(directory.config), url],
+        ["-m", "reliability.crash.small_run", "learner", str(directory.config), store_url],
         directory,
         ends_run=True,
     )
-    up.generator_maker = lambda config, directory, url, keys, learner: (
-        lambda index, count, running: spec(f"g{index}", ["-c", idle], directory)
+    up.generator_maker = lambda config, directory, store_url, keys, *, learner, prefix="g": (
+        lambda index, count, running: spec(f"{prefix}{index}", ["-c", idle], directory)
     )
     up.LEAVE_S = 0.1
     try:

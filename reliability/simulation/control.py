@@ -252,7 +252,8 @@ class Hub(ControlHub):
 
     def __init__(self, world: "World", learner: "LearnerProcess") -> None:
         self._world, self._learner = world, learner
-        self._orders = publisher = Orders(world, learner)
+        self._orders = Orders(world, learner)
+        publisher: Any = self._orders
         config: Any = SimpleNamespace(heartbeat_s=HEARTBEAT_S, timeout_s=TIMEOUT_S)
         super().__init__(
             "virtual", publisher, config, RunIdentity(release=RELEASE, config_hash=CONFIG_HASH),
@@ -277,7 +278,8 @@ class Hub(ControlHub):
         }
         super()._round()
         self._check_pins()
-        if self._world.wire.router is not self._router:
+        router: Any = self._router
+        if self._world.wire.router is not router:
             return
         living = {one.process.name: one for one in self._world.generators.values() if one.process.is_alive}
         now_members = {member.holder for member in self._membership.members.values()}

@@ -1,7 +1,7 @@
 """What goes wrong and how often, drawn per seed: some runs have one kind of fault only, some have all."""
 
-import random
 from dataclasses import dataclass
+from random import Random
 from typing import ClassVar
 
 CHANCES = {"lost_request": 0.03, "delayed_request": 0.02, "lost_reply": 0.04, "late_duplicate": 0.04}
@@ -54,7 +54,7 @@ RARE = {"reject": 10.0, "commit": 3.0, "recover": 3.0, "close": 3.0}
 class Faults:
     """The faults of one run; none after `end`."""
 
-    random: random.Random
+    random: Random
     chances: dict[str, float]
     means_s: dict[str, float]
     is_on: bool = True
@@ -63,7 +63,7 @@ class Faults:
     NAMES: ClassVar[tuple[str, ...]] = (*CHANCES, *OTHER, *MEAN_S)
 
     @classmethod
-    def draw(cls, random: random.Random) -> "Faults":
+    def draw(cls, random: Random) -> "Faults":
         """Half of all kinds, each more or less often."""
         chances = {name: chance * random.choice([0, 0, 1, 3]) for name, chance in (CHANCES | OTHER).items()}
         means_s = {

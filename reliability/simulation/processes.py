@@ -158,7 +158,7 @@ class GeneratorProcess:
     def _adopt(self, order: UpdateOrder) -> UpdateReport:
         """In the order of asyncrl.generator."""
         update, until_s = self.world.updates[order.details["update"]], self.engine.now_s + order.deadline_s
-        told = {"version": order.version, "lineage": order.weights.lineage}
+        told: dict[str, Any] = {"version": order.version, "lineage": order.weights.lineage}
         random = self.engine.random
         self.engine.sleep(random.uniform(0.01, 1.0))
         if self.world.faults.strikes("failed_transfer"):
@@ -428,7 +428,7 @@ class LearnerProcess:
         if any(group.generator_id in self.world.deadly_samples for group in collected.groups):
             self.world.learner_ended(self)
             self.engine.exit()
-        entry = {
+        entry: dict[str, Any] = {
             "version": version,
             "serial": self.world.next_number(),
             "groups": self.settings.groups * len(self.shards),

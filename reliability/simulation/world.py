@@ -351,7 +351,7 @@ class World:
             self.deadly_samples.add(name)
         return frame
 
-    def _foreign(self, ticket_id: int, name: str, rollouts: list[Tokens]) -> bytes:
+    def _foreign(self, ticket_id: int, name: str, rollouts: Sequence[Tokens]) -> bytes:
         """Authentic, but nobody can train on it, or it is of another lane."""
         reward, tokens = rollouts[0]
         return self.engine.random.choice(
@@ -601,8 +601,10 @@ class World:
             check_lineage(weights.history, self.ledgers, self.produced, self.sampled_by)
         except CheckpointError as error:
             raise Violation(f"an id was trained twice: {error}") from error
-        for one in [*self.generators.values(), *self.learners]:
-            self.engine.kill(one.process)
+        for process in [one.process for one in self.generators.values()] + [
+            one.process for one in self.learners
+        ]:
+            self.engine.kill(process)
 
     def _drain(self) -> None:
         """Whatever is still issued is consumed too: then nothing is left."""

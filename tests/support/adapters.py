@@ -8,7 +8,7 @@ import torch
 
 from tests.support.vllm_engines import load, slot_order
 
-RANK, ALPHA = 8, 24.0
+RANK, ALPHA = 8, 24
 LORA = {"rank": RANK, "alpha": ALPHA}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

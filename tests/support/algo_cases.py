@@ -102,7 +102,7 @@ def pick(case: Case, sequences: Sequence[int]) -> Case:
 def cast(case: Case, dtype: torch.dtype) -> Case:
     """Every floating column in another precision."""
     batch = case.batch
-    columns = {
+    columns: dict[str, Any] = {
         field.name: column.to(dtype)
         for field in dataclasses.fields(batch)
         if isinstance(column := getattr(batch, field.name), Tensor) and column.is_floating_point()

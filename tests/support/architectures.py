@@ -5,6 +5,7 @@ python -m tests.support.architectures   # writes it
 
 import re
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -14,7 +15,7 @@ from asyncrl.trainer.miniature import require_agreement
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HYBRID = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4}
 # What a model's config.json has, and the defaults of transformers lack.
-MORE = {
+MORE: dict[str, Any] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2": HYBRID,
     "lfm2_moe": HYBRID,

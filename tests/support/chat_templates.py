@@ -41,7 +41,7 @@ _SPECIAL = re.compile(r"<[|｜][^<>{}' ]{1,40}>|<[^<>{}' |｜]{1,40}[|｜]>|<(?:
 
 def template_text(name: str) -> str:
     """The Jinja source; only the file is read, because TRL's code is not needed."""
-    (place,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
+    (place,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
     return (Path(place) / "chat_templates" / f"{name}.jinja").read_text()
 
 

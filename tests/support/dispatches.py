@@ -41,7 +41,7 @@ class Dispatches(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default)
         by_mask = func is torch.ops.aten.index.Tensor and any(
             index is not None and index.dtype is torch.bool for index in args[1]

@@ -3,6 +3,7 @@ number for each."""
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,7 +172,8 @@ def planned(batch: Batch, version: int = 5, parts: tuple[str, ...] = (), **confi
         max_response_tokens=8,
         reward_parts=parts,
     )
-    planner, trainer = algorithm.planner, FakeTrainer()
+    planner = algorithm.planner
+    trainer: Any = FakeTrainer()
     sequences = planner.assemble(batch.groups, version)
     return planner.plan(
         batch.groups, sequences, planner.measure(trainer, sequences), algorithm.coefficients.kl

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": st
 def fork_server(module: str) -> Iterator[ForkServerContext]:
     """Forks processes that have imported `module`. Processes that are left go with it."""
     # Python has one fork server for all; another test may have left one that imports something else.
-    forkserver._forkserver._stop()
+    server: Any = forkserver._forkserver
+    server._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     with mock.patch.dict(os.environ, ENVIRONMENT):
@@ -26,4 +28,4 @@ def fork_server(module: str) -> Iterator[ForkServerContext]:
     try:
         yield context
     finally:
-        forkserver._forkserver._stop()
+        server._stop()

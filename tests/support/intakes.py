@@ -1,6 +1,7 @@
 """An intake over a memory buffer, and frames for it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,13 @@ def frame(ticket_id: int, version: int = 0) -> bytes:
 def intake(
     buffer: MemoryBuffer, judge: Callable[[Group, int], str | None] = lambda group, version: None, **more
 ) -> Intake:
-    settings = {"groups": B, "window": 2 * B, "max_lag": 1, "max_refills": 3, "stall_s": 60.0} | more
+    settings: dict[str, Any] = {
+        "groups": B,
+        "window": 2 * B,
+        "max_lag": 1,
+        "max_refills": 3,
+        "stall_s": 60.0,
+    } | more
     gate = Gate(
         lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8)
     )

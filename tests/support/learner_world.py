@@ -1,6 +1,7 @@
 """The learner's loop with everything around it in memory."""
 
 from dataclasses import replace
+from typing import Any
 
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.recipe import Recipe
@@ -43,6 +44,7 @@ class World(FakeTrainer):
 
 
 def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None = None, **config) -> Recipe:
+    part: Any = world
     batch = BatchConfig(
         groups=4, **{key: config.pop(key) for key in ("epochs", "minibatches") if key in config}
     )
@@ -51,5 +53,5 @@ def learn(world: World, *, version: int = 3, steps: int = 5, hooks: Hooks | None
     algorithm = make_recipe(
         AlgorithmConfig(**config), batch, critic, settings, max_response_tokens=8, reward_parts=()
     )
-    run_learner(world, world, algorithm, hooks or Hooks(), version=version, steps=steps)
+    run_learner(part, part, algorithm, hooks or Hooks(), version=version, steps=steps)
     return algorithm

@@ -9,7 +9,7 @@ class Letters:
 
     stop_ids = frozenset({EOS})
     special_texts = frozenset({"!"})
-    opening_ids = ()
+    opening_ids: tuple[int, ...] = ()
 
     def encode(self, text, *, inside=False):
         return [0 if letter == "!" else ord(letter) - 96 for letter in text]

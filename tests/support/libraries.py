@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ async def played(
 ) -> list[Outcome]:
     """Play one episode after the other, each with a talk, a row and a seed; `faults` are returned, too."""
     environment = Environments(EnvironmentConfig(uses=uses, step_s=30, **settings))
-    found = []
+    found: list[Any] = []
     try:
         await environment.start()
         for talk, row, seed in games:

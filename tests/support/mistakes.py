@@ -4,7 +4,7 @@ A mistake is made by overrides of the config or by files; `config`, `data`, `rew
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def project(directory: Path) -> None:
     (directory / "test.jsonl").write_text(lines([{"prompt": "9+2=", "answer": "11"}]))
 
 
-def lines(rows: list[dict[str, object]]) -> str:
+def lines(rows: Sequence[Mapping[str, object]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

@@ -49,8 +49,13 @@ def peft_adapter(base: Path, directory: Path, **settings: Any) -> Any:
     import peft
 
     torch.manual_seed(1)
-    chosen = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    chosen: dict[str, Any] = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "up_proj"],
+        "init_lora_weights": False,
+    }
     config = peft.LoraConfig(**chosen | settings, task_type="CAUSAL_LM")
     model = peft.get_peft_model(model_of(base), config).eval()
-    model.save_pretrained(directory)
+    model.save_pretrained(str(directory))
     return model

@@ -4,14 +4,15 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from asyncrl.errors import TransferError
 from asyncrl.hosting.processes import die_with_parent
-from asyncrl.weights import relay, stream
+from asyncrl.weights import relay
 from asyncrl.weights.base import TensorSpec
-from asyncrl.weights.layout import Layout, checksums
+from asyncrl.weights.layout import Layout, checksums, verify
 from asyncrl.weights.slots import Slot, open_slot
 from asyncrl.weights.stream import SlotServer
 from tests.support.waiting import let_pass
@@ -67,7 +68,7 @@ class Learner:
 def work(directory, channel):
     """As a process: bring what each order of the channel names, and answer with the sum of its bytes."""
     die_with_parent(os.getppid())
-    sharing, verify = relay.Relay(Path(directory)), stream.verify
+    sharing = relay.Relay(Path(directory))
     with contextlib.suppress(EOFError):
         while True:
             order = channel.recv()
@@ -78,12 +79,13 @@ def work(directory, channel):
                     channel.send("fetching")
                     let_pass(stall_s)
 
-            stream.verify, relay.SILENT_S = slowly, order["silent_s"]
+            relay.SILENT_S = order["silent_s"]
+            mock.patch("asyncrl.weights.stream.verify", slowly).start()
             layout, until_s = Layout.from_plain(order["layout"]), time.monotonic() + order["wait_s"]
             try:
                 described = sharing.bring("tcp", order["source"], layout, order["sums"], until_s=until_s)
                 slot = open_slot(described, layout.total_bytes)
-                answer = int(slot.buffer.sum())
+                answer: int | str = int(slot.buffer.sum())
                 slot.require_unchanged()
             except TransferError as error:
                 answer = str(error)

@@ -260,6 +260,7 @@ def forge_reply(world):
 
 def overwrite_shared_memory(world):
     block = shared_memory.SharedMemory(world["shared_memory"])
+    assert block.buf is not None
     block.buf[:8] = b"attacked"
 
 

@@ -24,7 +24,8 @@ async def main() -> None:
     say({})
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            started_s, answer = time.perf_counter(), {}
+            started_s = time.perf_counter()
+            answer: dict[str, object] = {}
             try:
                 (score,) = await pool.score([RewardInput(prompt="", response="", row=json.loads(line))])
                 answer["score"] = score.total

@@ -183,7 +183,8 @@ class Run:
         """With other settings."""
         self.max_lag, self.groups, self.window = max_lag, groups, window
         for lane in self.lanes:
-            lane.rules = replace(lane.rules, groups=groups)
+            stored: Any = lane
+            stored.rules = replace(stored.rules, groups=groups)
         self.start_learner()
 
     def start_learner(self) -> None:

@@ -23,13 +23,18 @@ class ScriptedTalk:
         self.rewards: list[tuple[float | None, int | None]] = []
 
     async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        train: bool = True,
+        **options: Any,
     ) -> Answer:
         self.tools.append(tools)
         self.trained.append(train)
         return self._next([dict(message) for message in messages])
 
-    async def complete(self, text: str) -> Answer:
+    async def complete(self, text: str, **options: Any) -> Answer:
         return self._next(text)
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:

@@ -31,10 +31,11 @@ from asyncrl.hosting.memory_use import ModelShape, rank_bytes
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.trainer.base import LossSums, MicroBatch, StepResult, Trainer
+from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
 from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
@@ -107,7 +108,7 @@ def critic_loss_over(total: int, target: float | None = None) -> Any:
     return loss
 
 
-def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Trainer:
+def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> DeepSpeedTrainer:
     """The critic, if any, gets the policy's optimizer too."""
     learner = LearnerConfig(
         steps=RUN_STEPS,
@@ -122,7 +123,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Tr
         optimizer=OptimizerConfig(**optimizer),
     )
     model = ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32"), lora=scenario.get("lora"))
-    return open_trainer(
+    trainer = open_trainer(
         model,
         learner,
         temperature=0.7,
@@ -132,6 +133,8 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> Tr
         reference=_reference_of(model, scenario.get("reference")),
         critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,
     )
+    assert isinstance(trainer, DeepSpeedTrainer)
+    return trainer
 
 
 def _reference_of(model: ModelConfig, wanted: bool | str | None) -> ModelConfig | None:
@@ -139,11 +142,11 @@ def _reference_of(model: ModelConfig, wanted: bool | str | None) -> ModelConfig 
     return model.model_copy(update={"path": wanted}) if isinstance(wanted, str) else model if wanted else None
 
 
-def parameters(trainer: Trainer) -> dict[str, Tensor]:
+def parameters(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.tensors()}
 
 
-def everything(trainer: Trainer) -> dict[str, Tensor]:
+def everything(trainer: DeepSpeedTrainer) -> dict[str, Tensor]:
     """The parameters of all models that the trainer has."""
     models = {"policy": trainer._policy.engine.module}
     if trainer._critic is not None:
@@ -304,7 +307,7 @@ def reference(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, 
         measured = trainer.measure(batches, columns)[0]
         return float((measured["logprobs_T"] - measured["reference_logprobs_T"]).abs().max())
 
-    def models() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def models() -> tuple[dict[str, Tensor], ...]:
         state = everything(trainer)
         return tuple(
             {name.partition(".")[2]: state[name] for name in state if name.startswith(m)}

@@ -29,7 +29,8 @@ class VirtualProcess:
         self.stands_by, self.is_called = stands_by, False
         self.has_child, self.is_closed = True, False
         self.is_held = False  # by the kernel: no signal ends it
-        self.wakes_s, self.status = host.now_s(), None
+        self.wakes_s = host.now_s()
+        self.status: int | None = None
         self.began_s, self.ended_s = self.wakes_s, math.inf
         self._signs = {name: Sign(0, Pace.SLOW, "start") for name in spec.workers or (spec.name,)}
         self._life = host.programs[spec.name](self)

@@ -116,8 +116,8 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumps.now_s
 
-    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
-        future = super().run_in_executor(executor, function, *arguments)
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+        future = super().run_in_executor(executor, func, *args)
         self._jumps.threads += 1
         future.add_done_callback(self._returned)
         return future

@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -44,7 +45,7 @@ class Changer(importlib.abc.MetaPathFinder):
         change = CHANGES.pop(name, None)
         if change is None:
             return None
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def load_and_change(module):

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import FrameType
 
 PATH = os.environ.get("NOTE_UNPICKLING_IN", "")
 MACHINERY = ("pickle", "_compat_pickle", "copyreg")
@@ -12,7 +13,8 @@ seen = set()
 def note(event, arguments):
     if event != "pickle.find_class":
         return
-    frame, asking = sys._getframe(1), []
+    asking: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (module := str(frame.f_globals.get("__name__"))) not in MACHINERY and module not in asking[-1:]:
             asking.append(module)
