@@ -30,6 +30,7 @@ from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import workers_of
+from asyncrl.hosting.route import peers_in, with_addresses
 from asyncrl.hosting.standby import FLAG as STANDBY
 from asyncrl.hosting.standby import MEMORY_SHARE
 from asyncrl.hosting.supervisor import Supervisor
@@ -86,6 +87,7 @@ def started(
 
     With `console` the supervisor also logs to standard error. `join_key` gets a copy of the generators' key.
     """
+    config = with_addresses(config, peers_in(os.environ))
     directory, may_fail, how_to_join = RunDirectory(config.run.directory), BestEffort(), list[str]()
     placement = placement_of(config, count_gpus(), generators=None if generators else 0)
     with ExitStack() as stack:

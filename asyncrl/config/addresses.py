@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+AUTO = "auto"
+"""Stands for the address at which the other hosts of a run reach this one."""
+STORE_PORT, CONTROL_PORT = 16379, 16380  # below those that the kernel gives to clients
 _NO = ("", "0", "f", "false", "n", "no")
 
 
@@ -36,6 +39,8 @@ def require_one_interface(key: str, host: str) -> None:
 
 def require_one_address(key: str, bind: str) -> None:
     """Raise ValueError if `tcp://HOST:PORT` means every interface or has an impossible port."""
+    if bind == AUTO:
+        return
     require_one_interface(key, host_of(bind))
     port = bind.rpartition(":")[2]
     if not 1 <= int(port) <= 65535:
@@ -45,6 +50,14 @@ def require_one_address(key: str, bind: str) -> None:
 def host_of(bind: str) -> str:
     """Return the address in `tcp://HOST:PORT`, as the system's calls take it: IPv6 without brackets."""
     return bind.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def filled_in(bind: str | None, address: str, port: int) -> str | None:
+    """Return `bind` with `address` in place of `auto`, and with `port` if it names none."""
+    if bind is None or AUTO not in (bind, host_of(bind)):
+        return bind
+    named = port if bind == AUTO else bind.rpartition(":")[2]
+    return f"tcp://[{address}]:{named}" if ":" in address else f"tcp://{address}:{named}"
 
 
 def insecurities(url: str) -> Iterator[str]:

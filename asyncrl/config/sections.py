@@ -260,8 +260,11 @@ class WeightsConfig(Part):
 class ControlConfig(Part):
     """The ZMQ control plane."""
 
-    bind: Annotated[str, Field(pattern=r"^tcp://.*:[0-9]+$", examples=["tcp://10.0.0.1:5555"])] | None = None
-    """tcp://HOST:PORT for generators on other hosts; a socket file in the run directory by default."""
+    bind: (
+        Annotated[str, Field(pattern=r"^(auto|tcp://.*:[0-9]+)$", examples=["tcp://10.0.0.1:5555"])] | None
+    ) = None
+    """tcp://HOST:PORT for generators on other hosts; a socket file in the run directory by default. HOST may
+    be `auto`, the address that reaches the other hosts. `auto` alone has port 16380."""
     heartbeat_s: Positive = 1.0
     """Interval between two heartbeats of a generator."""
     timeout_s: Positive = 15.0

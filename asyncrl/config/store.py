@@ -24,9 +24,9 @@ class StoreConfig(Part):
         Annotated[str, Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"])] | None
     ) = None
     """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
-    bind: Annotated[str | None, Field(pattern=r"^tcp://\S*:\d+$")] = None
+    bind: Annotated[str | None, Field(pattern=r"^(auto|tcp://\S*:\d+)$")] = None
     """tcp://HOST:PORT on which the run's own server also listens, for generators on other hosts. HOST is the
-    address of one interface."""
+    address of one interface, or `auto`: the one that reaches the other hosts. `auto` alone has port 16379."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     insecure: bool = False

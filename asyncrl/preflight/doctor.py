@@ -107,6 +107,6 @@ def run_checks(config: Config) -> list[Check]:
     if config.store.url:
         fix = f"check store.url and the password in {config.store.password_env}"
         checks.append(Check("store", partial(this_run.configured_store, config), fix, 60.0))
-    if bind := config.control.bind:
-        checks.append(Check("port", partial(host.port, bind), "choose another control.bind"))
+    if config.control.bind:
+        checks.append(Check("port", partial(this_run.control_port, config), "choose another control.bind"))
     return checks

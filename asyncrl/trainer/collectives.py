@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
+from asyncrl.hosting.route import address_towards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +118,7 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 def _keep_to_interface(address: str) -> None:
     """Let Gloo use the interface of the route to `address`; by default it uses that of the host's name."""
-    any_port = 9  # a datagram socket that connects sends nothing
-    (family, kind, _, _, master), *_ = socket.getaddrinfo(address, any_port, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as route:
-        route.connect(master)
-        ours = route.getsockname()[0]
+    ours = address_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -13,8 +13,10 @@ from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.hosting.machine import read_model
+from asyncrl.hosting.route import peers_in, with_addresses
 from asyncrl.launch.players import Players
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
+from asyncrl.preflight.checks.host import port
 
 SKEW_S = 5.0  # the protocol compares no clocks of two hosts, but people who read logs do
 STORE_RETRY_S = 5.0
@@ -28,6 +30,13 @@ def own_store() -> Finding:
     ):
         probe = probe_store(StoreConnection(server.url, retry_s=STORE_RETRY_S))
         return store_finding(probe, "started for the check")
+
+
+def control_port(config: Config) -> Finding:
+    """Check that the learner could listen at `control.bind`."""
+    bind = with_addresses(config, peers_in(os.environ)).control.bind
+    assert bind is not None
+    return port(bind)
 
 
 def configured_store(config: Config) -> Finding:
