@@ -35,6 +35,7 @@ from asyncrl.hosting.standby import FLAG as STANDBY
 from asyncrl.hosting.standby import MEMORY_SHARE
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
+from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
@@ -251,24 +252,6 @@ def learner_spec(
         ends_run=True,
         workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
     )
-
-
-def scorer_specs(config: Config, directory: RunDirectory) -> list[ProcessSpec]:
-    """Describe the processes of all reward models."""
-    made = []
-    for name, scorer in config.scorers.items():
-        for index in range(scorer.count):
-            gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
-            argv = module_argv("asyncrl.launch.scorer_process", "--name", name, "--index", str(index))
-            made.append(
-                ProcessSpec(
-                    name=f"{name}.{index}",
-                    argv=[*argv, "--config", str(directory.config)],
-                    env=child_environment(config, directory.path, threads=1, gpus=gpus),
-                    log_path=directory.logs / f"{name}.{index}.out",
-                )
-            )
-    return made
 
 
 def generator_maker(

@@ -7,15 +7,13 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from pydantic import ValidationError
-
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.registry import complaint, needs
-from asyncrl.config.reward_section import REMOTE, ModelScore, RewardConfig, ScorerConfig
+from asyncrl.config.registry import needs
+from asyncrl.config.reward_section import ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -135,32 +133,9 @@ def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> I
         yield Mistake(("reward.functions", "environment.uses"), text)
 
 
-def _services_have_their_parameters(reward: RewardConfig) -> Iterator[Mistake]:
-    for one in reward.functions:
-        model = REMOTE.get(one.function)
-        if model is None and one.params:
-            text = f"`{one.function}` takes no params; drop them; {', '.join(REMOTE)} do"
-            yield Mistake(("reward.functions",), text)
-        try:
-            _ = one.remote
-        except ValidationError as error:
-            for detail in error.errors():
-                key = str(detail["loc"][0])
-                value = one.params.get(key)
-                if key == "key_env" or "@" in str(value):
-                    value = "***"  # perhaps the key itself, or a password
-                reason = detail.get("ctx", {}).get("error")
-                said = f": `{key}` is {value!r}; {reason}" if reason else ""
-                said = said or complaint(REMOTE[one.function], key, detail["type"], value)
-                # Not the key itself: a draft has a stand-in for all functions, but not for a service.
-                yield Mistake(("reward.functions",), f"params of `{one.function}`{said}; correct it there")
-
-
 def _scorers_are_there(
     reward: RewardConfig, scorers: dict[str, ScorerConfig], control: ControlConfig
 ) -> Iterator[Mistake]:
-    if any(_services_have_their_parameters(reward)):
-        return
     for name in scorers:
         if not re.fullmatch(r"[A-Za-z][\w-]{0,31}", name):
             text = f"scorers has the name {name!r}; allowed are letters, digits, `_` and `-`; write another"
@@ -260,8 +235,7 @@ def _store_holds_what_is_open(
     rollout_bytes += TURN_BYTES * environment.max_turns if environment.is_used else 0
     sequences = batch.group_size * environment.sequences
     group_bytes = GROUP_BYTES + sequences * rollout_bytes
-    if not any(_services_have_their_parameters(reward)):
-        group_bytes += batch.group_size * reward.judgement_bytes
+    group_bytes += batch.group_size * reward.judgement_bytes
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > store.max_gib:
         sizes = ("batch.group_size", "sampling.max_prompt_tokens", "sampling.max_response_tokens")
@@ -365,7 +339,6 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _system_message_has_a_template,
     _images_are_rendered,
     _something_scores,
-    _services_have_their_parameters,
     _scorers_are_there,
     _an_environment_is_used,
     _there_is_one_environment,

@@ -92,14 +92,9 @@ def unusable(source: str) -> str:
 
 def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     """Find mistakes in the files of the model that is trained."""
-    path, directory = model.path, Path(model.path)
-    if found := misused_stage(directory):
-        yield Mistake(("model.path",), found)
-        return
-    if not directory.is_dir():
-        if is_local(path) or directory.exists():
-            cure = "give a Hugging Face model directory or a hub name"
-            yield Mistake(("model.path",), f"{unusable(path)}; {cure}")
+    directory = Path(model.path)
+    yield from _misplaced("model.path", model.path)
+    if not directory.is_dir() or misused_stage(directory):
         return
     if problems := model_problems(directory, remote_code=model.trust_remote_code):
         # One message per key.
@@ -107,6 +102,15 @@ def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     if model.chat_template and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
+
+
+def _misplaced(key: str, path: str) -> Iterator[Mistake]:
+    """Find a path that is not a model, where it is not a hub name either."""
+    directory = Path(path)
+    if found := misused_stage(directory):
+        yield Mistake((key,), found)
+    elif not directory.is_dir() and (is_local(path) or directory.exists()):
+        yield Mistake((key,), f"{unusable(path)}; give a Hugging Face model directory or a hub name")
 
 
 def is_stage(config: Path) -> bool:
@@ -143,36 +147,32 @@ def _scorers(config: Config) -> Iterator[Mistake]:
     """Find reward models that would not score, or would read other tokens than the policy writes."""
     for name, scorer in config.scorers.items():
         directory, key = Path(scorer.model), f"scorers.{name}.model"
-        if not directory.is_dir():
-            if is_local(scorer.model) or directory.exists():
-                yield Mistake((key,), f"{unusable(scorer.model)}; give the directory of a reward model")
+        yield from _misplaced(key, scorer.model)
+        if not directory.is_dir() or misused_stage(directory):
             continue
-        try:
-            settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            names, labels = (
-                settings.get("architectures") or ["none"],
-                settings.get("id2label", {"0": "", "1": ""}),
-            )
-        except (OSError, ValueError) as error:
-            yield Mistake((key,), f"cannot read config.json in {directory}: {error}; give a reward model")
-            continue
-        if not names[0].endswith("ForSequenceClassification") or len(labels) != 1:
-            found = f"found {names[0]} with {len(labels)} labels in {directory}"
-            yield Mistake(
-                (key,), f"{found}; allowed is a sequence classifier with one; use `asyncrl stage` rm"
-            )
-        if _vocabulary(directory) != _vocabulary(Path(config.model.path)):
+        settings = _json(directory / "config.json")
+        kind, labels = (settings.get("architectures") or ["no model"])[0], settings.get("id2label", "ab")
+        if not kind.endswith("ForSequenceClassification") or len(labels) != 1:
+            found = f"found {kind} with {len(labels)} labels in {directory}"
+            yield Mistake((key,), f"{found}; needed is a sequence classifier with one, of `asyncrl stage` rm")
+        elif vocabulary(directory) != vocabulary(Path(config.model.path)):
             text = f"has another tokenizer than model.path ({config.model.path}), but reads its token ids"
             yield Mistake((key, "model.path"), f"{directory} {text}; use a reward model trained from it")
 
 
-def _vocabulary(directory: Path) -> Any:
-    """Return what the tokenizer's file says of the ids of tokens; None if there is no such file."""
+def vocabulary(directory: Path) -> tuple[Any, Any]:
+    """Return what the tokenizer's file says of the ids of tokens: the model's, and added ones."""
+    tokenizer = _json(directory / "tokenizer.json")
+    return tokenizer.get("model", {}).get("vocab"), tokenizer.get("added_tokens")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if there is none."""
     try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return tokenizer["model"].get("vocab"), tokenizer.get("added_tokens")
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -1,14 +1,17 @@
 """The section `reward`: functions that run in processes of the run, and rewards that a service computes."""
 
 import re
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import ErrorDetails
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.base import Mistake, Mistakes, Part, marked
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
+from asyncrl.config.registry import complaint
 
 # Of a question and its answer in a group; longer texts are cut off. In JSON a quote takes two bytes.
 TEXT_BYTES = 2000
@@ -129,11 +132,38 @@ class RewardFunctionConfig(Part):
         """The name under which the part is reported."""
         return self.name or self.function.rsplit(":", 1)[-1]
 
-    @property
+    @cached_property
     def remote(self) -> Remote | None:
         """The parameters of a service; None for a function that runs in a reward process."""
         kind = REMOTE.get(self.function)
         return kind.model_validate(self.params) if kind else None
+
+    @model_validator(mode="after")
+    def _service_has_its_parameters(self) -> Self:
+        # Mistakes are of all functions: a draft has a stand-in for them, but not for a service.
+        key, kind = ("reward.functions",), REMOTE.get(self.function)
+        if kind is None:
+            if self.params:
+                text = f"`{self.function}` takes no params; drop them; {', '.join(REMOTE)} do"
+                raise Mistakes(Mistake(key, text))
+            return self
+        try:
+            _ = self.remote
+        except ValidationError as error:
+            found = [f"params of `{self.function}`{_said(kind, self.params, one)}" for one in error.errors()]
+            raise Mistakes(*(Mistake(key, f"{one}; correct it there") for one in found)) from None
+        return self
+
+
+def _said(kind: type[Remote], params: dict[str, Any], detail: ErrorDetails) -> str:
+    """What is wrong with a parameter."""
+    name = str(detail["loc"][0])
+    value = params.get(name)
+    if name == "key_env" or "@" in str(value):
+        value = "***"  # perhaps the key itself, or a password
+    if reason := detail.get("ctx", {}).get("error"):
+        return f": `{name}` is {value!r}; {reason}"
+    return complaint(kind, name, detail["type"], value)
 
 
 class RewardConfig(Part):

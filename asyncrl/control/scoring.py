@@ -1,4 +1,4 @@
-"""Calls of scorers: token ids go to a process of the run on this host, which answers with a number.
+"""Calls of scorers: token ids go to a process of the run on this host, which answers with numbers.
 
 Each scorer listens on a private socket file. A client connects to all of one name, and any of them answers:
 messages go only to scorers that are connected. A call that a dying scorer has taken gets no answer; the
@@ -19,8 +19,15 @@ import zmq.asyncio
 from asyncrl.control.listening import listen
 from asyncrl.control.messages import set_options
 from asyncrl.errors import EngineError
+from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
 
 MAX_CALL_BYTES = 1 << 24
+# Seconds for a scorer to load its model, and seconds after which a call without an answer is repeated.
+START_S = 900.0
+ANSWER_S = 5.0
+
+# A number, or the bytes of an array, for token ids.
+Score = Callable[[list[int]], Awaitable[float | bytes]]
 
 
 def endpoint_of(directory: Path, name: str, index: int) -> str:
@@ -28,39 +35,44 @@ def endpoint_of(directory: Path, name: str, index: int) -> str:
     return f"ipc://{directory.absolute()}/{name}.{index}.sock"
 
 
-class ScorerClient:
-    """Asks the scorers of one name."""
+class ScorerService:
+    """The Service of the scorers of one name."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, name: str, directory: Path, count: int, *, remembers: bool) -> None:
+        """Take the run directory in which `count` of them listen."""
+        self.remembers = remembers
+        self._name, self._is_ready, self._answer_s = name, False, ANSWER_S
         self._context: Any = zmq.asyncio.Context()
         self._socket = cast(Any, self._context.socket(zmq.DEALER))
         set_options(self._socket, max_bytes=MAX_CALL_BYTES)
         # Without it, calls would queue for scorers that do not run.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        for endpoint in endpoints:
-            self._socket.connect(endpoint)
+        for index in range(count):
+            self._socket.connect(endpoint_of(directory, name, index))
         self._numbers = itertools.count()
         self._waiting: dict[bytes, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def ask(self, token_ids: Sequence[int]) -> Any:
-        """Return the score, or raise EngineError if a scorer refuses. Waits without limit."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-        number = next(self._numbers).to_bytes(8)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self._socket.send_multipart([number, msgpack.packb(list(token_ids))])
-            return await answer
-        finally:
-            del self._waiting[number]
+    async def start(self) -> None:
+        self._reader = asyncio.create_task(self._read())
 
-    async def _read(self) -> None:
-        while True:
-            number, data = await self._socket.recv_multipart()
-            answer, (score, error) = self._waiting.get(number), msgpack.unpackb(data)
-            if answer is not None and not answer.done():
-                answer.set_exception(EngineError(error)) if error else answer.set_result(score)
+    def questions(self, one: RewardInput) -> list[Question]:
+        return [Question(request={"ids": list(one.token_ids)}, read=lambda reply: (number(reply), ""))]
+
+    async def admit(self, question: Question) -> None:
+        """Wait for a scorer, which may be loading its model."""
+        if not self._is_ready:
+            await self._within([0], START_S)
+            self._is_ready = True
+
+    async def ask(self, question: Question) -> Any:
+        # Calls may only be waiting for one another, so the next ones get more time.
+        limit_s = self._answer_s
+        try:
+            return await self._within(question.request["ids"], limit_s)
+        except Unanswered:
+            self._is_ready, self._answer_s = False, 2.0 * limit_s
+            raise
 
     async def close(self) -> None:
         """Drop the calls."""
@@ -69,8 +81,35 @@ class ScorerClient:
             await asyncio.wait({self._reader})
         self._context.destroy(linger=0)
 
+    async def _within(self, token_ids: Sequence[int], limit_s: float) -> Any:
+        """The answer of one scorer. Raises Unanswered."""
+        key = next(self._numbers).to_bytes(8)
+        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._socket.send_multipart([key, msgpack.packb(list(token_ids))])
+                return await answer
+        except TimeoutError:
+            found = f"no scorer `{self._name}` answered within {limit_s:g} s"
+            text = f"{found}; logs/{self._name}.*.out of the run directory say why"
+            raise Unanswered(text, reason="unavailable") from None
+        finally:
+            del self._waiting[key]
 
-async def serve_scores(endpoint: str, score: Callable[[list[int]], Awaitable[float]]) -> None:
+    async def _read(self) -> None:
+        while True:
+            key, data = await self._socket.recv_multipart()
+            answer, (score, error) = self._waiting.get(key), msgpack.unpackb(data)
+            if answer is None or answer.done():
+                continue
+            if error is None:
+                answer.set_result(score)
+            else:
+                said = f"the scorer `{self._name}` says: {error}"
+                answer.set_exception(Unanswered(said, reason="refused", may_pass=False))
+
+
+async def serve_scores(endpoint: str, score: Score) -> None:
     """Answer calls until cancelled. Raises ControlError for an endpoint that cannot be used."""
     context: Any = zmq.asyncio.Context()
     router: Any

@@ -40,7 +40,6 @@ def open_classifier(
     model: str,
     dtype: str,
     generator: GeneratorConfig,
-    weights: WeightsConfig,
     *,
     max_tokens: int,
     device: Device,
@@ -51,7 +50,7 @@ def open_classifier(
     """
     from asyncrl.engine.vllm.classifier import open_classifier
 
-    return open_classifier(model, dtype, generator, weights, max_tokens=max_tokens, device=device)
+    return open_classifier(model, dtype, generator, max_tokens=max_tokens, device=device)
 
 
 def open_bare(

@@ -2,14 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.schema import Config
-from asyncrl.control.scoring import ScorerClient, endpoint_of
 from asyncrl.data.prompts import PromptSource
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
@@ -18,6 +17,7 @@ from asyncrl.engine.episodes import EpisodeSampler, require_same_start
 from asyncrl.engine.sampler import GroupSampler, Sampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
+from asyncrl.launch.scorers import scorers_in
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.starts import unchanged
 from asyncrl.session.delta import closer, rewritten
@@ -40,19 +40,17 @@ class Players:
     config: Config
     scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
-    clients: Sequence[ScorerClient] = ()
 
     @classmethod
     def of(cls, config: Config, run_root: Path, directory: Path | None = None) -> "Players":
         """Make what the config names; nothing is started. Scorers run in the run of `directory`."""
         loaded = unchanged(config)
-        clients = {} if directory is None else _clients(config, directory)
-        asks = {name: client.ask for name, client in clients.items()}
         return cls(
             config,
-            Rewards(config.reward, run_root, loaded, asks) if config.reward.functions else None,
+            Rewards(config.reward, run_root, loaded, scorers_in(config, directory or run_root))
+            if config.reward.functions
+            else None,
             _environment_of(config, loaded),
-            tuple(clients.values()),
         )
 
     async def start(self, prompts: PromptSource) -> None:
@@ -142,15 +140,6 @@ class Players:
             await self.environment.close()
         if self.scorer:
             await self.scorer.close()
-        for client in self.clients:
-            await client.close()
-
-
-def _clients(config: Config, directory: Path) -> dict[str, ScorerClient]:
-    return {
-        name: ScorerClient([endpoint_of(directory, name, index) for index in range(scorer.count)])
-        for name, scorer in config.scorers.items()
-    }
 
 
 def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:

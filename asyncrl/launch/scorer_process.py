@@ -50,7 +50,6 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
         model,
         config.model.dtype,
         allotted(config, None, is_shared=False),
-        config.weights,
         max_tokens=config.sampling.max_tokens,
         device=resolve_device(config),
     )

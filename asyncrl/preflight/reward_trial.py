@@ -7,16 +7,17 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.reward_section import RewardFunctionConfig
+from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
+from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.opened import Rewards
@@ -70,7 +71,10 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
-    parts = [asyncio.run(_try_part(config, function, cases)) for function in config.reward.functions]
+    with started_scorers(config) as directory:
+        parts = [
+            asyncio.run(_try_part(config, function, cases, directory)) for function in config.reward.functions
+        ]
     unscored = set() if config.environment.is_used else set.intersection(*(part.abstained for part in parts))
     return Trial(cases, parts, len(unscored))
 
@@ -124,9 +128,14 @@ class _RowFinder:
         return self._train[self._plan.at(ticket).row]
 
 
-async def _try_part(config: Config, function: RewardFunctionConfig, cases: Sequence[Case]) -> Tried:
+async def _try_part(
+    config: Config, function: RewardFunctionConfig, cases: Sequence[Case], directory: Path
+) -> Tried:
     alone = config.reward.model_copy(update={"functions": (function,), "workers": 1})
-    rewards, tried, timeouts = Rewards(alone, config.run.root), Tried(function), 0
+    if isinstance(function.remote, ModelScore):
+        cases = [*_with_ids(config, cases)]
+    rewards = Rewards(alone, config.run.root, open_scorer=scorers_in(config, directory))
+    tried, timeouts = Tried(function), 0
     try:
         await rewards.start()
         for index, case in enumerate(cases):
@@ -153,6 +162,19 @@ async def _try_part(config: Config, function: RewardFunctionConfig, cases: Seque
         tried.printed = rewards.printed
         await rewards.close()
     return tried
+
+
+def _with_ids(config: Config, cases: Sequence[Case]) -> Iterator[Case]:
+    """Yield the cases with the token ids of prompt and response, cut off as those of a run are."""
+    tokenizer, most = load_tokenizer(config.model), config.sampling
+    for case in cases:
+        given = case.given
+        prompt = tokenizer(given.prompt, add_special_tokens=not config.model.chat_template)["input_ids"]
+        response = tokenizer(given.response, add_special_tokens=False)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            response.append(tokenizer.eos_token_id)
+        ids = [*prompt[: most.max_prompt_tokens], *response[: most.max_response_tokens]]
+        yield replace(case, given=replace(given, token_ids=ids))
 
 
 async def _unequal(rewards: Rewards, part: str, cases: Sequence[Case], tried: Tried) -> str:

@@ -30,6 +30,7 @@ from asyncrl.hosting.processes import die_with_parent, module_argv
 from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.hosting.workers import ending
 from asyncrl.launch.players import Players
+from asyncrl.launch.scorers import started_scorers
 from asyncrl.results.free_gpus import room_on_gpus
 
 
@@ -67,16 +68,19 @@ async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncI
     gpus, generator = room_on_gpus(config)
     if gpus:
         os.environ[VARIABLE] = visible_devices(gpus)
-    players = Players.of(config, config.run.root)
-    try:
-        await players.start(prompts)
-        engine = await open_engine(config.model, generator, config.sampling, config.weights, device=device)
+    with started_scorers(config) as directory:
+        players = Players.of(config, config.run.root, directory)
         try:
-            yield players.sampler(engine, prompts, name)
+            await players.start(prompts)
+            engine = await open_engine(
+                config.model, generator, config.sampling, config.weights, device=device
+            )
+            try:
+                yield players.sampler(engine, prompts, name)
+            finally:
+                await engine.close()
         finally:
-            await engine.close()
-    finally:
-        await players.close()
+            await players.close()
 
 
 def _status_of(argv: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from asyncrl.algo.ranges import MOST_REWARD
 from asyncrl.config.reward_section import RewardFunctionConfig
 from asyncrl.errors import RewardError
+from asyncrl.rewards.functions import checked_reward
 
 # Further columns in a run with an environment: what was said, as chat messages; the number of the model's
 # answers; the environment's own `reward`, `parts` and `metrics`.
@@ -101,14 +102,28 @@ class Unanswered(RewardError):
         self.pause_s = pause_s
 
 
+def unreadable(found: str) -> Unanswered:
+    """The failure of an answer that holds no score."""
+    return Unanswered(f"got {found}", reason="unreadable")
+
+
+def number(found: object) -> float:
+    """The score in an answer. Raises Unanswered."""
+    try:
+        return checked_reward(found)
+    except RewardError as error:
+        raise Unanswered(str(error), reason="unreadable") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One request to a service, whose answer is a number. Equal requests have equal answers."""
+    """One request to a service. Equal requests have equal answers."""
 
     # As JSON or msgpack can hold it.
     request: Mapping[str, Any]
-    # Returns (score, words of a judge) of an answer. None in place of the score abstains. Raises Unanswered.
-    read: Callable[[Any], tuple[float | None, str]]
+    # Returns (score, words of a judge) of an answer, or raises Unanswered; `number` checks a score. None in
+    # place of the score abstains. A teacher's score is an array.
+    read: Callable[[Any], tuple[Any, str]]
     # The question in words, to a judge.
     prompt: str = ""
     # Number among the votes on one question.
@@ -116,7 +131,7 @@ class Question:
 
 
 class Service(Protocol):
-    """Computes one part of the reward. It is asked by `RemoteScorer`, which repeats, counts and remembers."""
+    """Computes one part of the reward. `opened.Asker` asks it, and repeats, counts and remembers."""
 
     # Whether a question that was answered before need not be asked.
     remembers: bool

@@ -4,9 +4,6 @@ http_reward   {"prompts": [text], "completions": [text], "columns": {name: [valu
 llm_judge     a chat completion of one user message, the rendered template
 """
 
-import asyncio
-import datetime
-import email.utils
 import json
 import os
 import re
@@ -22,11 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from asyncrl.config.reward_section import HttpReward, LlmJudge
 from asyncrl.errors import RewardError
 from asyncrl.extras import from_extra
-from asyncrl.rewards.base import Question, RewardInput, Unanswered
+from asyncrl.rewards.base import Question, RewardInput, Unanswered, number, unreadable
 
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
-    from openai import AsyncOpenAI
 
 MAX_REPLY_BYTES = 1 << 20
 SHOWN_CHARACTERS = 200
@@ -36,9 +32,6 @@ GIVEN = frozenset({"prompt", "response", "first", "second"})
 VERDICTS = {"a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5}
 # Estimate before the service has reported the size of an answer.
 CHARACTERS_PER_TOKEN = 4
-# The header is openai's own mark of a request whose answer the caller reads piece by piece. The address of a
-# redirect was not allowed by anybody.
-_OPTIONS = {"headers": {"X-Stainless-Raw-Response": "stream"}, "follow_redirects": False}
 
 
 class HttpService:
@@ -49,19 +42,19 @@ class HttpService:
         self._settings = settings
         self._url = settings.url + place
         self._key = key_of(settings)
-        self._client: AsyncOpenAI | None = None
+        self._client: Any = None
         self.remembers = settings.cache
 
     async def start(self) -> None:
         with from_extra("judge"):
-            from openai import AsyncOpenAI
-        # Its own repetitions would not be counted, and it would look for a key in OPENAI_API_KEY.
-        self._client = AsyncOpenAI(
-            api_key=self._key or "none", base_url=self._settings.url, max_retries=0, timeout=None
-        )
+            from openai import DefaultAsyncHttpxClient
+        headers = {"authorization": f"Bearer {self._key or 'none'}", "content-type": "application/json"}
+        # The client of httpx with openai's many connections. openai's own repetitions would not be counted.
+        # The address of a redirect was not allowed by anybody.
+        self._client = DefaultAsyncHttpxClient(follow_redirects=False, timeout=None, headers=headers)
 
     def questions(self, one: RewardInput) -> list[Question]:
-        columns = {name: [value] for name, value in _plain(one.row).items()}
+        columns = {name: [value] for name, value in one.row.items()}
         request = {"prompts": [one.prompt], "completions": [one.response], "columns": columns}
         return [Question(request=request, read=_reward)]
 
@@ -69,49 +62,45 @@ class HttpService:
         """There is no limit."""
 
     async def ask(self, question: Question) -> Any:
-        """The JSON of the answer. Its size is limited; redirects are not followed."""
-        import openai
-
-        assert self._client is not None, "call start first"
+        """The JSON of the answer. Its size is limited."""
+        content, body = json.dumps(question.request, default=str), bytearray()
         try:
-            post: Any = self._client.post  # its types do not know of streamed answers
-            reply = await post(self._url, cast_to=object, body=question.request, options={**_OPTIONS})
-        except openai.APIStatusError as error:
-            raise self._refusal(error.status_code, error.response.headers, error.response.text) from None
-        except openai.APIConnectionError as error:
-            raise _unavailable(error) from error
-        body = bytearray()
-        try:
-            async for piece in reply.iter_bytes():
-                body += piece
-                if len(body) > MAX_REPLY_BYTES:
-                    raise _unreadable(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
-        except (Unanswered, asyncio.CancelledError):
+            async with self._client.stream("POST", self._url, content=content) as reply:
+                async for piece in reply.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_REPLY_BYTES:
+                        raise unreadable(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
+        except Unanswered:
             raise
         except Exception as error:  # of httpx, or of httpx2, as the release of openai has it
-            raise _unavailable(error) from error
-        finally:
-            await reply.close()
+            cause = error.__cause__ or error
+            lost = f"lost the connection ({type(cause).__name__}: {cause})"
+            raise Unanswered(lost, reason="unavailable") from error
+        if not reply.is_success:
+            raise self._refusal(
+                reply.status_code, reply.headers.get("retry-after"), body.decode("utf-8", "replace")
+            )
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             shown = bytes(body[:SHOWN_CHARACTERS])
-            raise _unreadable(f"{shown!r}, which is not JSON ({type(error).__name__})") from error
+            raise unreadable(f"{shown!r}, which is not JSON ({type(error).__name__})") from error
 
     async def close(self) -> None:
         if self._client is not None:
-            await self._client.close()
+            await self._client.aclose()
 
-    def _refusal(self, status: int, headers: Mapping[str, str], text: str) -> Unanswered:
+    def _refusal(self, status: int, retry_after: str | None, text: str) -> Unanswered:
         if self._key:
             text = text.replace(self._key, "***")
         message = f"asked {self._url}, which answered status {status}: {text[:SHOWN_CHARACTERS]}"
-        pause_s = _pause_s(headers.get("retry-after"))
-        if status == 429:
-            return Unanswered(message, reason="limited", pause_s=pause_s)
-        if status >= 500 or status == 408:
-            return Unanswered(message, reason="unavailable", pause_s=pause_s)
-        return Unanswered(message, reason="refused", may_pass=False)
+        if status not in (408, 429) and status < 500:
+            return Unanswered(message, reason="refused", may_pass=False)
+        try:
+            pause_s = max(0.0, float(retry_after or ""))
+        except ValueError:  # a date, or none: the usual pauses
+            pause_s = None
+        return Unanswered(message, reason="limited" if status == 429 else "unavailable", pause_s=pause_s)
 
 
 class JudgeService(HttpService):
@@ -147,8 +136,8 @@ class JudgeService(HttpService):
             orders.append((other, one.response, lambda found: 1.0 - _share(found)))
         return [
             question
-            for first, second, number in orders
-            for question in self._votes(self._rendered(one, {"first": first, "second": second}), number)
+            for first, second, value_of in orders
+            for question in self._votes(self._rendered(one, {"first": first, "second": second}), value_of)
         ]
 
     async def admit(self, question: Question) -> None:
@@ -162,26 +151,26 @@ class JudgeService(HttpService):
         except Exception as error:  # of the expressions in the template
             raise RewardError(f"cannot render {self._settings.prompt}: {error}") from error
 
-    def _votes(self, prompt: str, number: Callable[[object], float]) -> list[Question]:
+    def _votes(self, prompt: str, value_of: Callable[[object], float]) -> list[Question]:
         messages = [{"role": "user", "content": prompt}]
         request = {"model": self._settings.model, "messages": messages, **self._settings.request}
-        read = partial(self._read, number)
+        read = partial(self._read, value_of)
         return [
             Question(request=request, read=read, prompt=prompt, vote=vote)
             for vote in range(self._settings.votes)
         ]
 
-    def _read(self, number: Callable[[object], float], reply: Any) -> tuple[float, str]:
+    def _read(self, value_of: Callable[[object], float], reply: Any) -> tuple[float, str]:
         try:
             words = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
             words = None
         if not isinstance(words, str):
-            raise _unreadable(f"no text in choices[0].message.content: {str(reply)[:SHOWN_CHARACTERS]}")
+            raise unreadable(f"no text in choices[0].message.content: {str(reply)[:SHOWN_CHARACTERS]}")
         usage = reply.get("usage")
         if isinstance(usage, dict) and isinstance(tokens := usage.get("total_tokens"), int):
             self._answers, self._tokens = self._answers + 1, self._tokens + tokens
-        return number(self._verdict(words)), words
+        return value_of(self._verdict(words)), words
 
     def _verdict(self, words: str) -> object:
         """The part of the answer that has the score."""
@@ -194,12 +183,10 @@ class JudgeService(HttpService):
                     continue
                 if "score" in found:
                     return found["score"]
-            raise _unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, without a JSON object that has `score`")
+            raise unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, without a JSON object that has `score`")
         found = list(re.finditer(self._settings.pattern, words))
         if not found:
-            raise _unreadable(
-                f"{words[-SHOWN_CHARACTERS:]!r}, where `{self._settings.pattern}` finds nothing"
-            )
+            raise unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, where `{self._settings.pattern}` finds nothing")
         return found[-1][1]
 
     def _expected_tokens(self, most: float, question: Question) -> float:
@@ -236,28 +223,20 @@ def columns_of(judge: LlmJudge) -> frozenset[str]:
     return columns | {judge.against} if judge.against else columns
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as JSON has it: dates and decimals become text."""
-    plain: dict[str, Any] = json.loads(json.dumps(row, default=str))
-    return plain
-
-
 def _reward(reply: Any) -> tuple[float | None, str]:
     rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if not isinstance(rewards, list) or len(rewards) != 1:
         found = str(reply)[:SHOWN_CHARACTERS]
-        raise _unreadable(f'{found}; for one completion it must be {{"rewards": [number]}}')
-    return rewards[0], ""
+        raise unreadable(f'{found}; for one completion it must be {{"rewards": [number]}}')
+    return None if rewards[0] is None else number(rewards[0]), ""
 
 
 def _number(found: object) -> float:
     """The score that a judge wrote, as a number or as text."""
     try:
-        if isinstance(found, bool) or not isinstance(found, str | int | float):
-            raise ValueError
-        return float(found)
-    except (ValueError, OverflowError):
-        raise _unreadable(f"the score {found!r:.80}, which is no number") from None
+        return number(float(found) if isinstance(found, str) else found)
+    except ValueError:
+        raise unreadable(f"the score {found!r:.80}, which is no number") from None
 
 
 def _share(found: object) -> float:
@@ -265,29 +244,5 @@ def _share(found: object) -> float:
     verdict = VERDICTS.get(found.strip().lower()) if isinstance(found, str) else None
     share = _number(found) if verdict is None else verdict
     if not 0.0 <= share <= 1.0:
-        raise _unreadable(f"the verdict {found!r:.80}; allowed are A, B, C, tie, and 0 to 1")
+        raise unreadable(f"the verdict {found!r:.80}; allowed are A, B, C, tie, and 0 to 1")
     return share
-
-
-def _unreadable(what: str) -> Unanswered:
-    return Unanswered(f"got {what}", reason="unreadable")
-
-
-def _unavailable(error: Exception) -> Unanswered:
-    cause = error.__cause__ or error
-    return Unanswered(f"lost the connection ({type(cause).__name__}: {cause})", reason="unavailable")
-
-
-def _pause_s(header: str | None) -> float | None:
-    """The pause of a `Retry-After`, which holds seconds or a date."""
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        until = email.utils.parsedate_to_datetime(header)
-        return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
-    except (ValueError, TypeError):  # neither, or a date without a zone
-        return None

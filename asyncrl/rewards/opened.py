@@ -1,17 +1,125 @@
-"""Opens the Scorer of a config: reward processes for its functions, and services for its other rewards."""
+"""The Scorer of a config: reward processes for its functions, and services for its other rewards.
+
+A question to a service that may be answered later is asked again, with growing and random pauses, until
+`reward.timeout_s` is over. This time starts when the service may be asked: waiting for a limit per minute
+does not count. An answer that cannot be read is asked for at most `reward.attempts` times.
+"""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from asyncrl.config.reward_section import HttpReward, LlmJudge, ModelScore, Remote, RewardConfig
-from asyncrl.errors import ungrouped
-from asyncrl.rewards.base import RewardInput, Score, Service, scored
+from asyncrl.backoff import Backoff
+from asyncrl.config.reward_section import TEXT_BYTES, HttpReward, LlmJudge, ModelScore, Remote, RewardConfig
+from asyncrl.errors import RewardError, ungrouped
+from asyncrl.rewards.base import Judgement, Question, RewardInput, Score, Service, Unanswered, scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.rewards.remote import RemoteScorer
-from asyncrl.rewards.scorers import Ask, ModelService
+
+# Questions to each service at the same time.
+AT_ONCE = 256
+# Answers of each service that are remembered.
+REMEMBERED = 1 << 14
+AGAIN = Backoff(first_s=0.25, longest_s=8.0)
+
+OpenScorer = Callable[[ModelScore], Service]
+
+
+class Asker:
+    """Asks one service, in the generator's own loop: repeats, counts and remembers."""
+
+    def __init__(self, where: str, service: Service, config: RewardConfig, counts: Counter[str]) -> None:
+        """Take `where`, which begins every error, and counters by the name of their metric."""
+        self.service = service
+        self._where, self._config, self._counts = where, config, counts
+        self._free = asyncio.Semaphore(AT_ONCE)
+        # Questions that were answered or are being asked, the least recently used first.
+        self._asked: OrderedDict[bytes | object, asyncio.Task[tuple[Any, str]]] = OrderedDict()
+        for name in ("reward_calls", "reward_cache_hits", "reward_retries"):
+            counts.setdefault(name, 0)
+
+    async def start(self) -> None:
+        """Raise RewardError for a service that cannot be used."""
+        try:
+            await self.service.start()
+        except RewardError as error:
+            raise RewardError(f"{self._where} {error}") from error
+
+    def questions(self, one: RewardInput) -> list[Question]:
+        """The questions about a response. Raises RewardError for a bad row."""
+        try:
+            return self.service.questions(one)
+        except RewardError as error:
+            raise RewardError(f"{self._where} {error}") from error
+
+    async def answer(self, question: Question) -> tuple[Any, str]:
+        """The answer to a question, which is sent only once, also while it is being asked."""
+        key = _key(question) if self.service.remembers else object()
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.create_task(self._ask(question))
+            task.add_done_callback(partial(self._keep, key))
+        else:
+            self._counts["reward_cache_hits"] += 1
+            self._asked.move_to_end(key)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Drop what is being asked."""
+        asking = list(self._asked.values())
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await self.service.close()
+
+    def _keep(self, key: bytes | object, task: asyncio.Task[tuple[Any, str]]) -> None:
+        """Forget failures, and the oldest answers."""
+        if task.cancelled() or task.exception() or not isinstance(key, bytes):
+            self._asked.pop(key, None)
+        oldest = next(iter(self._asked), None)
+        if len(self._asked) > REMEMBERED and self._asked[oldest].done():
+            del self._asked[oldest]
+
+    async def _ask(self, question: Question) -> tuple[Any, str]:
+        limit_s = self._config.timeout_s
+        failures: list[Unanswered] = []
+        try:
+            async with self._free:
+                await self.service.admit(question)
+                try:
+                    async with asyncio.timeout(limit_s):
+                        return await self._insist(question, failures)
+                except TimeoutError:
+                    last = f"; the last answer: {failures[-1]}" if failures else ""
+                    reason = failures[-1].reason if failures else "late"
+                    raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
+        except Unanswered as failure:
+            self._counts[f"reward_failures_{failure.reason}"] += 1
+            raise RewardError(f"{self._where} {failure}") from failure
+
+    async def _insist(self, question: Question, failures: list[Unanswered]) -> tuple[Any, str]:
+        """Ask until there is an answer, or an error that will not pass."""
+        until_s = asyncio.get_running_loop().time() + self._config.timeout_s
+        while True:
+            self._counts["reward_calls"] += 1
+            try:
+                return question.read(await self.service.ask(question))
+            except Unanswered as failure:
+                failures.append(failure)
+                unreadable = sum(one.reason == "unreadable" for one in failures)
+                pause_s = failure.pause_s or AGAIN.pause_s(len(failures)) * random.uniform(0.5, 1.0)
+                is_too_late = asyncio.get_running_loop().time() + pause_s > until_s
+                if not failure.may_pass or unreadable >= self._config.attempts or is_too_late:
+                    raise
+            self._counts["reward_retries"] += 1
+            await asyncio.sleep(pause_s)
+            await self.service.admit(question)
 
 
 class Rewards:
@@ -22,28 +130,26 @@ class Rewards:
         config: RewardConfig,
         run_root: Path,
         loaded: Callable[[], None] = lambda: None,
-        scorers: Mapping[str, Ask] | None = None,
+        open_scorer: OpenScorer | None = None,
     ) -> None:
-        """Take what asks the scorers of the run, by name. `loaded` is as in RewardPool.
+        """Take what makes the Service of a scorer of the run. `loaded` is as in RewardPool.
 
         Raises RewardError for a service whose key or template is missing.
         """
         self._functions = config.functions
-        local = tuple(one for one in config.functions if one.remote is None)
-        services = {
-            one.part: _service(settings, scorers or {})
+        # Counters of the questions to services since the start, by the name of their metric.
+        self.counts: Counter[str] = Counter()
+        self._askers = {
+            one.part: Asker(
+                f"reward part `{one.part}`", _service(one.remote, open_scorer), config, self.counts
+            )
             for one in config.functions
-            if (settings := one.remote) is not None
+            if one.remote is not None
         }
+        local = tuple(one for one in config.functions if one.remote is None)
         own = config.model_copy(update={"functions": local})
         self._pool = RewardPool(own, run_root, loaded) if local else None
-        self._remote = RemoteScorer(config, services) if services else None
-        self._scorers = [one for one in (self._pool, self._remote) if one is not None]
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Counters of the questions to services since the start, by the name of their metric."""
-        return self._remote.counts if self._remote else Counter()
+        self._all: list[RewardPool | Asker] = [*([self._pool] if self._pool else []), *self._askers.values()]
 
     @property
     def printed(self) -> str:
@@ -52,34 +158,59 @@ class Rewards:
 
     async def start(self) -> None:
         """Start the processes. Raises RewardError for functions that cannot be used."""
-        for one in self._scorers:
+        for one in self._all:
             await one.start()
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """One score per input. The first failure cancels the others and raises RewardError."""
+        """One score per input. The first failure raises RewardError; nothing waits for other answers."""
         with ungrouped():
             async with asyncio.TaskGroup() as tasks:
-                scoring = [tasks.create_task(one.score(inputs)) for one in self._scorers]
-        return [
-            scored(
-                self._functions,
-                {part: value for score in scores for part, value in score.parts.items()},
-                next((score.answer for score in scores if score.answer is not None), None),
-                tuple(judgement for score in scores for judgement in score.judgements),
-            )
-            for scores in zip(*(task.result() for task in scoring), strict=True)
-        ]
+                local = tasks.create_task(self._pool.score(inputs)) if self._pool else None
+                asking = [tasks.create_task(self._ask(one)) for one in inputs]
+        own = local.result() if local else [Score(total=0.0, parts={})] * len(inputs)
+        return [self._joined(score, *task.result()) for score, task in zip(own, asking, strict=True)]
 
     async def close(self) -> None:
         """Kill the processes, and drop what is being asked."""
-        for one in self._scorers:
+        for one in self._all:
             await one.close()
 
+    async def _ask(self, one: RewardInput) -> tuple[dict[str, float], list[Judgement]]:
+        """The parts of services, and what judges were asked and said."""
+        questions = [
+            (part, question) for part, asker in self._askers.items() for question in asker.questions(one)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(self._askers[part].answer(question)) for part, question in questions]
+        values: dict[str, list[float]] = {}
+        judgements = []
+        for (part, question), task in zip(questions, asking, strict=True):
+            value, words = task.result()
+            if value is not None:
+                values.setdefault(part, []).append(value)
+            if question.prompt and value is not None:
+                judgements.append(Judgement(part, _cut(question.prompt), _cut(words), value))
+        return {part: sum(numbers) / len(numbers) for part, numbers in values.items()}, judgements
 
-def _service(settings: Remote, scorers: Mapping[str, Ask]) -> Service:
+    def _joined(self, own: Score, parts: dict[str, float], judgements: list[Judgement]) -> Score:
+        return scored(self._functions, {**own.parts, **parts}, own.answer, tuple(judgements))
+
+
+def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:
     if isinstance(settings, LlmJudge):
         return JudgeService(settings)
-    if isinstance(settings, ModelScore):
-        return ModelService(settings, scorers.get(settings.scorer))
-    assert isinstance(settings, HttpReward)
-    return HttpService(settings)
+    if isinstance(settings, HttpReward):
+        return HttpService(settings)
+    assert isinstance(settings, ModelScore)
+    if open_scorer is None:
+        raise RewardError(f"`model_score` needs the scorer `{settings.scorer}`, and no scorers run here")
+    return open_scorer(settings)
+
+
+def _cut(text: str) -> str:
+    return text.encode("utf-8", "replace")[:TEXT_BYTES].decode("utf-8", "ignore")
+
+
+def _key(question: Question) -> bytes:
+    text = json.dumps([question.request, question.vote], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

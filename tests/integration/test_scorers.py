@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
-from asyncrl.commands.up import scorer_specs
 from asyncrl.config.schema import Config
-from asyncrl.control.scoring import ScorerClient, endpoint_of, serve_scores
+from asyncrl.control import scoring
+from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
 from asyncrl.errors import ConfigError, EngineError, RewardError
 from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch.scorers import scorer_specs, scorers_in
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards import scorers as scorers_module
-from asyncrl.rewards.base import RewardInput, Score
+from asyncrl.rewards.base import Question, RewardInput, Score, Unanswered
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
 from tests.support.models import SIZES, tiny_qwen2
@@ -63,11 +63,8 @@ def scores(
     """The rewards of groups of token ids, asked one group after the other."""
 
     async def run() -> list[list[float]]:
-        client = ScorerClient(
-            [endpoint_of(directory, "rm", index) for index in range(config.scorers["rm"].count)]
-        )
         reward = config.reward.model_copy(update={"timeout_s": timeout_s})
-        rewards = Rewards(reward, directory, scorers={"rm": client.ask})
+        rewards = Rewards(reward, directory, open_scorer=scorers_in(config, directory))
         await rewards.start()
         try:
             inputs = [
@@ -77,7 +74,6 @@ def scores(
             found: list[list[Score]] = [await rewards.score(group) for group in inputs]
         finally:
             await rewards.close()
-            await client.close()
         return [[one.total for one in group] for group in found]
 
     return asyncio.run(run())
@@ -115,7 +111,7 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
 
 
 def test_without_a_scorer_the_reward_fails_and_says_why(config_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(scorers_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(scoring, "START_S", 0.2)
     reward_model(tmp_path / "rm")
     with pytest.raises(RewardError, match="no scorer `rm` answered within"):
         scores(validated_config(config_file), tmp_path, [[2, 3]])
@@ -123,16 +119,18 @@ def test_without_a_scorer_the_reward_fails_and_says_why(config_file, tmp_path, m
 
 def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, monkeypatch):
     """Two scorers, of which one never answers: each call ends at the other one."""
-    monkeypatch.setattr(scorers_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(scoring, "ANSWER_S", 0.2)
     reward_model(tmp_path / "rm")
     config = validated_config(config_file, ["scorers.rm.count=2"])
     asked: list[int] = [0, 0]
 
     async def number(ids: list[int]) -> float:
-        asked[0] += 1
+        asked[0] += len(ids) > 1  # not those that look for a scorer
         return float(sum(ids))
 
     async def silence(ids: list[int]) -> float:
+        if len(ids) == 1:
+            return 0.0
         asked[1] += 1
         await asyncio.Event().wait()
         raise AssertionError
@@ -194,10 +192,12 @@ def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):
     async def run() -> None:
         endpoint = endpoint_of(tmp_path, "rm", 0)
         serving = asyncio.create_task(serve_scores(endpoint, refuse))
-        client = ScorerClient([endpoint])
-        with pytest.raises(EngineError, match="too long"):
-            await client.ask([1])
-        await client.close()
+        service = ScorerService("rm", tmp_path, 1, remembers=True)
+        await service.start()
+        with pytest.raises(Unanswered, match="the scorer `rm` says: too long") as failure:
+            await service.ask(Question(request={"ids": [1]}, read=lambda reply: (reply, "")))
+        assert failure.value.reason == "refused" and not failure.value.may_pass
+        await service.close()
         serving.cancel()
         await asyncio.wait({serving})
 

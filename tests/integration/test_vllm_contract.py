@@ -87,7 +87,7 @@ def test_a_gpu_runs_the_newer_model_runner_whatever_transport_and_settings(tmp_p
 
 def test_vllm_starts_its_processes_as_the_environment_says(monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    set_environment(GeneratorConfig(), WeightsConfig(), device="cuda")
+    set_environment(GeneratorConfig(), device="cuda")
     assert get_mp_context().get_start_method() == "spawn"
 
 

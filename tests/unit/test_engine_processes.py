@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.config.sections import GeneratorConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.vllm.args import set_environment
 from asyncrl.hosting.environment import child_environment
 from asyncrl.hosting.gpus import resolve_device
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     from asyncrl.engine.vllm.args import set_environment
     from asyncrl.unpickling import refuse_pickles_from_wires
     refuse_pickles_from_wires()
-    set_environment(GeneratorConfig(), WeightsConfig(), device="cuda")
+    set_environment(GeneratorConfig(), device="cuda")
     context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
     other = context.Process(target=work, args=(1, sys.argv[1]))
     other.start()
@@ -154,5 +154,5 @@ def test_tensor_parallel_workers_can_exchange_their_own_handles(tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_engine_processes_are_spawned_on_every_device_whatever_the_user_has_set(monkeypatch, device):
     monkeypatch.setattr(os, "environ", {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
-    set_environment(GeneratorConfig(), WeightsConfig(), device=device)
+    set_environment(GeneratorConfig(), device=device)
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"

@@ -92,7 +92,7 @@ def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def set_environment(generator: GeneratorConfig, weights: WeightsConfig, *, device: Device) -> None:
+def set_environment(generator: GeneratorConfig, *, device: Device) -> None:
     """Set the options that vLLM reads from the environment only; the engine's processes inherit them."""
     os.environ[OWNER_ENV] = str(os.getpid())
     # A forked process could not use CUDA after any library here had asked for it, and would inherit our

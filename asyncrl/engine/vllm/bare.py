@@ -23,7 +23,7 @@ def open_bare(
 
     The result samples `count` responses to each prompt, all in one call, and returns the number of tokens.
     """
-    set_environment(generator, weights, device=device)
+    set_environment(generator, device=device)
     from vllm import LLM, SamplingParams
 
     arguments = engine_args(model, generator, sampling, weights, device=device)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from asyncrl.config.sections import GeneratorConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.base import Device
 from asyncrl.engine.vllm.args import set_environment
 from asyncrl.errors import EngineError
@@ -17,13 +17,12 @@ def open_classifier(
     model: str,
     dtype: str,
     generator: GeneratorConfig,
-    weights: WeightsConfig,
     *,
     max_tokens: int,
     device: Device,
 ) -> Score:
     """Load the model; see `engine.open`."""
-    set_environment(generator, weights, device=device)
+    set_environment(generator, device=device)
     from vllm import AsyncEngineArgs, PoolingParams
     from vllm.exceptions import VLLMClientError
     from vllm.inputs import tokens_input

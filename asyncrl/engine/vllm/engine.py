@@ -82,7 +82,7 @@ class VLLMEngine:
                 or cannot serve the adapter of `model.lora`.
             EngineError: vLLM did not start.
         """
-        set_environment(generator, weights, device=device)
+        set_environment(generator, device=device)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -1,0 +1,88 @@
+"""The processes of a config's scorers: how they are started and reached, in a run or for one command."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.config.resolved import dump_config
+from asyncrl.config.reward_section import ModelScore
+from asyncrl.config.schema import Config
+from asyncrl.control.scoring import ScorerService
+from asyncrl.errors import RunError
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.rewards.opened import OpenScorer
+from asyncrl.run.directory import RunDirectory
+
+
+def scorer_specs(config: Config, directory: RunDirectory) -> list[ProcessSpec]:
+    """Describe the processes of all scorers."""
+    made = []
+    for name, scorer in config.scorers.items():
+        for index in range(scorer.count):
+            gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
+            argv = module_argv("asyncrl.launch.scorer_process", "--name", name, "--index", str(index))
+            made.append(
+                ProcessSpec(
+                    name=f"{name}.{index}",
+                    argv=[*argv, "--config", str(directory.config)],
+                    env=child_environment(config, directory.path, threads=1, gpus=gpus),
+                    log_path=directory.logs / f"{name}.{index}.out",
+                )
+            )
+    return made
+
+
+def scorers_in(config: Config, directory: Path) -> OpenScorer:
+    """Return what makes the Service of a scorer that listens in `directory`."""
+
+    def open_scorer(settings: ModelScore) -> ScorerService:
+        count = config.scorers[settings.scorer].count
+        return ScorerService(settings.scorer, directory, count, remembers=settings.cache)
+
+    return open_scorer
+
+
+@contextmanager
+def started_scorers(config: Config) -> Iterator[Path]:
+    """Run the scorers of a config for a command, apart from any run; yields where they listen.
+
+    Raises RunError if they die while they load their models.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as place:
+        directory = RunDirectory(Path(place))
+        if not config.scorers:
+            yield directory.path
+            return
+        directory.create(fresh=False)
+        directory.config.write_text(dump_config(config), encoding="utf-8")
+        limits = Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
+        specs = scorer_specs(config, directory)
+        supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits)
+        failed: list[RunError] = []
+
+        def watch() -> None:
+            try:
+                supervisor.run()
+            except RunError as error:
+                failed.append(error)
+
+        # This thread must not end before the processes, which the kernel kills with it.
+        watching = threading.Thread(target=watch)
+        watching.start()
+        sockets = [directory.path / f"{spec.name}.sock" for spec in specs]
+        try:
+            while watching.is_alive() and not all(socket.exists() for socket in sockets):
+                watching.join(0.1)
+            if failed:
+                raise failed[0]
+            yield directory.path
+        finally:
+            supervisor.request_stop("over")
+            watching.join()
+            supervisor.stop()
