@@ -65,9 +65,14 @@ class ModelConfig(Part):
     default, trains the weights."""
 
     @property
+    def served_adapter(self) -> LoraConfig | None:
+        """The adapter that engines apply; None if they get whole weights."""
+        return self.lora if self.lora is not None and self.lora.sync == "adapter" else None
+
+    @property
     def update_target(self) -> Literal["weights", "adapter"]:
         """What an update of the generators replaces."""
-        return "adapter" if self.lora is not None and self.lora.sync == "adapter" else "weights"
+        return "weights" if self.served_adapter is None else "adapter"
 
 
 class BatchConfig(Part):

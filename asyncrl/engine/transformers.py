@@ -189,8 +189,8 @@ class TransformersEngine:
             loaded = model_class(config).from_pretrained(
                 model.path, dtype=getattr(torch, model.dtype), **options
             )
-            if model.lora is not None and model.update_target == "adapter":
-                inject(loaded, model.lora)
+            if (lora := model.served_adapter) is not None:
+                inject(loaded, lora)
             loaded = loaded.to(device).eval()
             freeze_vision(loaded)
         except ConfigError:

@@ -88,7 +88,7 @@ class VLLMEngine:
 
         try:
             given = engine_args(model, generator, sampling, weights, device=device)
-            if (lora := model.lora if model.update_target == "adapter" else None) is not None:
+            if (lora := model.served_adapter) is not None:
                 plan = adapter_plan(model, lora)
                 given |= adapter_args(plan[0])
             arguments = AsyncEngineArgs(**given)
