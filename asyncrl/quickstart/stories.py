@@ -80,7 +80,7 @@ def widen_heads(narrow: Any, width: int) -> Any:
     Attention divides by the square root of the width, so queries are multiplied by the root of the factor.
     """
     config = copy.deepcopy(narrow.config)
-    head = config.hidden_size // config.num_attention_heads
+    head = config.head_dim  # 48, or 96 in a copy of what this has made
     factor = width // head
     config.head_dim = width
     places = torch.arange(head) * factor

@@ -74,6 +74,10 @@ def test_what_is_made_is_what_the_config_names(tmp_path, monkeypatch):
     )
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     assert model.config.head_dim == HEAD and model.generation_config.eos_token_id == [1, 2]
+    # Made again from the copy, whose heads are wide, the model is the same.
+    make_stories(tmp_path / "again", str(made / "model"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "model")
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     with pytest.raises(DataError, match="exists; remove it"):
         make_stories(made, str(copy))
 
