@@ -149,8 +149,9 @@ def _teacher_problems(teacher: ReferenceConfig, student: str) -> Iterator[Mistak
 
 
 def _words(model: str) -> tuple[object, object] | None:
-    """Return what must be the same where distributions are compared; None where `policy_problems` tells."""
+    """Return what must be the same where distributions are compared; None if unknown."""
     try:
-        return read_settings(Path(model)).get("vocab_size"), vocabulary(Path(model))
+        size, words = read_settings(Path(model)).get("vocab_size"), vocabulary(Path(model))
     except Unusable:
         return None
+    return (size, words) if any(words) else None
