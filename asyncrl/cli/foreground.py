@@ -22,7 +22,7 @@ from asyncrl.lora import SETTINGS
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.saved import nothing_left, read_saved
 from asyncrl.stages.record import is_finished, refuse_changed_stage
-from asyncrl.stages.rows import fingerprints, read_rows
+from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
@@ -50,12 +50,12 @@ def run_here(
 def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
     """Run a stage as `commands.stage` does until the end or a stop, and return the exit status."""
     directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
-    rows = fingerprints(*read_rows(config))
+    fixed = fixed_values(config)
     if not fresh and is_finished(directory):
-        refuse_changed_stage(config, directory, rows)
+        refuse_changed_stage(config, directory, fixed)
         typer.echo(f"{directory.path} is finished: its model is {directory.model}; --fresh begins again")
         return 0
-    with started_stage(config, rows, fresh=fresh, console=lines) as run:
+    with started_stage(config, fixed, fresh=fresh, console=lines) as run:
         return _watched(run, directory, lines=lines)
 
 

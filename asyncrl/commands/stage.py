@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.commands.stopping import announce
-from asyncrl.commands.up import StartedRun, claimed, limits_of, share_of_cores
-from asyncrl.config.resolved import dump_config
+from asyncrl.commands.up import StartedRun, claimed, share_of_cores, supervised
 from asyncrl.config.sections import ControlConfig
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import LEARNER, role_environment
@@ -14,7 +14,6 @@ from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.rank_group import workers_of
-from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.stages.record import begin_stage, refuse_changed_stage
 from asyncrl.stages.settings import StageConfig
@@ -28,37 +27,23 @@ QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "
 
 @contextmanager
 def started_stage(
-    config: StageConfig, rows: Mapping[str, str], *, fresh: bool, console: bool
+    config: StageConfig, fixed: Mapping[str, Any], *, fresh: bool, console: bool
 ) -> Iterator[StartedRun]:
-    """Start a stage, or resume it. `rows` are the fingerprints of its data. Raises RunError."""
+    """Start a stage, or resume it. `fixed` are settings and rows that must not change. Raises RunError."""
     directory, may_fail = RunDirectory(config.run.directory), BestEffort()
 
     def refuse() -> None:
         if not fresh:
-            refuse_changed_stage(config, directory, rows)
-
-    def record(pids: Mapping[str, int]) -> None:
-        with may_fail("the record of processes"):
-            directory.write_processes(pids)
+            refuse_changed_stage(config, directory, fixed)
 
     with ExitStack() as stack:
-        stack.enter_context(claimed(directory, dump_config(config), refuse, may_fail, fresh=fresh))
+        stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh))
         members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=console)
         with needing(directory.path):
-            begin_stage(config, directory, rows)
-        supervisor = Supervisor(
-            [stage_spec(config, directory)],
-            max_restarts=CONTROL.max_restarts,
-            limits=limits_of(CONTROL),
-            on_change=record,
-        )
-        stack.enter_context(supervisor)
-
-        def tend() -> None:
-            with may_fail("the reaper"):
-                members.tend()
-
+            begin_stage(config, directory, fixed)
+        begun = supervised([stage_spec(config, directory)], CONTROL, directory, members, may_fail)
+        supervisor, tend = stack.enter_context(begun)
         yield StartedRun(supervisor, (), tend, lambda: announce(directory, supervisor.doing, CONTROL.slow_s))
 
 
@@ -66,14 +51,9 @@ def stage_spec(config: StageConfig, directory: RunDirectory) -> ProcessSpec:
     """Describe the process that trains, or with several ranks the one that starts them."""
     on_cpu = bool(config.trl.get("use_cpu"))
     # With more GPUs in sight than ranks, transformers would divide each batch among them.
-    gpus = () if on_cpu else range(min(config.ranks, count_gpus()))
-    env = role_environment(
-        [*config.run.environment, *LEARNER],
-        directory.path,
-        threads=share_of_cores(config.ranks),
-        gpus=gpus,
-        on_cpu=on_cpu,
-    )
+    gpus, threads = () if on_cpu else range(min(config.ranks, count_gpus())), share_of_cores(config.ranks)
+    inherited = [*config.run.environment, *LEARNER]
+    env = role_environment(inherited, directory.path, threads=threads, gpus=gpus, on_cpu=on_cpu)
     return ProcessSpec(
         name="stage",
         argv=module_argv("asyncrl.stages.process", "--config", str(directory.config)),

@@ -13,7 +13,8 @@ from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.stopping import announce
 from asyncrl.config.addresses import is_loopback
-from asyncrl.config.named_files import STAGE, is_stage
+from asyncrl.config.base import Root
+from asyncrl.config.named_files import is_stage
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
@@ -24,7 +25,7 @@ from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
-from asyncrl.hosting.family import family
+from asyncrl.hosting.family import Family, family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.processes import module_argv
@@ -96,8 +97,7 @@ def started(
         def refuse() -> None:
             refuse_changes(config, directory, saved, DataFiles(config.data))
 
-        text = dump_config(config)
-        keys = stack.enter_context(claimed(directory, text, refuse, may_fail, fresh=fresh))
+        keys = stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh))
         members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=console)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
@@ -112,22 +112,9 @@ def started(
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
                 how_to_join = _how_to_join(config, directory.write_join_key(keys.join), generator_url)
-        is_recorded = True
-
-        def record(pids: Mapping[str, int]) -> None:
-            nonlocal is_recorded
-            with may_fail("the record of processes") as attempt:
-                directory.write_processes(pids)
-            is_recorded = attempt.succeeded
-
-        limits, max_restarts = limits_of(config.control), config.control.max_restarts
-        supervisor = Supervisor(
-            [learner, *scorer_specs(config, directory)],
-            max_restarts=max_restarts,
-            limits=limits,
-            on_change=record,
-        )
-        stack.enter_context(supervisor)
+        specs = [learner, *scorer_specs(config, directory)]
+        begun = supervised(specs, config.control, directory, members, may_fail)
+        supervisor, tend_processes = stack.enter_context(begun)
         seats = placement.learner_seats
         make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
@@ -135,11 +122,9 @@ def started(
 
         def tend() -> None:
             tend_store()
-            for what, follow in (("scaling", scaled.tend), ("the reaper", members.tend)):
-                with may_fail(what):
-                    follow()
-            if not is_recorded:
-                record(supervisor.pids())
+            with may_fail("scaling"):
+                scaled.tend()
+            tend_processes()
 
         def announce_stop() -> float:
             return announce(directory, supervisor.doing, config.control.slow_s)
@@ -148,8 +133,36 @@ def started(
 
 
 @contextmanager
+def supervised(
+    specs: Sequence[ProcessSpec],
+    control: ControlConfig,
+    directory: RunDirectory,
+    members: Family,
+    may_fail: BestEffort,
+) -> Iterator[tuple[Supervisor, Callable[[], None]]]:
+    """Start processes; yield their supervisor, and a function to call continually while they run."""
+    is_recorded = True
+
+    def record(pids: Mapping[str, int]) -> None:
+        nonlocal is_recorded
+        with may_fail("the record of processes") as attempt:
+            directory.write_processes(pids)
+        is_recorded = attempt.succeeded
+
+    def tend() -> None:
+        with may_fail("the reaper"):
+            members.tend()
+        if not is_recorded:
+            record(supervisor.pids())
+
+    limits, most = limits_of(control), control.max_restarts
+    with Supervisor(specs, max_restarts=most, limits=limits, on_change=record) as supervisor:
+        yield supervisor, tend
+
+
+@contextmanager
 def claimed(
-    directory: RunDirectory, config: str, refuse: Callable[[], None], may_fail: BestEffort, *, fresh: bool
+    directory: RunDirectory, config: Root, refuse: Callable[[], None], may_fail: BestEffort, *, fresh: bool
 ) -> Iterator[RunKeys]:
     """Lock the run directory until the run, or stage, ends, and write its config there.
 
@@ -163,8 +176,8 @@ def claimed(
             )
         if fresh:
             directory.require_run()
-        elif directory.config.exists() and is_stage(directory.config) != bool(STAGE.search(config)):
-            found = "a stage" if is_stage(directory.config) else "a run of `asyncrl up`"
+        elif directory.config.exists() and is_stage(directory.config) == isinstance(config, Config):
+            found = "a run of `asyncrl up`" if not isinstance(config, Config) else "a stage"
             raise RunError(f"{directory.path} holds {found}; choose another run.name")
         refuse()
         directory.make()
@@ -173,7 +186,7 @@ def claimed(
             directory.create(fresh=fresh)
             directory.draw_secret()
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
-            replace_text(directory.config, config, durable=True)
+            replace_text(directory.config, dump_config(config), durable=True)
         with may_fail("removal of what an earlier start left"):
             directory.forget_earlier()
         yield directory.keys()

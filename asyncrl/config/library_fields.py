@@ -1,9 +1,30 @@
 """Fields of another library's settings, read from its source: importing it would take seconds."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+
+from asyncrl.config.base import Mistake
+from asyncrl.config.wording import did_you_mean
+
+
+def misnamed(
+    section: str,
+    names: Iterable[str],
+    refused: Callable[[str], str | None],
+    known: Collection[str] | None,
+    kind: str,
+    otherwise: str,
+) -> Iterator[Mistake]:
+    """Find settings that are `refused`, with the reason, or that are not `known` where the library is."""
+    for name in names:
+        key = f"{section}.{name}"
+        if why := refused(name):
+            yield Mistake((key,), f"{key} is refused: {why}")
+        elif known is not None and name not in known:
+            hint = did_you_mean(name, sorted(one for one in known if not refused(one)), otherwise)
+            yield Mistake((key,), f"{key} is no {kind}{hint}")
 
 
 def source_in(package: str, *parts: str) -> Path | None:

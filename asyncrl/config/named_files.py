@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -10,19 +9,19 @@ from typing import Any
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig
+from asyncrl.config.document import read
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
 from asyncrl.config.wording import closest, divisors
+from asyncrl.errors import ConfigError
 from asyncrl.extras import install_command
 
 # Suffixes by which a name is recognised as a file. Only the first three formats can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
 # Name of the Hugging Face directory in the run directory of a stage.
 EXPORT = "hf"
-# A line of a stage's config, and of no other.
-STAGE = re.compile(r"^stage:", re.MULTILINE)
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
 TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
 
@@ -114,10 +113,10 @@ def _misplaced(key: str, path: str) -> Iterator[Mistake]:
 
 
 def is_stage(config: Path) -> bool:
-    """Return whether a file is the config of a stage."""
+    """Return whether a file, or one that it extends, has the key `stage`, which only stages have."""
     try:
-        return STAGE.search(config.read_text(encoding="utf-8")) is not None
-    except (OSError, ValueError):
+        return "stage" in read(Config, config)[0].plain()
+    except ConfigError:  # it is reported where the file is loaded
         return False
 
 

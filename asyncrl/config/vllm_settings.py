@@ -4,9 +4,8 @@ import functools
 from collections.abc import Iterator
 
 from asyncrl.config.base import Mistake
-from asyncrl.config.library_fields import fields_in, source_in
+from asyncrl.config.library_fields import fields_in, misnamed, source_in
 from asyncrl.config.sections import GeneratorConfig
-from asyncrl.config.wording import did_you_mean
 
 _WORKERS = "weights are sent to the generator.tensor_parallel workers of one engine on this host"
 _CACHE = "blocks of several generators, or of one before and after a restart, would be of different weights"
@@ -80,14 +79,9 @@ def quantisation(generator: GeneratorConfig, dtype: str) -> str:
 def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
     """A rule for `agreements`: unknown names are found where vLLM is installed."""
     known = known_settings() if generator.vllm else None
-    for name in generator.vllm:
-        key = f"generator.vllm.{name}"
-        if name in REFUSED:
-            yield Mistake((key,), f"{key} is refused: {REFUSED[name]}")
-        elif known is not None and name not in known:
-            allowed = sorted(known - REFUSED.keys())
-            hint = did_you_mean(name, allowed, "docs.vllm.ai lists them (engine arguments)")
-            yield Mistake((key,), f"{key} is no argument of the installed vLLM{hint}")
+    lists = "docs.vllm.ai lists them (engine arguments)"
+    kind = "argument of the installed vLLM"
+    yield from misnamed("generator.vllm", generator.vllm, REFUSED.get, known, kind, lists)
 
 
 def transformers_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:

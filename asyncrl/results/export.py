@@ -19,8 +19,6 @@ from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
-from asyncrl.stages.card import stage_card
-from asyncrl.stages.record import read_stage
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.text import duration, visible, visible_lines
 
@@ -48,8 +46,8 @@ def export_model(directory: RunDirectory, to: Path, *, merge: bool = False) -> P
         else:
             shutil.copytree(source, writing, dirs_exist_ok=True)
         if is_stage(directory.config):
-            config, is_adapter = load(StageConfig, directory.config), (writing / SETTINGS).exists()
-            card = stage_card(config, read_stage(directory), is_adapter=is_adapter)
+            card = (source / CARD).read_text(encoding="utf-8")
+            card = card.replace("library_name: peft", "library_name: transformers") if merge else card
         else:
             step, template = int(source.parent.name.removeprefix("step-")), has_chat_template(writing)
             served = serve_command(writing, to.name)

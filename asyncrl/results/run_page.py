@@ -62,7 +62,7 @@ def stage_sections(archive: Archive) -> list[Section]:
         ("state", archive.state),
         ("steps", str(archive.status.step if archive.status else "?")),
         ("wall time", duration(archive.wall_s)),
-        *((f"data.{key}", rows) for key, rows in record.get("data", {}).items()),
+        *((key, rows) for key, rows in record.get("fixed", {}).items() if rows and key.startswith("data.")),
     ]
     rows = [(name, f"{before[name]:.4g}", f"{after[name]:.4g}" if after else "-") for name in before]
     tables = [Table(("held out", "before", "after"), rows)] if rows else []

@@ -7,43 +7,30 @@ import yaml
 
 from asyncrl.config.named_files import is_local
 from asyncrl.stages.settings import StageConfig
+from asyncrl.stages.trl_settings import TRAINERS
 from asyncrl.telemetry.text import visible, visible_lines
 
-KINDS = {
-    "sft": "supervised fine-tuning on given answers",
-    "rm": "training as a reward model on pairs of answers",
-    "dpo": "direct preference optimization on pairs of answers",
-    "kto": "KTO on answers labelled good and bad",
-    "distil": "distillation from a teacher",
-}
 
-
-def stage_card(config: StageConfig, record: Mapping[str, Any], *, is_adapter: bool) -> str:
+def stage_card(config: StageConfig, record: Mapping[str, Any], library: str) -> str:
     """Return origin, rows, settings and results of the model, without paths of this machine in the head."""
-    model, data = config.model.path, config.data.train
+    model, data = config.model.path, config.data.train.partition(":")[0]
     task = "text-classification" if config.stage == "rm" else "text-generation"
-    library = "peft" if is_adapter else "transformers"
-    head: dict[str, Any] = {
-        "library_name": library,
-        "pipeline_tag": task,
-        "tags": ["asyncrl", "trl", config.stage],
-    }
+    head = {"library_name": library, "pipeline_tag": task, "tags": ["asyncrl", "trl", config.stage]}
     head |= {} if is_local(model) else {"base_model": model}
-    head |= {} if is_local(data) else {"datasets": [data.partition(":")[0]]}
+    head |= {} if is_local(data) else {"datasets": [data]}
+    made = {"rows": record["fixed"]["data.train"], "trl": config.trl, "versions": record["versions"]}
     before, after = record["before"], record["after"]
     measured = [f"| {visible(name)} | {before.get(name, '')} | {after[name]} |" for name in after]
-    results = (
-        ["| held out | before | after |", "|---|---|---|", *measured] if measured else ["No held-out rows."]
-    )
-    rows = [f"* data.{key}: {found}" for key, found in record["data"].items()]
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    settings = visible_lines(yaml.safe_dump(config.trl, sort_keys=False).strip()).replace("```", "'''")
+    trainer = f"TRL's {TRAINERS[config.stage][1]}Trainer"
     return "\n".join(
         [
-            "---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "",
-            f"# {visible(config.run.name)}", "",
-            f"{visible(model)} after {record['steps']} steps of {KINDS[config.stage]}, by TRL.", "",
-            *results, "", *rows, f"* versions: {versions}", "",
-            "What the config changes in TRL's settings:", "", "```yaml", settings, "```", "",
+            "---", _yaml(head), "---", "", f"# {visible(config.run.name)}", "",
+            f"{visible(model)} after {record['steps']} steps of {trainer}.", "",
+            "| held out | before | after |", "|---|---|---|", *measured, "",
+            "```yaml", visible_lines(_yaml(made)).replace("```", "'''"), "```", "",
         ]
     )  # fmt: skip
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False).strip()

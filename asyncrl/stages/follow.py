@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import distributed
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.run_record import key_id
@@ -32,20 +32,20 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         store: CheckpointStore,
         stop: threading.Event,
         *,
-        rank: int,
+        leads: bool,
     ) -> None:
-        """`stop` is set when the stage is asked to save and leave."""
-        self._directory, self._store, self._stop, self._leads = directory, store, stop, rank == 0
+        """`stop` is set when the stage is asked to save and leave; rank 0 `leads`."""
+        self._directory, self._store, self._stop = directory, store, stop
         # A step of distillation samples whole answers.
         self._pace = Pace.SLOW if config.stage == "distil" else Pace.NORMAL
-        self._may_fail, self._written_at_s, self._logged = BestEffort(), 0.0, (0, time.monotonic())
-        self._trackers: Trackers | None = None
+        self._may_fail, self._shown_at_s, self._logged = BestEffort(), 0.0, (0, time.monotonic())
         now = time.time()
         self._now = StatusSnapshot(
             run=config.run.name, state="starting", step=0, total_steps=0, version=0, started_at=now,
             updated_at=now, pid=0, ranks=config.ranks,
         )  # fmt: skip
-        if self._leads:
+        self._trackers: Trackers | None = None
+        if leads:
             self._trackers = open_trackers(
                 config.telemetry,
                 run=config.run.name,
@@ -68,37 +68,29 @@ class Follow(TrainerCallback):  # type: ignore[misc]
 
     def _show(self, **changes: Any) -> None:
         self._now = replace(self._now, **changes, updated_at=time.time(), doing=doing())
-        is_due = time.monotonic() - self._written_at_s >= EVERY_S or "state" in changes
-        if self._leads and is_due:
-            self._written_at_s = time.monotonic()
+        is_due = time.monotonic() - self._shown_at_s >= EVERY_S or "state" in changes
+        if self._trackers and is_due:
+            self._shown_at_s = time.monotonic()
             with self._may_fail("the status"):
                 write_status(self._directory.status, self._now)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Show how many steps there are."""
         begin("train", self._pace)
         self._logged = state.global_step, time.monotonic()
         self._show(state="training", step=state.global_step, total_steps=state.max_steps)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Show progress within a step of several micro-batches."""
         beat()
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Show progress of an evaluation. It changes nothing that would have to be saved."""
         beat()
         if self._stop.is_set() and state.global_step in (0, state.max_steps):
             raise SystemExit(143)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Show progress, and let TRL save and leave if the ranks are asked to; then all do so together."""
         self._show(step=state.global_step)
         beat()
@@ -111,37 +103,27 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         if control.should_save:
             begin("checkpoint", Pace.SLOW)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Sign the checkpoint, once every rank has written its part."""
         if distributed.is_initialized():
             distributed.barrier()
-        if self._leads:
+        if self._trackers:
             self._store.seal(state.global_step)
         begin("train", self._pace)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
         """Pass TRL's numbers to the trackers, those of held-out rows as `eval/`, others as `train/`."""
-        if not self._trackers or not logs:
-            return
+        # A summary of the whole training is in no step.
+        numbers = {name: float(value) for name, value in logs.items() if not name.startswith("train_")}
         found = {
-            f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": float(
-                value
-            )
-            for name, value in logs.items()
-            # A summary of the whole training is in no step.
-            if isinstance(value, (int, float)) and not name.startswith("train_")
+            f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
+            for name, value in numbers.items()
         }
         (before, at_s), now_s = self._logged, time.monotonic()
-        if "train/loss" in found and state.global_step > before:
+        if "loss" in numbers and state.global_step > before:
             found["time/step"] = (now_s - at_s) / (state.global_step - before)
             self._logged = state.global_step, now_s
-        self._trackers.log(found, step=state.global_step)
+        if self._trackers:
+            self._trackers.log(found, step=state.global_step)

@@ -9,11 +9,12 @@ from typing import Annotated
 from pydantic import Field
 
 from asyncrl.config.base import Mistake, Root
-from asyncrl.config.document import read
 from asyncrl.config.load import checked, load, read_draft
+from asyncrl.config.named_files import is_stage
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.starts import read_starts
 from asyncrl.stages.settings import StageConfig
 
 
@@ -33,7 +34,7 @@ class Link:
     overrides: list[str]
 
 
-def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
+def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -> list[Link]:
     """Return the parts after checking all of their configs, though not the files that earlier ones make.
 
     Raises ConfigError.
@@ -45,23 +46,26 @@ def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
             text = f"found no {file}; give the configs relative to {path.parent}"
             draft.add(Mistake((f"pipeline.{index}",), text))
     checked(draft)
-    links, given, directories = list[Link](), list[str](), set[Path]()
+    links, given, before, directories = list[Link](), list[str](), Path(), set[Path]()
     for file in files:
-        link = Link(file, "stage" in read(StageConfig, file)[0].plain(), list(given))
+        link = Link(file, is_stage(file), given)
         kind: type[StageConfig | Config] = StageConfig if link.is_stage else Config
         config = load(kind, file, link.overrides)
+        directory = RunDirectory(config.run.directory)
         if links and not links[-1].is_stage:
-            raise ConfigError(
-                f"{path}: {links[-1].file} is no stage; only the last of a pipeline may be a run"
-            )
-        if config.run.directory in directories:
-            raise ConfigError(
-                f"{path}: two parts have the run directory {config.run.directory}; set run.name"
-            )
-        directories.add(config.run.directory)
+            text = f"{links[-1].file} is no stage; only the last of a pipeline may be a run"
+            raise ConfigError(f"{path}: {text}")
+        if directory.path in directories:
+            raise ConfigError(f"{path}: two parts have the run directory {directory.path}; set run.name")
+        starts = [] if link.is_stage or fresh else read_starts(directory.starts)
+        # Stages have the digest of their first weights in their record.
+        if starts and before.is_dir() and before.stat().st_mtime > starts[0].time:
+            cure = f"remove {directory.path}, and the same command trains it from the new weights"
+            raise ConfigError(f"{path}: {before} was made again after {file} began with it; {cure}")
+        directories.add(directory.path)
         links.append(link)
         if isinstance(config, StageConfig) and config.stage != "rm":  # scores are no policy to go on with
-            given = _handed_on(config)
+            given, before = _handed_on(config), directory.model
     return links
 
 

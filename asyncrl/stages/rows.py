@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.named_files import has_chat_template
+from asyncrl.config.resume import kept_values
+from asyncrl.config.wording import shown
 from asyncrl.data.dataset import Row, Rows, load_rows
 from asyncrl.errors import DataError
 from asyncrl.stages.settings import StageConfig
@@ -23,17 +25,19 @@ FURTHER = ("tools", "chat_template_kwargs", "margin")
 
 def read_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
     """Return the rows of data.train and data.eval. Raises DataError for the first row that cannot be used."""
-    data, held_out = config.data, None
+    data = config.data
     train = _checked(load_rows(data.train, data.split), config)
-    if data.eval is not None:
-        held_out = _checked(load_rows(data.eval, data.eval_split), config)
-    return train, held_out
+    return train, _checked(load_rows(data.eval, data.eval_split), config) if data.eval else None
 
 
-def fingerprints(train: Rows, held_out: Rows | None) -> dict[str, str]:
-    """Return number and digest of the rows, by key of the section `data`."""
-    found = {"train": train.fingerprint}
-    return found if held_out is None else found | {"eval": held_out.fingerprint}
+def fixed_values(config: StageConfig) -> dict[str, Any]:
+    """Return what must not change when the stage is resumed: settings, and digests of the rows.
+
+    Raises DataError.
+    """
+    train, held_out = read_rows(config)
+    rows = {"data.train": train.fingerprint, "data.eval": held_out and held_out.fingerprint}
+    return kept_values(config) | rows
 
 
 def for_trl(rows: Rows, stage: str) -> list[dict[str, Any]]:
@@ -78,16 +82,11 @@ def _wrong(row: Row, name: str, *, is_chat: bool) -> str:
     """Say what is wrong with a value; empty if it has the form that its column has in the first row."""
     value = row.get(name)
     if name == "label":
-        return "" if isinstance(value, bool) else f"holds {str(value)[:60]!r}; allowed are true and false"
-    if is_chat:
-        is_right = (
-            isinstance(value, list)
-            and bool(value)
-            and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
-        )
-        allowed = "a list of messages with `role` and `content`"
+        is_right, allowed = isinstance(value, bool), "true and false"
+    elif is_chat:
+        messages = value if isinstance(value, list) else []
+        is_right = bool(messages) and all(isinstance(one, dict) and "role" in one for one in messages)
+        allowed = "a list of messages with `role` and `content`, as in the first row"
     else:
-        is_right = isinstance(value, str) and bool(value)
-        allowed = "text, which is not empty"
-    found = "nothing" if value is None else f"{str(value)[:60]!r}"
-    return "" if is_right else f"holds {found}; allowed is {allowed}, as in the first row"
+        is_right, allowed = isinstance(value, str) and bool(value), "text, as in the first row"
+    return "" if is_right else f"holds {shown(value)}; allowed is {allowed}"

@@ -1,6 +1,5 @@
 """The config of a stage, and its mistakes that show without reading a row of data."""
 
-import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +8,16 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import PositiveInt
+from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Mistake, Part, Root, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
 from asyncrl.config.named_files import (
     data_problems,
-    is_local,
     misused_stage,
     policy_problems,
     tracker_problems,
+    vocabulary,
 )
 from asyncrl.config.resume import OTHER_RUN
 from asyncrl.config.schema import OTHER_NAMES, RunConfig
@@ -28,13 +28,15 @@ from asyncrl.hosting.gpus import count_gpus
 from asyncrl.lora import SETTINGS, require_usable
 from asyncrl.stages.trl_settings import fields_of, trl_takes_the_settings
 
+_ROWS = (OTHER_RUN, "the stage is measured on and trains on these rows")
+
 
 class StageData(Part):
     """The rows that a stage trains on, with the columns that TRL gives them (stages.md)."""
 
-    train: Annotated[str, marked(stand_in="no/data")]
+    train: Annotated[str, marked(stand_in="no/data", resume=_ROWS)]
     """JSONL or parquet file, or Hugging Face dataset (`owner/name` or `owner/name:config`)."""
-    eval: str | None = None
+    eval: Annotated[str | None, marked(resume=_ROWS)] = None
     """Held-out rows, in the same formats; measured before and after training."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
@@ -42,22 +44,13 @@ class StageData(Part):
     """Split of `eval`, if it is a Hugging Face dataset."""
 
 
-class TeacherConfig(Part):
-    """The model whose distribution a stage `distil` learns."""
-
-    path: str
-    """A Hugging Face directory or hub name; it must have the tokenizer of model.path."""
-    revision: str | None = None
-    """Hub revision."""
-
-
-def _is_for_distil(stage: str, teacher: TeacherConfig | None) -> Iterator[Mistake]:
-    if (stage == "distil") != (teacher is not None):
-        found = (
-            "is missing, and distil needs one; add teacher: {path: ...}" if teacher is None else "is given"
-        )
-        only = "" if teacher is None else f", but stage is {stage}, and only distil has a teacher; drop it"
-        yield Mistake(("teacher", "stage"), f"teacher {found}{only}")
+def _is_for_distil(stage: str, teacher: ReferenceConfig | None) -> Iterator[Mistake]:
+    if stage == "distil" and teacher is None:
+        text = "teacher is missing, and distil needs one; add teacher: {path: ...}"
+        yield Mistake(("teacher", "stage"), text)
+    elif stage != "distil" and teacher is not None:
+        text = f"teacher is given, but stage is {stage}, and only distil has a teacher; drop it"
+        yield Mistake(("teacher", "stage"), text)
 
 
 def _is_read(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[Mistake]:
@@ -97,7 +90,8 @@ class StageConfig(Root):
     """What is trained: answers (sft), scores (rm), preferences (dpo, kto), or a teacher's distribution."""
     model: ModelConfig
     data: StageData
-    teacher: TeacherConfig | None = None
+    teacher: ReferenceConfig | None = None
+    """The model whose distribution a stage `distil` learns; it must have the tokenizer of model.path."""
     trl: Annotated[
         dict[str, JsonValue],
         WithJsonSchema(ANY_SETTINGS),
@@ -130,7 +124,7 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     if config.model.lora and config.model.lora.start:
         yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)
     if config.teacher:
-        yield from _teacher_problems(config.teacher, Path(config.model.path))
+        yield from _teacher_problems(config.teacher, config.model.path)
     if 0 < (gpus := count_gpus()) < config.ranks and not config.trl.get("use_cpu"):
         yield Mistake(("ranks",), f"found {config.ranks}, and this host has {gpus} GPUs; use at most {gpus}")
 
@@ -144,21 +138,20 @@ def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistak
         yield Mistake((key,), found or text)
 
 
-def _teacher_problems(teacher: TeacherConfig, student: Path) -> Iterator[Mistake]:
-    key, directory = "teacher.path", Path(teacher.path)
-    if found := misused_stage(directory):
-        yield Mistake((key,), found)
-    elif not directory.is_dir() and is_local(teacher.path):
-        yield Mistake((key,), f"found no {teacher.path}; give a Hugging Face directory or hub name")
-    elif directory.is_dir() and student.is_dir() and (_words(directory) != _words(student)):
+def _teacher_problems(teacher: ReferenceConfig, student: str) -> Iterator[Mistake]:
+    for keys, text in policy_problems(ModelConfig(path=teacher.path, revision=teacher.revision)):
+        if keys == ("model.path",):
+            yield Mistake(("teacher.path",), text)
+    words, ours = _words(teacher.path), _words(student)
+    if None not in (words, ours) and words != ours:
         text = f"found {teacher.path}, whose vocabulary is not that of {student}: their distributions"
-        yield Mistake((key, "model.path"), f"{text} cannot be compared; give a teacher with its tokenizer")
+        yield Mistake(("teacher.path", "model.path"), f"{text} cannot be compared; give another teacher")
 
 
-def _words(model: Path) -> tuple[object, object]:
-    """Return what must be the same in two models whose distributions are compared."""
+def _words(model: str) -> tuple[object, object] | None:
+    """Return what must be the same where distributions are compared; None if unknown."""
     try:
-        size = read_settings(model).get("vocab_size")
-        return size, json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"].get("vocab")
-    except (Unusable, OSError, ValueError, KeyError):
-        return None, None
+        size, words = read_settings(Path(model)).get("vocab_size"), vocabulary(Path(model))
+    except Unusable:
+        return None
+    return (size, words) if any(words) else None

@@ -3,11 +3,12 @@
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 from asyncrl.config.base import Mistake
-from asyncrl.config.library_fields import fields_in, source_in
-from asyncrl.config.wording import did_you_mean, shown
+from asyncrl.config.library_fields import fields_in, misnamed, source_in
+from asyncrl.config.wording import shown
 
 # TRL's module with the config class of each stage, and the name of that class without `Config`.
 TRAINERS: Mapping[str, tuple[str, str]] = {
@@ -46,14 +47,10 @@ PREFIXES: Mapping[str, str] = {
     "vllm_": _VLLM,
     "use_vllm": _VLLM,
 }
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "bool": bool,
-    "int": int,
+# Types by their names in TRL's source; values of others are left to TRL.
+_TYPES: Mapping[str, tuple[type, ...]] = {kind.__name__: (kind,) for kind in (bool, int, str, list, dict)} | {
     "float": (int, float),
-    "str": str,
-    "list": list,
-    "dict": dict,
-    "None": type(None),
+    "None": (NoneType,),
 }
 
 
@@ -64,46 +61,32 @@ def refused(name: str) -> str:
 
 def trl_takes_the_settings(stage: str, trl: Mapping[str, Any]) -> Iterator[Mistake]:
     """A rule: unknown fields and values of another type are found where TRL is installed."""
-    known = fields_of(stage) if trl else None
+    known, kind = fields_of(stage) if trl else {}, f"TRL's {TRAINERS[stage][1]}Config"
+    yield from misnamed("trl", trl, refused, known, f"field of {kind}", "huggingface.co/docs/trl lists them")
     for name, value in trl.items():
-        key, kind = f"trl.{name}", f"TRL's {TRAINERS[stage][1]}Config"
-        if why := refused(name):
-            yield Mistake((key,), f"{key} is refused: {why}")
-        elif known is not None and name not in known:
-            names = [one for one in known if not refused(one)]
-            hint = did_you_mean(name, names, "huggingface.co/docs/trl lists them")
-            yield Mistake((key,), f"{key} is no field of {kind}{hint}")
-        elif known is not None and not _fits(value, known[name]):
-            yield Mistake((key,), f"{key} is {shown(value)}; {kind} allows {known[name]}; correct the value")
+        key, allowed = f"trl.{name}", (known or {}).get(name, "Any")
+        if not refused(name) and not _fits(value, allowed):
+            yield Mistake((key,), f"{key} is {shown(value)}; {kind} allows {allowed}; correct the value")
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether a value is of an annotated type. Types other than the plain ones are left to TRL."""
-    names = re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", annotation))
-    if not set(names) <= _TYPES.keys():
-        return True
-    return any(isinstance(value, _TYPES[name]) for name in names) and (
-        not isinstance(value, bool) or "bool" in names
-    )
+    names = set(re.findall(r"[\w.]+", re.sub(r"\[[^|]*\]", "", annotation)))
+    is_right = any(isinstance(value, _TYPES[name]) for name in names & _TYPES.keys())
+    return not names <= _TYPES.keys() or (is_right and (not isinstance(value, bool) or "bool" in names))
 
 
 @functools.cache
 def fields_of(stage: str) -> Mapping[str, str] | None:
     """Return the fields of the stage's config class, with their types; None where TRL is not installed."""
     module, name = TRAINERS[stage]
-    places = (
-        ("trl", "trainer", f"{module}_config.py"),
-        ("trl", "trainer", "base_config.py"),
-        ("transformers", "training_args.py"),
-    )
-    sources = [source_in(*place) for place in places]
-    classes = {name: found for source in sources if source for name, found in fields_in(source).items()}
+    places = (("trl", "trainer", f"{module}_config.py"), ("trl", "trainer", "base_config.py"))
+    sources = [source_in(*place) for place in (*places, ("transformers", "training_args.py"))]
     if None in sources:
         return None
-    fields: dict[str, str] = {}
-    waiting = [f"{name}Config"]
-    while waiting:
-        bases, own = classes.get(waiting.pop(), ([], {}))
-        fields = {**own, **fields}
-        waiting += bases
-    return fields
+    classes = {name: found for source in sources if source for name, found in fields_in(source).items()}
+
+    def of(name: str) -> dict[str, str]:
+        bases, own = classes.get(name, ([], {}))
+        return {field: kind for base in bases for field, kind in of(base).items()} | dict(own)
+
+    return of(f"{name}Config")

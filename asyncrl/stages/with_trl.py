@@ -2,9 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,48 +20,55 @@ from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
 from asyncrl.stages.card import stage_card
 from asyncrl.stages.follow import Follow
-from asyncrl.stages.record import read_stage, write_stage
+from asyncrl.stages.record import digest_of, read_stage, write_stage
 from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
 
 # Defaults of ours in place of TRL's, which keeps every checkpoint.
-DEFAULTS: Mapping[str, Any] = {"save_total_limit": 2}
+DEFAULTS = {"save_total_limit": 2}
 # Ends of the names that TRL adds to the measures of held-out rows.
 NOT_OF_THE_MODEL = ("runtime", "per_second", "preparation_time", "epoch", "num_tokens")
 
 
-def train(
-    config: StageConfig, directory: RunDirectory, resume: Path | None, store: CheckpointStore, *, rank: int
-) -> None:
-    """Train from the checkpoint `resume` or from the beginning, and write the model.
+def train(config: StageConfig, directory: RunDirectory, *, leads: bool = True) -> None:
+    """Train from the newest checkpoint or from the beginning, and write the model; rank 0 `leads`.
 
     Raises ConfigError for settings that TRL refuses, RunError for a disk that cannot be written.
     """
     begin("load the model", Pace.SLOW)
-    stop = threading.Event()
-    follow = Follow(config, directory, store, stop, rank=rank)
+    stop, store = threading.Event(), checkpoints_of(directory)
+    follow = Follow(config, directory, store, stop, leads=leads)
     with follow, _as_our_errors(config, directory):
         trainer = trainer_of(config, directory, follow)
         signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-        if rank == 0:
+        # Rank 0 removes what an interrupted save left.
+        with trainer.accelerator.main_process_first():
+            resume = store.choose()
+        if leads:
             step = int(resume.name.rpartition("-")[2]) if resume else 0
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
             record_start(directory.starts, step, gpu)
         before = read_stage(directory).get("before")
-        if before is None and config.data.eval:
+        if before is None:
             before = _evaluated(trainer)
-            if rank == 0:
+            if leads:
                 write_stage(directory, before=before)
         # The rows and the noise of a stage that was interrupted before its first checkpoint are the same.
         transformers.set_seed(config.run.seed)
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if stop.is_set():
             raise SystemExit(128 + signal.SIGTERM)
-        after = _evaluated(trainer) if config.data.eval else {}
-        if rank == 0:
+        after = _evaluated(trainer)
+        if leads:
             begin("export", Pace.SLOW)
-            _finish(trainer, config, directory, {"before": before or {}, "after": after})
+            _finish(trainer, config, directory, after)
+
+
+def checkpoints_of(directory: RunDirectory) -> CheckpointStore:
+    """Return the checkpoints that TRL writes; it also removes old ones (`trl.save_total_limit`)."""
+    key = directory.checkpoint_key()
+    return CheckpointStore(directory.trl_checkpoints, key, keep=2, form="checkpoint-{}")
 
 
 def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> Any:
@@ -71,13 +77,13 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         import datasets
         import trl
 
-    name = TRAINERS[config.stage][1]
+    name, teacher = TRAINERS[config.stage][1], config.teacher
+    settings = DEFAULTS | config.trl | _ours(config, directory)
     try:
-        arguments = getattr(trl, f"{name}Config")(**_arguments(config, directory))
+        arguments = getattr(trl, f"{name}Config")(**settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trl: TRL refuses these settings: {error}; correct them") from error
     train, held_out = read_rows(config)
-    given: dict[str, Any] = {"teacher_model": config.teacher.path} if config.teacher else {}
     return getattr(trl, f"{name}Trainer")(
         model=_model(config, arguments),
         args=arguments,
@@ -85,13 +91,13 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         eval_dataset=datasets.Dataset.from_list(for_trl(held_out, config.stage)) if held_out else None,
         peft_config=_new_adapter(config),
         callbacks=[follow],
-        **given,
+        **({"teacher_model": teacher.path} if teacher else {}),
     )
 
 
-def _arguments(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
+def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
     model, teacher = config.model, config.teacher
-    ours: dict[str, Any] = {
+    return {
         "output_dir": str(directory.trl_checkpoints),
         "run_name": config.run.name,
         "report_to": "none",
@@ -100,10 +106,7 @@ def _arguments(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
         "bf16": model.dtype == "bfloat16",
         "trust_remote_code": model.trust_remote_code,
         "model_init_kwargs": _loading(config),
-    }
-    if teacher:
-        ours["teacher_model_revision"] = teacher.revision
-    return {**DEFAULTS, **config.trl, **ours}
+    } | ({"teacher_model_revision": teacher.revision} if teacher else {})
 
 
 def _loading(config: StageConfig) -> dict[str, Any]:
@@ -138,25 +141,29 @@ def _new_adapter(config: StageConfig) -> LoraConfig | None:
 
 
 def _evaluated(trainer: Any) -> dict[str, float]:
+    """Return the measures of held-out rows; empty without such rows."""
+    if trainer.eval_dataset is None:
+        return {}
     begin("evaluate", Pace.SLOW)
     found = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     return {name: float(value) for name, value in found.items() if not name.endswith(NOT_OF_THE_MODEL)}
 
 
-def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, metrics: dict[str, Any]) -> None:
+def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, after: dict[str, float]) -> None:
     """Write the model, without the pickle that TRL's own save adds, then that the stage is finished."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings = {name: value for name, value in trainer.args.to_dict().items() if name != "output_dir"}
-    record = metrics | {"trl": settings, "versions": versions(), "steps": trainer.state.global_step}
+    record = {"after": after, "trl": settings, "versions": versions(), "steps": trainer.state.global_step}
     with write_directory(directory.model) as writing:
         if isinstance(model, PeftModel):
             model.save_pretrained(str(writing), selected_adapters=["default"])
         else:
             model.to(getattr(torch, config.model.dtype)).save_pretrained(writing)
         trainer.processing_class.save_pretrained(writing)
-        is_adapter = config.model.lora is not None
-        card = stage_card(config, read_stage(directory) | record, is_adapter=is_adapter)
+        library = "peft" if config.model.lora else "transformers"
+        card = stage_card(config, read_stage(directory) | record, library)
         (writing / "README.md").write_text(card, encoding="utf-8")
+        record["digest"] = digest_of(writing)
     write_stage(directory, **record, finished=True)
 
 

@@ -29,8 +29,7 @@ def waiting_for(state: DashboardState) -> str | None:
         return None
     if status.state == "evaluating":
         return "waiting for the evaluation of the last weights"
-    is_stage = status.lag_bound is None  # it has no generators
-    if not state.members and not is_stage:
+    if not state.members and not state.is_stage:
         others = (name for name in state.doing if name not in ("learner", "supervisor"))
         starting = "; ".join(name + _doing(state, name) for name in others)
         return f"waiting for the first generator: {starting or 'none has started'}"
@@ -38,7 +37,7 @@ def waiting_for(state: DashboardState) -> str | None:
     if dirty and len(dirty) == len(state.members):
         names = ", ".join(dirty)
         return f"no generator has complete weights ({names}): each update failed, the log says why"
-    if is_stage or status.doing not in WAITS:
+    if state.is_stage or status.doing not in WAITS:
         rows = state.history.rows
         begun_at = max((rows[step].get("time", 0.0) for step in state.trained_steps), default=0.0)
         since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""

@@ -33,6 +33,9 @@ def render(state: DashboardState, width: int, height: int | None = None) -> Grou
     """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
     figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
+    if state.is_stage:
+        lines = [*figures, *_of_stage(state, width)]
+        return Group(*(lines[:height] if height else lines))
     figures += [*_figures(state, width), *_episodes(state, width), *_ledger(state, width)]
     left = height - len(figures) if height else UNLIMITED_LINES
     curve_lines = _curves(state, width, min(10, left - 8))
@@ -51,7 +54,8 @@ def _header(state: DashboardState, width: int) -> Text:
     state_text = (name, STATE_STYLES.get(name, "yellow"))
     head = Text.assemble((visible(state.run), "bold"), "  ", state_text, f"  step {state.step}/{total}  ")
     remaining = f", {duration(state.eta_s)} left" if state.eta_s is not None else ""
-    tail = Text(f"  v{status.version if status else 0}  {duration(state.elapsed_s)}{remaining}")
+    version = "" if state.is_stage else f"v{status.version if status else 0}  "
+    tail = Text(f"  {version}{duration(state.elapsed_s)}{remaining}")
     done = min(1.0, state.step / total) if total else 0.0
     room = max(0, width - head.cell_len - tail.cell_len - 5)
     full = int(done * room)
@@ -61,7 +65,8 @@ def _header(state: DashboardState, width: int) -> Text:
 
 def _advice(state: DashboardState, width: int) -> Text:
     if state.silent_s > SILENT_S:
-        silent = f"! the learner has been silent for {duration(state.silent_s)}; see logs/learner.jsonl"
+        name = "stage" if state.is_stage else "learner"
+        silent = f"! the {name} has been silent for {duration(state.silent_s)}; see logs/{name}.jsonl"
         line = Text(silent, "bold red")
     elif state.status and state.status.message:
         line = Text(visible(state.status.message), "bold")
@@ -127,6 +132,21 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
         line.pad_right(column - line.cell_len)
         lines.append(one_line(line.append_text(Text.assemble((f"{right[0]:<10}", "dim"), right[1])), width))
     return lines
+
+
+def _of_stage(state: DashboardState, width: int) -> list[Text]:
+    """Return the newest of what TRL has reported, on rows of training and held-out ones, and the losses."""
+    names = {name.partition("/")[2] for row in state.history.rows.values() for name in row if "/" in name}
+    lines = []
+    for name in sorted(names, key=lambda name: (name != "loss", name)):
+        train, held_out = (state.latest(f"{kind}/{name}") for kind in ("train", "eval"))
+        if train is not None or held_out is not None:
+            shown = f"{number(train):>10}" + (
+                f"  held-out {number(held_out)}" if held_out is not None else ""
+            )
+            lines.append(one_line(Text.assemble((f"{visible(name):<24}", "dim"), shown), width))
+    loss = state.series("train/loss")
+    return [*lines, *(curve("train/loss", loss, width=width, height=8, style="cyan") if loss else [])]
 
 
 def _episodes(state: DashboardState, width: int) -> list[Text]:

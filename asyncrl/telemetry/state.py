@@ -75,6 +75,11 @@ class DashboardState:
         return self.history.latest(name)
 
     @property
+    def is_stage(self) -> bool:
+        """Whether TRL trains on given data, so that there are no generators."""
+        return self.status is not None and self.status.lag_bound is None
+
+    @property
     def step(self) -> int:
         """Finished optimizer steps."""
         return self.status.step if self.status else max(self.history.rows, default=0)

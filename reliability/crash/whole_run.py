@@ -28,7 +28,6 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.commands import up
 from asyncrl.commands.inspect import status_values
 from asyncrl.config.load import load_config
-from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.launch.step_deaths import StepDeaths
@@ -140,7 +139,7 @@ def look(state: State, work: Path) -> str:
         def refuse() -> None:
             refuse_changes(config, directory, before, DataFiles(config.data))
 
-        with up.claimed(directory, dump_config(config), refuse, BestEffort(), fresh=False):
+        with up.claimed(directory, config, refuse, BestEffort(), fresh=False):
             StepDeaths(directory.step_under_way)
             saved = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).load(weights)
     except Exception as error:  # noqa: BLE001 - whatever it is, a person would be needed

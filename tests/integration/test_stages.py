@@ -1,6 +1,7 @@
 """Stages as TRL trains them: each learns, an interrupted one ends with the same weights, nothing is half made."""
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -18,9 +19,8 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.results.export import export_model
 from asyncrl.run.directory import RunDirectory
-from asyncrl.stages.process import checkpoints_of
 from asyncrl.stages.record import begin_stage, refuse_changed_stage
-from asyncrl.stages.rows import fingerprints, read_rows
+from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
 from tests.support.stages import tiny_stage
@@ -37,7 +37,7 @@ def begun(path: Path) -> tuple[StageConfig, RunDirectory]:
     directory.create(fresh=False)
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
-    begin_stage(config, directory, fingerprints(*read_rows(config)))
+    begin_stage(config, directory, fixed_values(config))
     return config, directory
 
 
@@ -46,12 +46,18 @@ def trained(path: Path) -> RunDirectory:
     from asyncrl.stages.with_trl import train
 
     config, directory = begun(path)
-    store, handler = checkpoints_of(directory), signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        train(config, directory, store.choose(), store, rank=0)
+        train(config, directory)
     finally:
         signal.signal(signal.SIGTERM, handler)
     return directory
+
+
+def checkpoints_of(directory: RunDirectory):
+    from asyncrl.stages import with_trl
+
+    return with_trl.checkpoints_of(directory)
 
 
 def record(directory: RunDirectory) -> dict:
@@ -119,13 +125,12 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
         assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 8}])
 def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that_does_not(
-    tmp_path, monkeypatch, lora
+    tmp_path, monkeypatch
 ):
     from asyncrl.stages.follow import Follow
 
-    settings = {"trl": {"max_steps": 12, "save_steps": 4}, "model": {"lora": lora}}
+    settings = {"trl": {"max_steps": 12, "save_steps": 4}, "model": {"lora": {"rank": 8}}}
     whole = trained(tiny_stage(tmp_path, "sft", name="whole", **settings))
     killed = tiny_stage(tmp_path, "sft", name="killed", **settings)
     on_step_end = Follow.on_step_end
@@ -147,10 +152,33 @@ def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that
     assert checkpoints_of(directory).choose() == directory.trl_checkpoints / "checkpoint-4"
     assert not torn.exists()
     assert trained(killed).path == directory.path
-    name = "adapter_model.safetensors" if lora else "model.safetensors"
-    one, other = (load_file(run.model / name) for run in (whole, directory))
-    assert one.keys() == other.keys()
-    assert all(bool((one[key] == other[key]).all()) for key in one)
+    assert are_same(whole, directory, "adapter_model.safetensors")
+
+
+def are_same(one: RunDirectory, other: RunDirectory, name: str) -> bool:
+    first, second = (load_file(run.model / name) for run in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_stage_whose_process_is_killed_in_training_ends_with_the_weights_of_one_that_is_not(tmp_path):
+    settings = {"trl": {"max_steps": 40, "save_steps": 10}, "data": {"eval": None}}
+    whole, killed = (tiny_stage(tmp_path, "sft", name=name, **settings) for name in ("whole", "killed"))
+    done = asyncrl("stage", "--plain", str(whole))
+    assert done.returncode == 0, done.stderr
+    directory = RunDirectory(load(StageConfig, killed).run.directory)
+    with (tmp_path / "said").open("w") as said:
+        up = subprocess.Popen([*ASYNCRL, "stage", "--plain", str(killed)], stdout=said, stderr=said)
+    try:
+        wait_until(lambda: up.poll() is not None or directory.saved_steps(), 300.0)
+        os.kill(directory.children()["stage"], signal.SIGKILL)
+        assert up.wait(300.0) == 0, (tmp_path / "said").read_text()
+    finally:
+        up.kill()
+        for process in processes_of(directory.path):
+            process.kill()
+    first, second = (json.loads(line)["step"] for line in directory.starts.read_text().splitlines())
+    assert first == 0 and 0 < second < 40
+    assert are_same(RunDirectory(whole.parent / "runs" / "whole"), directory, "model.safetensors")
 
 
 def test_a_checkpoint_that_was_altered_is_not_loaded(tmp_path):
@@ -249,6 +277,11 @@ def test_a_pipeline_goes_on_with_the_first_part_that_is_not_finished_up_to_a_run
         assert refused.returncode == 2 and "run.environment" in refused.stderr
         task.write_text(text)
         done = asyncrl("pipeline", "--plain", str(path), cwd=tmp_path)
+        sft = RunDirectory(tmp_path / "runs" / "sft")
+        assert record(sft)["digest"] == record(RunDirectory(tmp_path / "runs" / "rm"))["begins_with"]
+        sft.stage.write_text(sft.stage.read_text().replace(record(sft)["digest"], "0" * 16))
+        redone = asyncrl("pipeline", "--plain", str(path), cwd=tmp_path)
+        assert redone.returncode == 2 and f"remove {tmp_path}/runs/rm, and the same" in redone.stderr
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if " of 4: " in line] == [
         f"{number} of 4: {tmp_path / name}"
@@ -266,15 +299,14 @@ def test_a_pipeline_goes_on_with_the_first_part_that_is_not_finished_up_to_a_run
 def test_what_a_stage_was_begun_with_does_not_change(tmp_path):
     path = tiny_stage(tmp_path, "sft")
     config, directory = begun(path)
-    rows = fingerprints(*read_rows(config))
-    refuse_changed_stage(config, directory, rows)
+    refuse_changed_stage(config, directory, fixed_values(config))
     changed = load(StageConfig, path, ["trl.learning_rate=1", "ranks=2", "telemetry.tensorboard=true"])
     with pytest.raises(ConfigError) as raised:
-        refuse_changed_stage(changed, directory, rows | {"train": "3 rows"})
+        refuse_changed_stage(changed, directory, fixed_values(changed) | {"data.train": "3 rows"})
     for said in (
         "trl: found a section",
         "ranks: found 2; allowed is 1",
-        "data.train: found 3 rows; the stage was",
+        "data.train: found '3 rows'; allowed is '64 rows with digest",
     ):
         assert said in str(raised.value)
     assert "telemetry" not in str(raised.value)

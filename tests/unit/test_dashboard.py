@@ -25,7 +25,7 @@ from asyncrl.telemetry.dashboard import render, sample_lines
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.live import PlainReporter, step_line, watch
 from asyncrl.telemetry.state import DashboardState, StateReader, read_state
-from asyncrl.telemetry.status import read_status, write_status
+from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
@@ -62,6 +62,34 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     ]:  # fmt: skip
         assert figure in text, figure
     assert not [line for line in lines[:-3] if line.rstrip().endswith("…")]
+
+
+def test_a_stage_shows_what_trl_reports_and_nothing_of_generators(tmp_path: Path) -> None:
+    now = time.time()
+    status = StatusSnapshot(
+        run="pairs", state="training", step=4, total_steps=8, version=0, started_at=now - 9, updated_at=now,
+        pid=0, ranks=1, doing="train",
+    )  # fmt: skip
+    write_status(tmp_path / "status.json", status)
+    rows = [
+        {"train/loss": 0.5 - 0.1 * step, "train/rewards/accuracies": 0.75, "time/step": 1.0}
+        for step in range(4)
+    ]
+    (tmp_path / "metrics").mkdir()
+    lines = [json.dumps({"step": step, "time": now, **row}) for step, row in enumerate(rows, start=1)]
+    lines.append(json.dumps({"step": 4, "time": now, "eval/loss": 0.25, "train/grad_norm": 1.5}))
+    (tmp_path / "metrics" / "learner.jsonl").write_text("\n".join(lines) + "\n")
+    text = "\n".join(picture(read_state(tmp_path), 80, 24))
+    for shown in (
+        "training  step 4/8",
+        "0.2  held-out 0.25",
+        "rewards/accuracies",
+        "grad_norm",
+        "train/loss",
+    ):
+        assert shown in text, (shown, text)
+    for empty in ("generator", "staleness", "reward  ", "dropped", "v0", " -"):
+        assert empty not in text, (empty, text)
 
 
 def test_with_64_generators_those_in_trouble_are_shown_and_all_counted(tmp_path: Path) -> None:

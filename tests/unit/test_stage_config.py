@@ -1,6 +1,7 @@
 """The config and the rows of a stage: every mistake is named with its place before TRL is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,8 +14,11 @@ from asyncrl.config.named_files import misused_stage
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.starts import record_start
 from asyncrl.stages.pipeline import planned
-from asyncrl.stages.rows import COLUMNS, for_trl, read_rows
+from asyncrl.stages.record import begin_stage, refuse_changed_stage, write_stage
+from asyncrl.stages.rows import COLUMNS, fixed_values, for_trl, read_rows
 from asyncrl.stages.settings import StageConfig, validated_stage
 from asyncrl.stages.trl_settings import OURS, TRAINERS, fields_of, refused
 from tests.support.pages import ROOT, files
@@ -111,12 +115,12 @@ def broken(stage, change):
     [
         ("sft", lambda rows: [row.pop("completion") for row in rows], 1, "found the columns note, prompt; stage sft needs"),
         ("dpo", lambda rows: [row.pop("chosen") for row in rows], 1, "needs prompt, chosen, rejected or chosen, rejected"),
-        ("kto", lambda rows: rows[3].update(label="yes"), 4, "column `label` holds 'yes'; allowed are true and false"),
+        ("kto", lambda rows: rows[3].update(label="yes"), 4, "column `label` holds 'yes'; allowed is true and false"),
         ("kto", lambda rows: [row.update(label=True) for row in rows], 0, "every label is true; KTO needs good and bad"),
         ("rm", lambda rows: rows[2].update(rejected=rows[2]["chosen"]), 3, "chosen and rejected are the same"),
         ("dpo", lambda rows: rows[4].pop("rejected"), 5, "column `rejected` holds nothing; allowed is text"),
-        ("sft", lambda rows: rows[1].update(completion=7), 2, "column `completion` holds '7'; allowed is text"),
-        ("distil", lambda rows: rows[5].update(prompt=[{"role": "user"}]), 6, "allowed is text, which is not empty, as in"),
+        ("sft", lambda rows: rows[1].update(completion=7), 2, "column `completion` holds 7; allowed is text"),
+        ("distil", lambda rows: rows[5].update(prompt=[{"role": "user"}]), 6, "allowed is text, as in the first row"),
         ("sft", lambda rows: rows[0].update(prompt=[{"role": "user", "content": "x"}]), 1, "has no chat template"),
     ],
 )  # fmt: skip
@@ -203,6 +207,39 @@ def test_an_adapter_is_trained_on_by_all_that_follow(tmp_path):
             4,
             f"{tmp_path}/runs/{name}/hf",
         )
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_stage_refuses_to_go_on_once_the_stage_before_it_was_made_again(tmp_path, adapter):
+    lora = {"rank": 8} if adapter else None
+    tiny_stage(tmp_path, "sft", model={"lora": lora})
+    tiny_stage(tmp_path, "dpo")
+    before = RunDirectory(tmp_path / "runs" / "sft")
+    _, link = planned(pipeline_of(tmp_path, "sft.yaml", "dpo.yaml"))
+    config = load(StageConfig, link.file, link.overrides)
+    directory, fixed = RunDirectory(config.run.directory), fixed_values(config)
+    for made in (before, directory):
+        made.path.mkdir(parents=True)
+    write_stage(before, digest="aaaa")
+    begin_stage(config, directory, fixed)
+    refuse_changed_stage(config, directory, fixed)
+    write_stage(before, digest="bbbb")
+    with pytest.raises(ConfigError, match=rf"sft/hf: .*digest bbbb.*\(aaaa\); remove {directory.path}, and"):
+        refuse_changed_stage(config, directory, fixed)
+
+
+def test_the_last_run_of_a_pipeline_is_refused_once_the_stage_before_it_was_made_again(tmp_path):
+    tiny_stage(tmp_path, "sft")
+    (tmp_path / "task.yaml").write_text(RUN.replace("name: task", f"name: task, root: {tmp_path}/runs"))
+    pipeline, made = pipeline_of(tmp_path, "sft.yaml", "task.yaml"), tmp_path / "runs/sft/hf"
+    made.mkdir(parents=True)
+    (tmp_path / "runs/task").mkdir()
+    record_start(tmp_path / "runs/task/starts.jsonl", 0, None)
+    os.utime(made, (1.0, 1.0))
+    assert len(planned(pipeline)) == 2
+    os.utime(made)
+    with pytest.raises(ConfigError, match=rf"{made} was made again after .*; remove {tmp_path}/runs/task"):
+        planned(pipeline)
 
 
 @pytest.mark.parametrize(
