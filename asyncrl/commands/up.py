@@ -122,7 +122,7 @@ def started(
 
         limits, max_restarts = limits_of(config.control), config.control.max_restarts
         supervisor = Supervisor(
-            [learner, *scorer_specs(config, directory)],
+            [learner, *scorer_specs(config, directory, {**config.scorers, **config.teacher})],
             max_restarts=max_restarts,
             limits=limits,
             on_change=record,
