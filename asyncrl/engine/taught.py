@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +16,18 @@ from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import ungrouped
 from asyncrl.rewards.base import Question, unreadable
-from asyncrl.rewards.opened import Asker
 from asyncrl.types import Group, Prompt, Rollout
+
+Ask = Callable[[Question], Awaitable[tuple[Any, str]]]
 
 
 class TaughtSampler:
     """A GroupSampler whose groups have the column `teacher_logprobs`, where the limits require it."""
 
-    def __init__(self, sampler: GroupSampler, teacher: Asker) -> None:
-        self._sampler, self._teacher = sampler, teacher
-        self.clock, self.faults, self.counts = sampler.clock, sampler.faults, teacher.counts
+    def __init__(self, sampler: GroupSampler, ask: Ask, counts: Counter[str]) -> None:
+        """Take what asks the teacher, and its counters."""
+        self._sampler, self._ask = sampler, ask
+        self.clock, self.faults, self.counts = sampler.clock, sampler.faults, counts
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -50,5 +54,5 @@ class TaughtSampler:
                 raise unreadable("log-probabilities that are not finite")
             return logprobs, ""
 
-        logprobs, _ = await self._teacher.answer(Question(request={"ids": ids}, read=read))
+        logprobs, _ = await self._ask(Question(request={"ids": ids}, read=read))
         return replace(rollout, recorded={**rollout.recorded, TEACHER: logprobs})

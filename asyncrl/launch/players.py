@@ -77,7 +77,8 @@ class Players:
     def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         """Return what samples and scores the group of a ticket."""
         sampler = self._sampler(engine, prompts, generator_id)
-        return TaughtSampler(sampler, self.teacher) if self.teacher else sampler
+        one = self.teacher
+        return TaughtSampler(sampler, one.answer, one.counts) if one else sampler
 
     def _sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         if self.environment is None:

@@ -71,7 +71,7 @@ def taught(directory: Path, rollouts: Sequence[Rollout], timeout_s: float) -> tu
         teacher = Asker("the teacher", service, config, counts)
         await teacher.start()
         try:
-            return await TaughtSampler(Plain(rollouts), teacher).group(PROMPT, 1, LIMITS, SPEC)
+            return await TaughtSampler(Plain(rollouts), teacher.answer, counts).group(PROMPT, 1, LIMITS, SPEC)
         finally:
             await teacher.close()
 
