@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Log-probabilities of a teacher in scorer processes, in place of the reference that the learner measures.
+TEACHER = "teacher_logprobs"
 # In the column of counts, of a rollout without an answer or without turns.
 NONE = -1
 
@@ -62,6 +64,7 @@ COLUMNS = {
     "span_versions": Column(np.int64, ("spans",)),
     "span_lineages": Column(np.int64, ("spans",)),
     "span_tokens": Column(np.int32, ("spans",), least=0),
+    TEACHER: Column(np.float32, ("response_tokens",), optional=True, default=np.nan),
     "answers": Column(np.uint8, ("answer_bytes",)),
     "turn_ends": Column(np.int32, ("turns",)),
     "turn_rewards": Column(np.float32, ("turns",), optional=True),

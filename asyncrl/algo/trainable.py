@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import MOST_REWARD, MOST_SEQUENCES
-from asyncrl.columns import COLUMNS
+from asyncrl.columns import COLUMNS, TEACHER
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
@@ -39,6 +39,8 @@ class GroupLimits:
     max_tokens: int  # most tokens of a prompt and its response together
     # True: a group must have exactly `rollouts` episodes, because statistics are taken over them.
     whole: bool = False
+    # Recorded columns that every rollout must have.
+    required: tuple[str, ...] = ()
     # Of the axes behind the first one of recorded columns, by name: equal in all groups of the run.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -104,8 +106,7 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
     for name, ids in (("prompt", rollout.prompt_ids), ("response", rollout.response_ids)):
         if (wrong := _outside(ids, 0, limits.vocabulary - 1)) is not None:
             yield f"{name} token {wrong:.0f} is outside the vocabulary of {limits.vocabulary}"
-    if (wrong := _outside(rollout.behaviour_logprobs, -MOST_NATS, ROUNDING_NATS)) is not None:
-        yield f"log-probability {wrong:g}, {-MOST_NATS:g} to {ROUNDING_NATS:g} are allowed"
+    yield from _logprob_faults(rollout, limits)
     for span in rollout.version_spans:
         if not (0 <= span.version <= MOST_VERSION and span.tokens > 0):
             yield f"{span.tokens} tokens of version {span.version}; versions start at 0, tokens at 1"
@@ -116,6 +117,15 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
     yield from _recorded_faults(rollout.recorded, limits)
     yield from _reward_faults(rollout)
     yield from _turn_faults(rollout, rollout.turns) if rollout.turns else ()
+
+
+def _logprob_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
+    for logprobs in (rollout.behaviour_logprobs, rollout.recorded.get(TEACHER, np.zeros(0))):
+        if (wrong := _outside(logprobs, -MOST_NATS, ROUNDING_NATS)) is not None:
+            yield f"log-probability {wrong:g}, {-MOST_NATS:g} to {ROUNDING_NATS:g} are allowed"
+    for name in limits.required:
+        if name not in rollout.recorded:
+            yield f"no column {name}, which this run needs"
 
 
 def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.batch.packing import SampleImages, TrainSample, deal, microbatch
+from asyncrl.columns import TEACHER
 from asyncrl.trainer.base import Trainer
 
 
@@ -25,10 +26,15 @@ def measure(
     """Return the columns of all kept tokens, float32 [T] in the order of `sequences`, on every rank.
 
     Each rank measures its share of packed micro-batches. Without columns, nothing runs and nothing is sent.
+    The reference is not measured if a teacher in scorer processes has measured it already.
     """
-    if not columns:
-        return {}
-    names = sorted(columns)
+    recorded: dict[str, Tensor] = {}
+    if "reference_logprobs_T" in columns and sequences and TEACHER in sequences[0].recorded:
+        taught = [one.recorded[TEACHER][one.keep] for one in sequences]
+        recorded = {"reference_logprobs_T": torch.from_numpy(np.concatenate(taught))}
+    names = sorted(set(columns) - set(recorded))
+    if not names:
+        return recorded
     shares = deal(sequences, budget_tokens, trainer.shares)
     own = shares[trainer.share]
     batches = [microbatch([sequences[i] for i in members], device, images) for members in own]
@@ -47,4 +53,5 @@ def measure(
         if owned:
             part_CT = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
             columns_CT[:, np.concatenate(owned)] = part_CT
-    return {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}
+    measured_T = {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}
+    return measured_T | recorded

@@ -12,6 +12,7 @@ from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, shard_names
+from asyncrl.columns import TEACHER
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
@@ -44,7 +45,12 @@ def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLim
     """Return what a group must satisfy (to be trained on, to count in held-out evaluation)."""
     max_tokens = min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
     return (
-        GroupLimits(vocabulary=vocabulary, rollouts=config.batch.group_size, max_tokens=max_tokens),
+        GroupLimits(
+            vocabulary=vocabulary,
+            rollouts=config.batch.group_size,
+            max_tokens=max_tokens,
+            required=(TEACHER,) if config.teacher else (),
+        ),
         # A held-out group with another number of samples was sampled before a resume.
         GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=max_tokens, whole=True),
     )

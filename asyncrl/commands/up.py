@@ -112,7 +112,7 @@ def started(
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
                 how_to_join = _how_to_join(config, directory.write_join_key(keys.join), generator_url)
-        specs = [learner, *scorer_specs(config, directory)]
+        specs = [learner, *scorer_specs(config, directory, {**config.scorers, **config.teacher})]
         begun = supervised(specs, config.control, directory, members, may_fail)
         supervisor, tend_processes = stack.enter_context(begun)
         seats = placement.learner_seats

@@ -13,7 +13,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
-from asyncrl.config.reward_section import ModelScore, RewardConfig, ScorerConfig
+from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -150,6 +150,31 @@ def _scorers_are_there(
     if used and control.bind is not None:
         text = "is for generators on other hosts, which cannot reach scorers; drop it, or serve the model"
         yield Mistake(("control.bind", "scorers"), f"control.bind {text} behind an address (http_reward)")
+
+
+def _a_scorer_can_teach(
+    algorithm: AlgorithmConfig,
+    sampling: SamplingConfig,
+    data: DataConfig,
+    control: ControlConfig,
+    scorers: dict[str, ScorerConfig],
+) -> Iterator[Mistake]:
+    """A teacher in scorer processes reads tokens only, at temperature 1, on this host."""
+    teacher, key = algorithm.reference, "algorithm.reference.scorers"
+    if teacher is None:
+        return
+    if teacher.gpus and not teacher.scorers:
+        text = "is set, but no scorers hold the teacher; set algorithm.reference.scorers, or drop gpus"
+        yield Mistake(("algorithm.reference.gpus", key), f"algorithm.reference.gpus {text}")
+    for is_wrong, other, found in (
+        (sampling.temperature != 1, "sampling.temperature", f"is {sampling.temperature:g}, not 1"),
+        (data.images_key is not None, "data.images_key", "is set, and scorers read text"),
+        (control.bind is not None, "control.bind", "is set, and other hosts cannot reach scorers"),
+        (TEACHER_NAME in scorers, f"scorers.{TEACHER_NAME}", "has the name of the teacher's processes"),
+    ):
+        if teacher.scorers and is_wrong:
+            text = f"{key} is {teacher.scorers}, but {other} {found}; change it, or drop {key}"
+            yield Mistake((key, other), text)
 
 
 def _an_environment_is_used(environment: EnvironmentConfig) -> Iterator[Mistake]:
@@ -340,6 +365,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _images_are_rendered,
     _something_scores,
     _scorers_are_there,
+    _a_scorer_can_teach,
     _an_environment_is_used,
     _there_is_one_environment,
     _agents_name_models,

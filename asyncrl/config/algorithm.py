@@ -10,12 +10,16 @@ _TEACHER = refused("the training so far was held to the other reference")
 
 
 class ReferenceConfig(Part):
-    """The reference model, where it is not the initial policy: a teacher inside the learner."""
+    """The reference model, where it is not the initial policy: a teacher."""
 
     path: Annotated[str, _TEACHER]
     """A Hugging Face directory or hub name; its tokenizer must be that of model.path."""
     revision: Annotated[str | None, _TEACHER] = None
     """Hub revision; pin it for repeatable runs."""
+    scorers: NonNegativeInt = 0
+    """Processes that hold the teacher, if it is too large for the learner; 0: the learner holds it."""
+    gpus: tuple[NonNegativeInt, ...] = ()
+    """GPUs of each of these processes in turn, by number; by default all processes see all GPUs."""
 
 
 class KLConfig(Part):

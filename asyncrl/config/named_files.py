@@ -140,6 +140,12 @@ def _teacher(config: Config) -> Iterator[Mistake]:
         for keys, text in policy_problems(config.reference):
             if keys == ("model.path",):  # nothing is rendered for a teacher
                 yield Mistake(("algorithm.reference.path",), text)
+    for scorer in config.teacher.values():
+        most = _json(Path(scorer.model) / "config.json").get("max_position_embeddings")
+        if most and most <= config.sampling.max_tokens:  # vLLM samples one token behind those it scores
+            found = f"{scorer.model} takes {most} tokens, and scorers need one more than the longest sequence"
+            text = f"{found} ({config.sampling.max_tokens}); lower sampling.max_response_tokens"
+            yield Mistake(("algorithm.reference.path", "sampling.max_response_tokens"), text)
 
 
 def _scorers(config: Config) -> Iterator[Mistake]:

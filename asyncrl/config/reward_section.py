@@ -101,6 +101,10 @@ REMOTE: dict[str, type[Remote]] = {
 }
 
 
+# Name of the processes of `algorithm.reference.scorers`.
+TEACHER_NAME = "teacher"
+
+
 class ScorerConfig(Part):
     """A reward model of the run: one number for a prompt and its response."""
 

@@ -16,7 +16,7 @@ from asyncrl.config.data_section import TICKET, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import OTHER_RUN, kept_values
-from asyncrl.config.reward_section import RewardConfig, ScorerConfig
+from asyncrl.config.reward_section import TEACHER_NAME, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -150,7 +150,16 @@ class Config(Root):
         """The model that the reference is loaded from: model.path, or the teacher."""
         if self.algorithm.reference is None:
             return self.model
-        return self.model.model_copy(update={**self.algorithm.reference.model_dump(), "lora": None})
+        named = self.algorithm.reference.model_dump(include={"path", "revision"})
+        return self.model.model_copy(update={**named, "lora": None})
+
+    @property
+    def teacher(self) -> dict[str, ScorerConfig]:
+        """The teacher as a scorer, by its name; empty if the learner holds it, or if there is none."""
+        one = self.algorithm.reference
+        if one is None or not one.scorers:
+            return {}
+        return {TEACHER_NAME: ScorerConfig(model=one.path, count=one.scorers, gpus=one.gpus)}
 
     @property
     def lag_bound(self) -> int:

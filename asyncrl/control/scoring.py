@@ -62,7 +62,7 @@ class ScorerService:
     async def admit(self, question: Question) -> None:
         """Wait for a scorer, which may be loading its model."""
         if not self._is_ready:
-            await self._within([0], START_S)
+            await self._within([0, 0], START_S)
             self._is_ready = True
 
     async def ask(self, question: Question) -> Any:

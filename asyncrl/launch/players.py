@@ -9,16 +9,18 @@ from pathlib import Path
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
 from asyncrl.config.schema import Config
+from asyncrl.control.scoring import ScorerService
 from asyncrl.data.prompts import PromptSource
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
 from asyncrl.engine.sampler import GroupSampler, Sampler
+from asyncrl.engine.taught import TaughtSampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.launch.scorers import scorers_in
-from asyncrl.rewards.opened import Rewards
+from asyncrl.rewards.opened import Asker, Rewards
 from asyncrl.run.starts import unchanged
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
@@ -40,18 +42,17 @@ class Players:
     config: Config
     scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
+    teacher: Asker | None = None
 
     @classmethod
     def of(cls, config: Config, run_root: Path, directory: Path | None = None) -> "Players":
         """Make what the config names; nothing is started. Scorers run in the run of `directory`."""
         loaded = unchanged(config)
-        return cls(
-            config,
-            Rewards(config.reward, run_root, loaded, scorers_in(config, directory or run_root))
-            if config.reward.functions
-            else None,
-            _environment_of(config, loaded),
-        )
+        open_scorer = scorers_in(config, directory or run_root)
+        scorer = Rewards(config.reward, run_root, loaded, open_scorer) if config.reward.functions else None
+        counts = scorer.counts if scorer else Counter[str]()
+        teacher = _teacher_of(config, directory, counts) if directory else None
+        return cls(config, scorer, _environment_of(config, loaded), teacher)
 
     async def start(self, prompts: PromptSource) -> None:
         """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
@@ -61,6 +62,8 @@ class Players:
         try:
             if self.scorer:
                 await self.scorer.start()
+            if self.teacher:
+                await self.teacher.start()
             if self.environment:
                 await self.environment.start()
                 self._require_states(self.environment)
@@ -73,6 +76,11 @@ class Players:
 
     def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         """Return what samples and scores the group of a ticket."""
+        sampler = self._sampler(engine, prompts, generator_id)
+        one = self.teacher
+        return TaughtSampler(sampler, one.answer, one.counts) if one else sampler
+
+    def _sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
             return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=self.scorer.counts)
@@ -140,6 +148,15 @@ class Players:
             await self.environment.close()
         if self.scorer:
             await self.scorer.close()
+        if self.teacher:
+            await self.teacher.close()
+
+
+def _teacher_of(config: Config, directory: Path, counts: Counter[str]) -> Asker | None:
+    for name, one in config.teacher.items():
+        service = ScorerService(name, directory, one.count, remembers=False)
+        return Asker("the teacher (algorithm.reference)", service, config.reward, counts)
+    return None
 
 
 def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:

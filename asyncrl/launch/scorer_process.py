@@ -1,4 +1,4 @@
-"""One process of a reward model; it dies with the supervisor that started it, and has no state."""
+"""A process of a reward model or teacher; it dies with the supervisor that started it, and has no state."""
 
 import argparse
 import asyncio
@@ -6,10 +6,12 @@ import logging
 import os
 from pathlib import Path
 
+import numpy as np
+
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.control.scoring import endpoint_of, serve_scores
-from asyncrl.engine.open import open_classifier
+from asyncrl.control.scoring import Score, endpoint_of, serve_scores
+from asyncrl.engine.open import open_classifier, open_engine
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.hosting.progress import Pace, beat, begin
@@ -43,22 +45,32 @@ def main() -> None:
 
 async def _score(config: Config, name: str, endpoint: str) -> None:
     begin("load the model", Pace.SLOW)
-    model = config.scorers[name].model
+    model = (config.scorers | config.teacher)[name].model
     log.info("loading %s", model)
-    # The longest sequence of the policy, and no token of its own.
-    score = open_classifier(
-        model,
-        config.model.dtype,
+    generator, sampling, device = (
         allotted(config, None, is_shared=False),
-        max_tokens=config.sampling.max_tokens,
-        device=resolve_device(config),
+        config.sampling,
+        resolve_device(config),
     )
-    await score([0])  # warm, and known to work
+    score: Score
+    if name in config.teacher:
+        # vLLM samples one token behind those it scores. Its settings are of the policy.
+        sampling = sampling.model_copy(update={"max_response_tokens": sampling.max_response_tokens + 1})
+        generator = generator.model_copy(update={"vllm": {}})
+        engine = await open_engine(config.reference, generator, sampling, config.weights, device=device)
+
+        async def score(token_ids: list[int]) -> bytes:
+            return (await engine.score(token_ids)).astype(np.float32).tobytes()
+    else:
+        # The longest sequence of the policy, and no token of its own.
+        dtype, most = config.model.dtype, sampling.max_tokens
+        score = open_classifier(model, dtype, generator, max_tokens=most, device=device)
+    await score([0, 0])  # warm, and known to work
     begin("score")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_scores(endpoint, score))
         while True:
-            await score([0])
+            await score([0, 0])
             beat()
             await asyncio.sleep(PROBE_S)
 

@@ -2,12 +2,12 @@
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.reward_section import ModelScore
+from asyncrl.config.reward_section import ModelScore, ScorerConfig
 from asyncrl.config.schema import Config
 from asyncrl.control.scoring import ScorerService
 from asyncrl.errors import RunError
@@ -20,10 +20,12 @@ from asyncrl.rewards.opened import OpenScorer
 from asyncrl.run.directory import RunDirectory
 
 
-def scorer_specs(config: Config, directory: RunDirectory) -> list[ProcessSpec]:
-    """Describe the processes of all scorers."""
+def scorer_specs(
+    config: Config, directory: RunDirectory, scorers: Mapping[str, ScorerConfig]
+) -> list[ProcessSpec]:
+    """Describe the processes of these scorers."""
     made = []
-    for name, scorer in config.scorers.items():
+    for name, scorer in scorers.items():
         for index in range(scorer.count):
             gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
             argv = module_argv("asyncrl.launch.scorer_process", "--name", name, "--index", str(index))
@@ -62,7 +64,7 @@ def started_scorers(config: Config) -> Iterator[Path]:
         directory.create(fresh=False)
         directory.config.write_text(dump_config(config), encoding="utf-8")
         limits = Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
-        specs = scorer_specs(config, directory)
+        specs = scorer_specs(config, directory, config.scorers)
         supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits)
         failed: list[RunError] = []
 

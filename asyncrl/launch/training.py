@@ -106,7 +106,7 @@ def trainer_of(
         optimizer_steps=config.batch.optimizer_steps,
         device=device,
         rendezvous=rendezvous,
-        reference=config.reference if "reference_logprobs_T" in columns else None,
+        reference=config.reference if "reference_logprobs_T" in columns and not config.teacher else None,
         critic=config.critic if "values_T" in columns else None,
         slots=gpu_slots(config.weights),
     )

@@ -95,7 +95,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     except DataError:
         rows = None
     shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
-    teacher = read_shape(config.reference) if config.algorithm.reference else None
+    teacher = read_shape(config.reference) if config.algorithm.reference and not config.teacher else None
     plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows, teacher=teacher)
     found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
     return replace(plan, warnings=(*found, *plan.warnings))

@@ -37,7 +37,8 @@ class Asker:
     def __init__(self, where: str, service: Service, config: RewardConfig, counts: Counter[str]) -> None:
         """Take `where`, which begins every error, and counters by the name of their metric."""
         self.service = service
-        self._where, self._config, self._counts = where, config, counts
+        self.counts = counts
+        self._where, self._config = where, config
         self._free = asyncio.Semaphore(AT_ONCE)
         # Questions that were answered or are being asked, the least recently used first.
         self._asked: OrderedDict[bytes | object, asyncio.Task[tuple[Any, str]]] = OrderedDict()
@@ -66,7 +67,7 @@ class Asker:
             task = self._asked[key] = asyncio.create_task(self._ask(question))
             task.add_done_callback(partial(self._keep, key))
         else:
-            self._counts["reward_cache_hits"] += 1
+            self.counts["reward_cache_hits"] += 1
             self._asked.move_to_end(key)
         return await asyncio.shield(task)
 
@@ -100,14 +101,14 @@ class Asker:
                     reason = failures[-1].reason if failures else "late"
                     raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
         except Unanswered as failure:
-            self._counts[f"reward_failures_{failure.reason}"] += 1
+            self.counts[f"reward_failures_{failure.reason}"] += 1
             raise RewardError(f"{self._where} {failure}") from failure
 
     async def _insist(self, question: Question, failures: list[Unanswered]) -> tuple[Any, str]:
         """Ask until there is an answer, or an error that will not pass."""
         until_s = asyncio.get_running_loop().time() + self._config.timeout_s
         while True:
-            self._counts["reward_calls"] += 1
+            self.counts["reward_calls"] += 1
             try:
                 return question.read(await self.service.ask(question))
             except Unanswered as failure:
@@ -117,7 +118,7 @@ class Asker:
                 is_too_late = asyncio.get_running_loop().time() + pause_s > until_s
                 if not failure.may_pass or unreadable >= self._config.attempts or is_too_late:
                     raise
-            self._counts["reward_retries"] += 1
+            self.counts["reward_retries"] += 1
             await asyncio.sleep(pause_s)
             await self.service.admit(question)
 

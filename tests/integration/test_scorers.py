@@ -90,7 +90,9 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
     with torch.no_grad():
         right = [[model(torch.tensor([ids])).logits.item() for ids in group] for group in groups]
     pids: dict[str, int] = {}
-    supervisor = Supervisor(scorer_specs(config, directory), max_restarts=3, on_change=pids.update)
+    supervisor = Supervisor(
+        scorer_specs(config, directory, config.scorers), max_restarts=3, on_change=pids.update
+    )
     watching = threading.Thread(target=supervisor.run)
     try:
         watching.start()

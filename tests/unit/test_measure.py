@@ -2,16 +2,20 @@
 measured for nothing."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.algo.advantages import grpo
+from asyncrl.algo.preferences import distill
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.measure import measure
+from asyncrl.batch.packing import per_sample
 from asyncrl.batch.plan import Planner
 from asyncrl.batch.resolve import make_recipe
+from asyncrl.columns import TEACHER
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.config.sections import BatchConfig
@@ -129,3 +133,42 @@ def test_lag_and_actions_are_those_of_the_rollouts():
     for rollout, sequence in zip(rollouts, sequences, strict=True):
         assert np.array_equal(sequence.lag, 5 - rollout.versions)
         assert np.array_equal(sequence.keep, rollout.action_mask)
+
+
+def test_a_column_of_a_teacher_takes_the_place_of_the_reference_and_nothing_else_changes():
+    """Advantages, and what the loss reads, are equal to the last bit; so the gradient is."""
+    batch, wanted = mixed_batch(), frozenset({"logprobs_T", "reference_logprobs_T"})
+    planner = replace(
+        PLANNER, estimator=Estimator(advantage=distill, max_response_tokens=8), columns=wanted, proximal=True
+    )
+    samples = planner.assemble(batch.groups, 5)
+    pieces = per_sample(batch.column("reference_logprobs_T"), samples)
+    taught = [
+        replace(sample, recorded={TEACHER: np.where(sample.keep, piece, 7.0).astype(np.float32)})
+        for sample, piece in zip(samples, pieces, strict=True)
+    ]
+
+    class Asked(FakeTrainer):
+        names: tuple[str, ...] = ()
+
+        def measure(self, microbatches, columns):
+            self.names += tuple(columns)
+            return super().measure(microbatches, columns)
+
+    trainer = Asked()
+    own, theirs = planner.measure(trainer, samples), planner.measure(trainer, taught)
+    assert trainer.names == ("logprobs_T", "reference_logprobs_T", "logprobs_T")
+    assert own.keys() == theirs.keys() == wanted
+    plans = [
+        planner.plan(batch.groups, each, found, 0.0) for each, found in ((samples, own), (taught, theirs))
+    ]
+    for right, other in zip(*(plan.minibatches[0].microbatches for plan in plans), strict=True):
+        for name in ("advantages_T", "reference_logprobs_T", "proximal_logprobs_T"):
+            found = getattr(other.tokens, name)
+            assert found is not None and torch.equal(getattr(right.tokens, name), found)
+    assert plans[0].rewards.reference_logprobs_T is not None
+    # It is the column that counts: with another one, the advantages differ.
+    moved = planner.measure(
+        trainer, [replace(one, recorded={TEACHER: one.recorded[TEACHER] - 1}) for one in taught]
+    )
+    assert torch.equal(moved["reference_logprobs_T"], own["reference_logprobs_T"] - 1)
