@@ -61,6 +61,11 @@ def make_inputs(sequences: int, length: int) -> tuple[TokenBatch, torch.Tensor, 
         greedy_rewards_group=torch.rand(-(-sequences // GROUP_SIZE)),
         logprobs_T=behaviour_T,
         reference_logprobs_T=proximal_T,
+        # Every sequence has two turns.
+        episode_K=torch.arange(sequences).repeat_interleave(2),
+        turn_T=torch.arange(2 * sequences).repeat_interleave(length // 2),
+        turn_rewards_K=torch.rand(2 * sequences),
+        turn_states_K=torch.randint(1, 9, (2 * sequences,)),
         sum_squared_probs_T=torch.rand(tokens),
     )
     return batch, proximal_T + 0.1 * torch.randn(tokens), torch.rand(tokens), rewards

@@ -1,4 +1,4 @@
-"""Breaks the mathematics in one place at a time and sees whether the tests notice.
+"""Breaks the mathematics, or how sequences are made, in one place at a time and sees whether the tests notice.
 
     python -m reliability.mutation.mutate            # all mutants, one line each; exit 1 if any survives
     python -m reliability.mutation.mutate losses     # those of one module
@@ -64,6 +64,9 @@ TESTS = {
     "batch/packing": "packing composition",
     "config/algorithm_rules": "config_schema",
     "config/registry": "registry",
+    "session/tree": "session",
+    "session/sequences": "session",
+    "trainer/policy": "logprobs sequence_parallel models",
 }
 """Which tests must notice a change in a module."""
 
@@ -339,6 +342,47 @@ MUTANTS = [
     Mutant("batch/packing", "balanced or first_fit", "balanced or []"),
     Mutant("batch/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),
     Mutant("config/algorithm_rules", "side * (bound - 1.0) <= 0", "side * (bound - 1.0) < 0"),
+    Mutant("session/tree", "if rule in (_ROOT, RENDERED):", "if rule == _ROOT:"),
+    Mutant("session/tree", "said if parent else breaker.broken", "breaker.broken"),
+    Mutant("session/tree", 'own="" if parent else self._own_text', "own=self._own_text"),
+    Mutant("session/tree", "inside=parent is not None", "inside=True"),
+    Mutant("session/tree", "parent is None and ids[: len(opening)] != opening", "parent is None"),
+    Mutant("session/tree", "parent is None and ids[: len(opening)] != opening", "ids[: len(opening)] != opening"),
+    Mutant("session/tree", "next((turn for turn in reversed(turns) if not turn.children), turns[-1])", "turns[-1]"),
+    Mutant("session/tree", "reversed(range(len(keys)))", "range(len(keys))"),
+    Mutant("session/tree", "is_trained=train,", "is_trained=True,"),
+    Mutant("session/tree", 'parent is not None and self._history == "exact"', "parent is not None"),
+    Mutant("session/tree", "if first == last_id:", "if True:"),
+    Mutant("session/tree", "if last_id in self._renderer.stop_ids:", "if False:"),
+    Mutant("session/tree", "turn.parent is None or turn.parent.children > 0", "turn.parent is None"),
+    Mutant("session/tree", "turn.parent.children > 1", "turn.parent.children > 0"),
+    Mutant("session/tree", "messages=(*history, *new),", "messages=tuple(new),"),
+    Mutant("session/tree", "keys.append(key_after(request.begun_key, joined))", "pass"),
+    Mutant("session/tree", "(_ROOT, _TEXT, STABLE)", "(_ROOT, _TEXT)"),
+    Mutant("session/sequences", "if turn.is_trained} - done", "if turn.is_trained}"),
+    Mutant("session/sequences", "path and path[-1].index not in actions", "False"),
+    Mutant("session/sequences", "order != sorted(order)", "False"),
+    Mutant("session/sequences", "len(turn.delta_ids) if turn.parent else 0", "len(turn.delta_ids)"),
+    Mutant("session/sequences", "np.zeros(given, dtype=np.bool_)", "np.ones(given, dtype=np.bool_)"),
+    Mutant("session/sequences", "rollout.action_mask & is_action", "rollout.action_mask"),
+    Mutant("session/sequences", "rollout.behaviour_logprobs * np.float32(is_action)", "rollout.behaviour_logprobs"),
+    Mutant("session/sequences", "spans[-1]._replace", "spans[0]._replace"),
+    Mutant("session/sequences", "length += given + len(", "length += len("),
+    Mutant("session/sequences", "before.digest() != turn.prompt_digest", "False"),
+    Mutant("session/sequences", "key=lambda span: span.weights", "key=lambda span: span"),
+    Mutant("session/sequences", "len(ends) == 1 and rewards is None", "rewards is None"),
+    Mutant("session/sequences", "path[-1].rollout,", "path[0].rollout,"),
+    Mutant("trainer/policy", "temperature * self._divisor", "temperature / self._divisor"),
+    Mutant("trainer/policy", 'getattr(text, "logits_scaling", 1.0) /', "1.0 /"),
+    Mutant("trainer/policy", '(getattr(text, "logit_scale", 1.0) or 1.0)', "1.0"),
+    Mutant("trainer/policy", "if getattr(text, key, None)]", "if False]"),
+    Mutant("trainer/policy", '"position_ids": position_ids_N[None]', '"position_ids": torch.arange(len(input_ids_N))[None]'),
+    Mutant("trainer/policy", "sequence_starts, input_ids_N.device)", "(0, len(input_ids_N)), input_ids_N.device)"),
+    Mutant("trainer/policy", "head(hidden_ND[source_T], slice", "head(hidden_ND[source_T].detach(), slice"),
+    Mutant("trainer/policy", ".numel() == 0", ".numel() < 0"),
+    Mutant("trainer/policy", "if model_inputs:", "if False:"),
+    Mutant("trainer/policy", "**ran.model_inputs,", ""),
+    Mutant("trainer/policy", "target_T[own_T]", "target_T"),
 ]  # fmt: skip
 
 
