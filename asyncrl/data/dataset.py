@@ -7,7 +7,7 @@ be another.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -204,7 +204,8 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         raise DataError(f"dataset {source} is not a {', '.join(FORMATS)} file, {needed}; {cure}") from error
     name, _, part = source.partition(":")
     try:
-        rows: Iterable[Row] = datasets.load_dataset(name, part or None, split=split)
+        # As Arrow: `datasets` would decode each image.
+        rows = datasets.load_dataset(name, part or None, split=split).with_format("arrow")[:].to_pylist()
     except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
     return [_with_sparse_messages(row) for row in rows]

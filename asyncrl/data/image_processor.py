@@ -83,7 +83,9 @@ class ImageProcessor:
 
     def inputs(self, images: Sequence[bytes]) -> Mapping[str, Any]:
         """Return the tensors that the forward pass of one pack takes, whose images come in this order."""
-        return self._inputs([[picture_of(image, "a group") for image in images]])
+        # The rollouts of a group have the same ones.
+        pictures = {image: picture_of(image, "a group") for image in set(images)}
+        return self._inputs([[pictures[image] for image in images]])
 
     def _inputs(self, pictures: list[list[Any]]) -> Mapping[str, Any]:
         found = self._of_images(pictures, return_tensors="pt")

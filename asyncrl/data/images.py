@@ -8,31 +8,47 @@ from asyncrl.data.dataset import Row
 from asyncrl.errors import DataError
 from asyncrl.extras import from_extra
 
+# Bounds of one image. Its pixels take three bytes each; processors of models make it far smaller.
+MOST_BYTES, MOST_PIXELS = 32 << 20, 32 << 20
+SMALLER = "store a smaller image: the model's processor makes it smaller in any case"
 
-def image_sources(row: Row, key: str, where: str) -> list[Any]:
-    """Return the images that a row names: paths, or mappings with `bytes` or `path`. Raises DataError."""
+
+def image_sources(row: Row, key: str, where: str) -> list[bytes | str]:
+    """Return the bytes or the path of each image that a row names. Raises DataError."""
     value = row.get(key)
-    sources = value if isinstance(value, list) else [] if value is None else [value]
-    for source in sources:
-        place = source.get("bytes") or source.get("path") if isinstance(source, dict) else source
-        if not isinstance(place, str | bytes):
-            found = f"column `{key}` (data.images_key) holds a {type(source).__name__}"
+    found: list[bytes | str] = []
+    for source in value if isinstance(value, list) else [] if value is None else [value]:
+        place = source
+        if isinstance(source, dict):  # as `datasets` writes it
+            content = source.get("bytes")
+            place = content if isinstance(content, bytes) and content else source.get("path")
+        if not place or not isinstance(place, str | bytes):
+            what = f"column `{key}` (data.images_key) holds a {type(source).__name__}"
+            what += f" of {', '.join(map(str, source))}" if isinstance(source, dict) else ""
             allowed = "allowed is a list of paths, or of mappings with `bytes` or `path`"
-            raise DataError(f"{where}: {found}; {allowed}; correct the row")
-    return sources
+            raise DataError(f"{where}: {what}; {allowed}; correct the row")
+        found.append(place)
+    return found
 
 
 def image_bytes(row: Row, key: str, where: str, beside: Path) -> tuple[bytes, ...]:
     """Return the bytes of each image of a row; paths are relative to `beside`. Raises DataError."""
     found = []
-    for source in image_sources(row, key, where):
-        place = source.get("bytes") or source["path"] if isinstance(source, dict) else source
+    for place in image_sources(row, key, where):
+        file = beside / place if isinstance(place, str) else "in the row"
         try:
-            found.append(place if isinstance(place, bytes) else (beside / place).read_bytes())
+            size = file.stat().st_size if isinstance(file, Path) else len(place)
+            image = (
+                place if isinstance(place, bytes) else b"" if size > MOST_BYTES else Path(file).read_bytes()
+            )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             cure = "give a file; paths are relative to the data file"
-            raise DataError(f"{where}: image {beside / place} cannot be read ({reason}); {cure}") from error
+            raise DataError(f"{where}: image {file} cannot be read ({reason}); {cure}") from error
+        if size > MOST_BYTES:
+            what = f"{where}: image {file} has {size:,} bytes"
+            raise DataError(f"{what}; allowed are {MOST_BYTES:,}; {SMALLER}")
+        found.append(image)
     return tuple(found)
 
 
@@ -42,7 +58,12 @@ def picture_of(image: bytes, where: str, *, whole: bool = True) -> Any:
         from PIL import Image
     try:
         opened = Image.open(BytesIO(image))
-        return opened.convert("RGB") if whole else opened
+        pixels = opened.width * opened.height
+        picture = opened.convert("RGB") if whole and pixels <= MOST_PIXELS else opened
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         text = f"{where}: an image of {len(image)} bytes is not one that PIL can read ({error})"
         raise DataError(f"{text}; replace the file, or remove the row") from error
+    if pixels > MOST_PIXELS:
+        found = f"{where}: an image has {opened.width:,} x {opened.height:,} pixels"
+        raise DataError(f"{found}; allowed are {MOST_PIXELS:,}; {SMALLER}")
+    return picture

@@ -85,7 +85,9 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
+    freeze_vision(built)
     numbers, adapter = sum(parameter.numel() for parameter in built.parameters()), 0
+    frozen = sum(parameter.numel() for parameter in built.parameters() if not parameter.requires_grad)
     if model.lora is not None:
         if sees_images(config):
             found = f"model.lora: {model.path} has a vision part, of whose layers none may have an adapter"
@@ -94,4 +96,4 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
         with torch.device("meta"):
             lora.inject(built, model.lora)
         adapter = sum(parameter.numel() for _, parameter in lora.adapter_tensors(built))
-    return config, ModelShape.of(config, numbers, adapter=adapter)
+    return config, ModelShape.of(config, numbers, adapter=adapter, frozen=frozen)

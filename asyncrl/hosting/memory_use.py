@@ -2,7 +2,8 @@
 
 N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with
 any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the
-accumulated gradients, 3 also the weights. With `model.lora`, all but the weights are of the adapter only.
+accumulated gradients, 3 also the weights. With `model.lora`, all but the weights are of the adapter only. A
+vision part is frozen, and has weights only.
 """
 
 from dataclasses import dataclass
@@ -54,9 +55,11 @@ class ModelShape:
     uncounted: str = ""
     # Numbers of the adapter of `model.lora`, which `parameters` does not count; 0 without.
     adapter: int = 0
+    # Of `parameters`, those of a vision part: neither trained nor published.
+    frozen: int = 0
 
     @classmethod
-    def of(cls, config: Any, parameters: int, adapter: int = 0) -> Self:
+    def of(cls, config: Any, parameters: int, *, adapter: int = 0, frozen: int = 0) -> Self:
         """The sizes in a model's Hugging Face `config`, with its number of `parameters`."""
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -70,12 +73,13 @@ class ModelShape:
             kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
             vocabulary=text.vocab_size,
             adapter=adapter,
+            frozen=frozen,
         )
 
     @property
     def trained(self) -> int:
         """How many numbers have a gradient."""
-        return self.adapter or self.parameters
+        return self.adapter or self.parameters - self.frozen
 
 
 def zero_stage(wanted: int, dtype: str) -> int:
@@ -89,8 +93,8 @@ def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def published_bytes(shape: ModelShape, model: ModelConfig) -> int:
-    """One published version: the weights, or the adapter."""
-    numbers = shape.adapter if model.update_target == "adapter" else shape.parameters
+    """One published version: the weights without those of a vision part, or the adapter."""
+    numbers = shape.adapter if model.update_target == "adapter" else shape.parameters - shape.frozen
     return numbers * DTYPE_BYTES[model.dtype]
 
 
@@ -289,6 +293,7 @@ def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
-    """Bytes on disk: weights or adapter, master copy if there is one, moments, export of the policy."""
+    """Bytes on disk: weights or adapter, master copy if there is one, moments, export of the whole."""
     master, size = FP32 if model.dtype == "bfloat16" else 0, DTYPE_BYTES[model.dtype]
-    return shape.trained * ((size + master + MOMENTS_BYTES) * (2 if critic else 1) + size)
+    exported = (shape.adapter or shape.parameters) * size
+    return shape.trained * (size + master + MOMENTS_BYTES) * (2 if critic else 1) + exported

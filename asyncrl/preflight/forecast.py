@@ -200,6 +200,9 @@ def _memory(
 ) -> Iterator[Line]:
     formed = "of the architecture in config.json, built without memory; tied ones once"
     yield _count("the model", "parameters", shape.parameters, formed)
+    if shape.frozen:
+        formed = "the vision part: it has weights only, in engines and in the learner"
+        yield _count("the model", "frozen", shape.frozen, formed)
     dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
     yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
     if config.model.lora is not None:

@@ -6,15 +6,20 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.data.image_processor import DIGESTS, LearnerImages
+from asyncrl.data.images import MOST_BYTES
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.hosting.machine import read_model
+from asyncrl.hosting.memory_use import checkpoint_bytes, published_bytes, trained_bytes
 from asyncrl.preflight.validate import validated_config
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -58,6 +63,10 @@ def config(task: Path, path: Path, /, **sections: Any) -> Config:
     return config_of(**{"model": {"path": str(path), "chat_template": True}, "data": data} | sections)
 
 
+def path_of(image: Any) -> str:
+    return str(image["path"] if isinstance(image, dict) else image)
+
+
 def source(config: Config) -> PromptSource:
     return PromptSource(config.data, config.model, config.sampling, seed=0)
 
@@ -89,6 +98,32 @@ def test_a_prompt_is_what_the_models_processor_makes_of_the_row(task: Path, mode
                 np.testing.assert_array_equal(copy, expected[name][0])
 
 
+@pytest.mark.parametrize("place", ["train.parquet", "."])
+def test_images_in_rows_of_the_library_datasets_are_those_of_files(
+    task: Path, model: Path, tmp_path_factory: pytest.TempPathFactory, place: str
+) -> None:
+    """The parquet file that `datasets` writes, and a directory that it loads, whose images it would decode."""
+    column = datasets.List(datasets.Image())
+    rows = [
+        {
+            **row,
+            "images": [{"path": None, "bytes": (task / path_of(one)).read_bytes()} for one in row["images"]],
+        }
+        for row in ROWS[:3]
+    ]
+    features = datasets.Features({"question": datasets.Value("string"), "images": column})
+    directory = tmp_path_factory.mktemp("hub")
+    datasets.Dataset.from_list(rows, features=features).to_parquet(directory / "train.parquet")
+    data = config(task, model).data.model_dump() | {"train": str(directory / place)}
+    expected, found = source(config(task, model)), source(config(task, model, data=data))
+    for ticket in (1, 2, 3):
+        ours, theirs = found.prompt(ticket), expected.prompt(ticket)
+        assert ours.token_ids == theirs.token_ids
+        if theirs.images is not None and ours.images is not None:
+            np.testing.assert_array_equal(ours.images().digests, theirs.images().digests)
+        assert (ours.images is None) == (theirs.images is None)
+
+
 def test_a_system_message_stands_before_the_images(task: Path, model: Path) -> None:
     data = config(task, model).data.model_copy(update={"system": "be short"})
     prompts = PromptSource(data, config(task, model).model, config(task, model).sampling, seed=0)
@@ -101,6 +136,12 @@ def test_a_system_message_stands_before_the_images(task: Path, model: Path) -> N
         ({"question": "x", "images": ["none.png"]}, "none.png cannot be read"),
         ({"question": "x", "images": ["train.jsonl"]}, "not one that PIL can read"),
         ({"question": "x", "images": [7]}, "holds a int"),
+        (
+            {"question": "x", "images": [{"bytes": "iVBORw0KGgo=", "path": None}]},
+            "holds a dict of bytes, path",
+        ),
+        ({"question": "x", "images": ["huge.png"]}, "huge.png has 33,554,433 bytes; allowed are 33,554,432"),
+        ({"question": "x", "images": ["wide.png"]}, "has 8,192 x 4,097 pixels; allowed are 33,554,432"),
         (
             {"question": [{"role": "user", "content": PARTS}], "images": ["a.png"] * 2},
             "found 2 images in the row, and 1",
@@ -116,6 +157,8 @@ def test_a_row_whose_images_cannot_be_used_is_named(
     task: Path, model: Path, row: dict[str, Any], found: str
 ) -> None:
     write(task, [ROWS[0], row])
+    (task / "huge.png").write_bytes(bytes(MOST_BYTES + 1))
+    Image.new("1", (8192, 4097)).save(task / "wide.png")
     text = config(task, model).model_dump_json()
     (task / "run.json").write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -219,3 +262,17 @@ def test_the_blank_image_is_a_picture_of_the_processor(task: Path, model: Path) 
     learner = LearnerImages(config(task, model))
     assert Image.open(BytesIO(learner.blank)).mode == "RGB"
     assert (learner.blank_ids == AutoProcessor.from_pretrained(model).image_token_id).sum() == IMAGE_TOKENS
+
+
+def test_the_vision_part_has_weights_only(model: Path) -> None:
+    _, shape = read_model(ModelConfig(path=str(model)))
+    loaded = Idefics3ForConditionalGeneration.from_pretrained(model)
+    parts = [loaded.model.vision_model, loaded.model.connector]
+    assert shape.frozen == sum(one.numel() for part in parts for one in part.parameters()) > 0
+    assert shape.parameters == sum(one.numel() for one in loaded.parameters())
+    settings = ModelConfig(path=str(model), dtype="float32")
+    plan = trained_bytes(shape, settings, LearnerConfig(zero_stage=0))
+    trained = shape.parameters - shape.frozen
+    assert plan == {"weights": 4 * shape.parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
+    assert published_bytes(shape, settings) == 4 * trained
+    assert checkpoint_bytes(shape, settings, critic=False) == 12 * trained + 4 * shape.parameters

@@ -94,7 +94,8 @@ class DeepSpeedTrainer:
             self._critic = TrainedModel(values, critic.optimizer, total_steps=total_steps, **engine)
         trained = sum(map(size_of, adapter))
         numbers = sum(map(size_of, policy.parameters())) - trained
-        shape = ModelShape.of(policy.config, numbers, adapter=trained)
+        frozen = sum(size_of(each) for each in policy.parameters() if not (each.requires_grad or trained))
+        shape = ModelShape.of(policy.config, numbers, adapter=trained, frozen=frozen)
         self._reference_shape = _shape_of(self._reference.model) if self._reference else None
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         parts = rank_bytes(
