@@ -150,7 +150,9 @@ class Config(Root):
         """The model that the reference is loaded from: model.path, or the teacher."""
         if self.algorithm.reference is None:
             return self.model
-        return self.model.model_copy(update={**self.algorithm.reference.model_dump(), "lora": None})
+        return self.model.model_copy(
+            update={**self.algorithm.reference.model_dump(), "lora": None, "router_replay": False}
+        )
 
     @property
     def lag_bound(self) -> int:
