@@ -1,9 +1,7 @@
 """The columns of a group: one table, which encoding, decoding, checks and training samples follow.
 
-A new column is one line of `COLUMNS`, and the code that fills it. For instance, with the axes of a mixture of
-experts and of images:
+A new column is one line of `COLUMNS`, and the code that fills it. For instance:
 
-    "routed_experts": Column(np.uint16, ("response_tokens", "layers", "top_k"), optional=True),
     "image_features": Column(np.float32, ("images", "width"), optional=True),
 
 The first axis of a column says whose entries they are:
@@ -11,6 +9,8 @@ The first axis of a column says whose entries they are:
     prompt_tokens, response_tokens   of a token: an attribute of `Rollout`, or, if the column is optional, an
                                      entry of `Rollout.recorded`; recorded columns of response tokens reach
                                      the loss in `TokenBatch.recorded`
+    tokens                           of a token of prompt and response, one after the other: an entry of
+                                     `Rollout.recorded`
     rollouts, spans, turns,          of a rollout, a version span, a turn, an answer's byte, an episode:
     answer_bytes, episodes           `wire/group_frames.py` fills them
     any other name                   of the prompt: an entry of `Group.recorded`
@@ -29,8 +29,12 @@ from numpy.typing import NDArray
 
 # Log-probabilities of a teacher in scorer processes, in place of the reference that the learner measures.
 TEACHER = "teacher_logprobs"
-# In the column of counts, of a rollout without an answer or without turns.
+# In the column of counts, of a rollout without an answer or without turns; also of a token without experts.
 NONE = -1
+# The axis of prompt and response together.
+TOKENS = "tokens"
+# The recorded column of what routers chose for each token.
+EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Column:
     default: float = 0
     # The lowest value, of counts.
     least: int | None = None
+    # Values are `NONE`, or number something of which there are so many: a name in `GroupLimits.sizes`.
+    below: str | None = None
 
 
 COLUMNS = {
@@ -70,6 +76,7 @@ COLUMNS = {
     "turn_rewards": Column(np.float32, ("turns",), optional=True),
     "turn_states": Column(np.uint64, ("turns",), optional=True),
     "turn_order": Column(np.int32, ("turns",), optional=True),
+    EXPERTS: Column(np.int16, (TOKENS, "layers", "top_k"), optional=True, default=NONE, below="experts"),
     "image_digests": Column(np.uint64, ("images",), optional=True),
     "judgements": Column(np.uint8, ("judgement_bytes",), optional=True),
     "episode_metrics": Column(np.float32, ("episodes", "metrics"), optional=True, default=np.nan),
@@ -78,13 +85,13 @@ COLUMNS = {
 
 def of_prompt(name: str) -> bool:
     """Whether groups record the column for their prompt."""
-    return name in COLUMNS and COLUMNS[name].axes[0] not in ("rollouts", "episodes", *COLUMNS)
+    return name in COLUMNS and COLUMNS[name].axes[0] not in ("rollouts", "episodes", TOKENS, *COLUMNS)
 
 
 def of_token(name: str) -> bool:
     """Whether rollouts record the column for their tokens."""
-    column = COLUMNS.get(name)
-    return column is not None and column.optional and column.axes[0] in ("prompt_tokens", "response_tokens")
+    column, axes = COLUMNS.get(name), ("prompt_tokens", "response_tokens", TOKENS)
+    return column is not None and column.optional and column.axes[0] in axes
 
 
 def filled(name: str, pieces: Sequence[NDArray[Any] | None], lengths: Sequence[int]) -> list[NDArray[Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.algo.ranges import MOST_REWARD, MOST_SEQUENCES
-from asyncrl.columns import COLUMNS, TEACHER
+from asyncrl.columns import COLUMNS, NONE, TEACHER
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
@@ -41,7 +41,8 @@ class GroupLimits:
     whole: bool = False
     # Recorded columns that every rollout must have.
     required: tuple[str, ...] = ()
-    # Of the axes behind the first one of recorded columns, by name: equal in all groups of the run.
+    # Of the axes behind the first one of recorded columns, by name: equal in all groups of the run. Also how
+    # many there are of what a column numbers, such as experts.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -134,6 +135,10 @@ def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) 
         # Of an axis that this run does not have, no size is right.
         if list(column.shape[1:]) != (sizes := [limits.sizes.get(axis) for axis in axes]):
             yield f"{name} has entries of the shape {list(column.shape[1:])}; {sizes} of {axes} are allowed"
+        if (of := COLUMNS[name].below) is not None:
+            most = limits.sizes.get(of, 0) - 1
+            if (wrong := _outside(column, NONE, most)) is not None:
+                yield f"{name} has {wrong:.0f}, but {of} are {NONE} (none) to {most}"
 
 
 def _turn_faults(rollout: Rollout, turns: Turns) -> Iterator[str]:

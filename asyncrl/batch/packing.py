@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.columns import COLUMNS, filled
+from asyncrl.columns import COLUMNS, EXPERTS, filled
 from asyncrl.errors import ShapeError
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.types import Group
@@ -48,6 +48,8 @@ class TrainSample:
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     # What the generator recorded of each token besides, [R, ...]; the same names in all sequences of a batch.
     recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # int16 [tokens of prompt and response, layers, top_k]: the experts that the engine chose; -1: unknown.
+    experts: NDArray[np.int16] | None = None
     # The files of the prompt's images.
     images: tuple[bytes, ...] = ()
 
@@ -76,6 +78,8 @@ def samples_of(
     own = [seen for group in groups for seen in [images.of(group) if images else ()] * len(group.rollouts)]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     names = {name for rollout in rollouts for name in rollout.recorded}
+    totals = [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts]
+    experts = filled(EXPERTS, [rollout.recorded.get(EXPERTS) for rollout in rollouts], totals)
     recorded = {
         name: filled(name, [rollout.recorded.get(name) for rollout in rollouts], lengths)
         for name in sorted(names)
@@ -90,6 +94,7 @@ def samples_of(
             advantages=np.zeros(len(rollout.response_ids), dtype=np.float32),
             lag=version - rollout.versions,
             recorded={name: pieces[index] for name, pieces in recorded.items()},
+            experts=experts[index] if experts else None,
             images=own[index],
         )
         for index, rollout in enumerate(rollouts)
@@ -215,6 +220,7 @@ def microbatch(
         },
     )
     inputs = images.inputs(seen) if images is not None else {}
+    experts = [sequence.experts for sequence in sequences if sequence.experts is not None]
     return MicroBatch(
         input_ids_N=_joined(ids, torch.int64, device),
         position_ids_N=_joined([np.arange(length) for length in lengths], torch.int64, device),
@@ -222,6 +228,7 @@ def microbatch(
         source_T=_joined(sources, torch.int64, device),
         target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
         tokens=tokens,
+        experts_NLK=_joined(experts, torch.int16, device) if experts else None,
         model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
     )
 

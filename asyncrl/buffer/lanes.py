@@ -1,6 +1,7 @@
 """What learner and generators make of the config: lanes, the limits of their groups, and the intake."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
@@ -16,6 +17,7 @@ from asyncrl.columns import TEACHER
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
+from asyncrl.hosting.machine import routing_sizes
 from asyncrl.lineage import History
 from asyncrl.types import Group
 
@@ -43,17 +45,15 @@ def eval_lane(config: Config, connection: StoreConnection, lane: str, prompts: i
 
 def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLimits]:
     """Return what a group must satisfy (to be trained on, to count in held-out evaluation)."""
-    max_tokens = min(config.sampling.max_tokens, config.learner.tokens_per_microbatch)
-    return (
-        GroupLimits(
-            vocabulary=vocabulary,
-            rollouts=config.batch.group_size,
-            max_tokens=max_tokens,
-            required=(TEACHER,) if config.teacher else (),
-        ),
-        # A held-out group with another number of samples was sampled before a resume.
-        GroupLimits(vocabulary=vocabulary, rollouts=config.eval.samples, max_tokens=max_tokens, whole=True),
+    limits = GroupLimits(
+        vocabulary=vocabulary,
+        rollouts=config.batch.group_size,
+        max_tokens=min(config.sampling.max_tokens, config.learner.tokens_per_microbatch),
+        sizes=routing_sizes(config.model),
     )
+    # A held-out group with another number of samples was sampled before a resume.
+    held_out = replace(limits, rollouts=config.eval.samples, whole=True)
+    return replace(limits, required=(TEACHER,) if config.teacher else ()), held_out
 
 
 def open_intake(

@@ -125,6 +125,16 @@ def _images_are_rendered(
             yield Mistake(("data.images_key", key), text)
 
 
+def _routing_is_recorded(
+    model: ModelConfig, generator: GeneratorConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
+    is_vllm = generator.engine == "vllm"
+    for is_wrong, key in ((is_vllm, "generator.engine"), (environment.is_used, "environment.uses")):
+        if model.router_replay and is_wrong:
+            text = f"model.router_replay needs the engine transformers and no environment; change {key}"
+            yield Mistake(("model.router_replay", key), text)
+
+
 def _something_scores(reward: RewardConfig, environment: EnvironmentConfig) -> Iterator[Mistake]:
     if not reward.functions and not environment.is_used:
         text = (
@@ -363,6 +373,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _samples_differ,
     _system_message_has_a_template,
     _images_are_rendered,
+    _routing_is_recorded,
     _something_scores,
     _scorers_are_there,
     _a_scorer_can_teach,

@@ -151,7 +151,7 @@ class Config(Root):
         if self.algorithm.reference is None:
             return self.model
         named = self.algorithm.reference.model_dump(include={"path", "revision"})
-        return self.model.model_copy(update={**named, "lora": None})
+        return self.model.model_copy(update={**named, "lora": None, "router_replay": False})
 
     @property
     def teacher(self) -> dict[str, ScorerConfig]:

@@ -63,6 +63,11 @@ class ModelConfig(Part):
     lora: LoraConfig | None = None
     """An adapter that is trained in place of the model's own weights; `{}` takes the defaults, and null, the
     default, trains the weights."""
+    router_replay: Annotated[bool, refused("stored groups have, or lack, the experts of their tokens")] = (
+        False
+    )
+    """True trains each token of a mixture of experts with the experts that the engine chose for it. How much
+    each counts is computed by the learner. Needs `generator.engine: transformers`."""
 
     @property
     def served_adapter(self) -> LoraConfig | None:

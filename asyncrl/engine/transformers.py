@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.generation import StopStringCriteria
 
+from asyncrl.columns import EXPERTS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine.base import (
     Device,
@@ -35,6 +36,7 @@ from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
 from asyncrl.lora import adapter_tensors, inject
+from asyncrl.routing import experts_of_tokens, recorded, watch
 from asyncrl.types import Rollout, version_spans
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.layout import Layout, verify
@@ -130,9 +132,12 @@ class _Request:
         self._lengths_B[ended_B & (self._lengths_B == 0)] = response_BT.shape[1]
         return (self._lengths_B > 0).to(ids_BN.device)
 
-    def rollouts(self, ids_BN: Tensor) -> list[Rollout]:
-        """Return the result, from all that `generate` returns."""
+    def rollouts(self, ids_BN: Tensor, choices: Sequence[Tensor]) -> list[Rollout]:
+        """Return the result, from all that `generate` returns and that routers have chosen meanwhile."""
         self._note(ids_BN)
+        experts_BNLK = (
+            experts_of_tokens(choices, self._engine.routers, self.count).numpy() if choices else None
+        )
         response_BT = ids_BN[:, len(self.prompt_ids) :].cpu().numpy().astype(np.int32)
         logprobs_BT = torch.stack(self._logprobs, dim=1).numpy()
         lengths = [int(length) or response_BT.shape[1] for length in self._lengths_B]
@@ -144,6 +149,9 @@ class _Request:
                 behaviour_logprobs=logprobs_BT[row, :length],
                 version_spans=version_spans(self.sampled_by[:length]),
                 finish_reason="stop" if self._lengths_B[row] else "length",
+                recorded={}
+                if experts_BNLK is None
+                else {EXPERTS: experts_BNLK[row, : len(self.prompt_ids) + length]},
             )
             for row, length in enumerate(lengths)
         ]
@@ -152,8 +160,12 @@ class _Request:
 class TransformersEngine:
     """The `Engine` interface on `transformers.generate`, made by `start`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, target: str, deadline_s: float) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, target: str, deadline_s: float, routers: int = 0
+    ) -> None:
+        """`routers` is the number of those whose choices are recorded."""
         self._model, self.tokenizer, self._deadline_s = model, tokenizer, deadline_s
+        self.routers = routers
         self._target = target  # what an update replaces; a vision part is frozen
         trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
         self._replaced = dict(adapter_tensors(model) if target == "adapter" else trained)
@@ -203,7 +215,14 @@ class TransformersEngine:
         if model.dtype != "float32":
             # As in learner and vLLM: a bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
             head.forward = lambda hidden: functional.linear(hidden.float(), head.weight.float(), head.bias)
-        return cls(loaded, tokenizer, target=model.update_target, deadline_s=weights.deadline_s)
+        routers = len(watch(loaded)) if model.router_replay else 0
+        return cls(
+            loaded,
+            tokenizer,
+            target=model.update_target,
+            deadline_s=weights.deadline_s,
+            routers=routers,
+        )
 
     @property
     def weights(self) -> Weights:
@@ -249,17 +268,18 @@ class TransformersEngine:
         )
         self.gate.enter(request)
         try:
-            ids_BN = self._model.generate(
-                ids_1N.expand(request.count, -1),
-                attention_mask=torch.ones_like(ids_1N).expand(request.count, -1),
-                **{name: tensor.to(self._model.device) for name, tensor in request.inputs.items()},
-                generation_config=settings,
-                logits_processor=[request.process],
-                stopping_criteria=[request.ended],
-            )
+            with recorded() as choices:
+                ids_BN = self._model.generate(
+                    ids_1N.expand(request.count, -1),
+                    attention_mask=torch.ones_like(ids_1N).expand(request.count, -1),
+                    **{name: tensor.to(self._model.device) for name, tensor in request.inputs.items()},
+                    generation_config=settings,
+                    logits_processor=[request.process],
+                    stopping_criteria=[request.ended],
+                )
         finally:
             self.gate.leave()
-        return request.rollouts(ids_BN)
+        return request.rollouts(ids_BN, choices)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         if self._paused_since_s is not None:

@@ -1,5 +1,6 @@
 """Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,23 +69,28 @@ def freeze_vision(model: Any) -> None:
             part.requires_grad_(True)
 
 
+def routing_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the sizes of what routers choose, for `model.router_replay`. Raises as `read_model` does."""
+    if not model.router_replay:
+        return {}
+    from asyncrl import routing
+
+    return routing.routing_sizes(_without_weights(model)[1], model.path)
+
+
 def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     """Return Hugging Face's config of a model and its shape; the meta device counts each parameter once.
 
     Raises DataError: the config cannot be read, or transformers does not know the architecture. Raises
-    ConfigError: the model cannot have the adapter of `model.lora`.
+    ConfigError: the model cannot have the adapter of `model.lora`, or has no experts to replay.
     """
     import torch
-    from transformers import AutoConfig
 
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
-        with torch.device("meta"):
-            built = model_class(config).from_config(config, **options)
-    except (OSError, ValueError) as error:
-        found = f"model.path {model.path}: its size cannot be determined ({error})"
-        raise DataError(f"{found}; give a Hugging Face directory or name") from error
+    from asyncrl import routing
+
+    config, built = _without_weights(model)
+    if model.router_replay:
+        _ = routing.routing_sizes(built, model.path)
     freeze_vision(built)
     numbers, adapter = sum(parameter.numel() for parameter in built.parameters()), 0
     frozen = sum(parameter.numel() for parameter in built.parameters() if not parameter.requires_grad)
@@ -97,3 +103,19 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
             lora.inject(built, model.lora)
         adapter = sum(parameter.numel() for _, parameter in lora.adapter_tensors(built))
     return config, ModelShape.of(config, numbers, adapter=adapter, frozen=frozen)
+
+
+def _without_weights(model: ModelConfig) -> tuple[Any, Any]:
+    """Return Hugging Face's config of a model, and the model on the meta device. Raises DataError."""
+    import torch
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
+        with torch.device("meta"):
+            built = model_class(config).from_config(config, **options)
+    except (OSError, ValueError) as error:
+        found = f"model.path {model.path}: its size cannot be determined ({error})"
+        raise DataError(f"{found}; give a Hugging Face directory or name") from error
+    return config, built

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from asyncrl.columns import EXPERTS
 from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
+from asyncrl.hosting.machine import routing_sizes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
@@ -12,6 +14,8 @@ from asyncrl.wire.group_frames import encode_group
 def frame_bytes(config: Config) -> int:
     """Return the size of an encoded group with full prompts and responses of two policy versions."""
     prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
+    sizes = routing_sizes(config.model)
+    experts = np.zeros((prompt + response, sizes["layers"], sizes["top_k"]), np.int16) if sizes else None
     rollout = Rollout(
         prompt_ids=np.zeros(prompt, np.int32),
         response_ids=np.zeros(response, np.int32),
@@ -22,6 +26,7 @@ def frame_bytes(config: Config) -> int:
         reward_parts=dict.fromkeys(reward_parts(config.reward, config.environment), 0.0),
         answer="0" * ANSWER_CHARACTERS,
         turns=_full_turns(config),
+        recorded={} if experts is None else {EXPERTS: experts},
     )
     rollouts = (rollout,) * (config.batch.group_size * config.environment.sequences)
     said = config.batch.group_size * config.reward.judgement_bytes

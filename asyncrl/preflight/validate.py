@@ -80,11 +80,12 @@ def validated_config(
 
 
 def _adapter_problems(model: ModelConfig) -> Iterator[Mistake]:
-    """Find an adapter to begin with that cannot be used, and targets that a model on this machine lacks."""
-    if model.lora is None:
+    """Find an adapter to begin with that cannot be used, and layers that a model on this machine lacks."""
+    if model.lora is None and not model.router_replay:
         return
     try:
-        require_usable(model.lora, model.path)
+        if model.lora is not None:
+            require_usable(model.lora, model.path)
         if (Path(model.path) / "config.json").is_file():
             from asyncrl.hosting.machine import read_model  # it imports torch and transformers
 

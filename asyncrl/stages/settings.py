@@ -56,7 +56,7 @@ def _is_for_distil(stage: str, teacher: ReferenceConfig | None) -> Iterator[Mist
 def _is_read(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[Mistake]:
     """Find settings that only a run with generators reads."""
     for section, part, names in (
-        ("model", model, ("chat_template", "tool_parser", "reasoning_parser")),
+        ("model", model, ("chat_template", "tool_parser", "reasoning_parser", "router_replay")),
         ("model.lora", model.lora or LoraConfig(), ("sync",)),
         ("telemetry", telemetry, ("prometheus_port", "samples_per_step")),
     ):

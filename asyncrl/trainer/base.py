@@ -31,6 +31,8 @@ class MicroBatch:
     target_T: Tensor
     # Columns of the same T action tokens.
     tokens: TokenBatch
+    # int16 [N, layers, top_k]: the experts with which the policy runs each token; -1: those that it chooses.
+    experts_NLK: Tensor | None = None
     # What the model's forward pass takes besides, under the names and with the axes that it expects. Its own
     # `position_ids`, of three axes for example, take the place of `position_ids_N`.
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)

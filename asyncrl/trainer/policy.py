@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.columns import NONE
 from asyncrl.errors import ConfigError
+from asyncrl.routing import replay, watch
 from asyncrl.trainer.attention import attention_kwargs
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.trainer.head import LogprobHead
@@ -23,8 +25,10 @@ LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_c
 class PolicyModule(nn.Module):
     """The model and its log-probability head."""
 
-    def __init__(self, model: Any, sequence_ranks: SequenceRanks | None = None) -> None:
-        """`sequence_ranks` are the ranks that divide each micro-batch with this one."""
+    def __init__(
+        self, model: Any, sequence_ranks: SequenceRanks | None = None, *, replays: bool = False
+    ) -> None:
+        """`sequence_ranks` divide each micro-batch with this rank; `replays`: experts can be given."""
         super().__init__()
         text = model.config.get_text_config()
         if caps := [key for key in LOGIT_CAPS if getattr(text, key, None)]:
@@ -36,6 +40,7 @@ class PolicyModule(nn.Module):
         )
         self.model, self._sequence_ranks = model, sequence_ranks
         self.head = LogprobHead(model.get_output_embeddings())
+        self._routers = watch(model) if replays else []
 
     def forward(
         self,
@@ -45,9 +50,13 @@ class PolicyModule(nn.Module):
         chunk: int,
         with_squares: bool = False,
         entropy_gradient: bool = True,
+        experts_NLK: Tensor | None = None,
         **packed: Any,
     ) -> Tensor:
         """columns_RT of `TokenLogprobs`, float32; `packed` are the named arguments of `token_outputs`."""
+        if experts_NLK is not None and self._sequence_ranks is not None:
+            experts_NLK = self._sequence_ranks.own_tokens_of(experts_NLK, padding=NONE)
+        replay(self._routers, experts_NLK)
         how = (temperature * self._divisor, chunk, with_squares, entropy_gradient)
         return token_outputs(
             self.model.base_model,

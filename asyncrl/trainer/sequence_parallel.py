@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from asyncrl.errors import ConfigError
 
@@ -68,18 +67,22 @@ class SequenceRanks:
     ) -> Part:
         """Cut this rank's slice out of a micro-batch, which need not be padded."""
         self._exchanges = 0
-        tokens = len(input_ids_N)
-        missing = -tokens % self.count
-        n = (tokens + missing) // self.count
-        own = slice(self._index * n, (self._index + 1) * n)
+        own_ids_n = self.own_tokens_of(input_ids_N)
+        tokens, n, padded = len(input_ids_N), len(own_ids_n), len(own_ids_n) * self.count
         own_t = (source_T // n == self._index).nonzero()[:, 0]
         return Part(
-            input_ids_n=pad(input_ids_N, (0, missing))[own],
-            position_ids_n=pad(position_ids_N, (0, missing))[own],
-            sequence_starts=(*sequence_starts, tokens + missing) if missing else tuple(sequence_starts),
+            input_ids_n=own_ids_n,
+            position_ids_n=self.own_tokens_of(position_ids_N),
+            sequence_starts=(*sequence_starts, padded) if padded > tokens else tuple(sequence_starts),
             own_t=own_t,
-            source_t=source_T[own_t] - own.start,
+            source_t=source_T[own_t] - self._index * n,
         )
+
+    def own_tokens_of(self, column_N: Tensor, padding: int = 0) -> Tensor:
+        """[n, ...] of this rank from [N, ...], which need not be padded."""
+        missing = -len(column_N) % self.count
+        padded_N = torch.cat([column_N, column_N.new_full((missing, *column_N.shape[1:]), padding)])
+        return padded_N.chunk(self.count)[self._index]
 
     def join(self, results_Rt: Tensor, own_t: Tensor, tokens: int) -> Tensor:
         """[..., T] of all ranks from [..., t], on every rank.

@@ -34,7 +34,7 @@ MAGIC = b"ASYNCRL\0"
 # The allowed data types, by name.
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
-    for name in ("float64", "int64", "uint64", "float32", "int32", "uint16", "uint8", "bool")
+    for name in ("float64", "int64", "uint64", "float32", "int32", "int16", "uint16", "uint8", "bool")
 }
 # By numpy's objects, because making their names is slow.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.columns import COLUMNS, NONE, Column, filled, of_prompt, of_token
+from asyncrl.columns import COLUMNS, NONE, TOKENS, Column, filled, of_prompt, of_token
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
@@ -136,6 +136,7 @@ def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
     lengths = {
         "prompt_tokens": [len(rollout.prompt_ids) for rollout in rollouts],
         "response_tokens": [len(rollout.response_ids) for rollout in rollouts],
+        TOKENS: [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts],
     }
     arrays: Arrays = {}
     if played:
@@ -203,6 +204,7 @@ def _check_columns(arrays: Arrays) -> None:
                 )
         if column.least is not None:
             sizes[name] = int(np.maximum(array, 0).sum(dtype=np.int64))
+            sizes[TOKENS] = sizes["prompt_tokens"] + sizes.get("response_tokens", 0)
     _check_counts(arrays)
 
 
@@ -235,6 +237,7 @@ def _check_counts(arrays: Arrays) -> None:
 def _rollouts(arrays: Arrays, head: Head) -> tuple[Rollout, ...]:
     axes = {name: COLUMNS[name].axes[0] for name in arrays}
     slices = {axis: _slices(arrays[axis]) for axis in set(axes.values()) if axis in arrays}
+    slices[TOKENS] = _slices(arrays["prompt_tokens"].astype(np.int64) + arrays["response_tokens"])
     recorded = {name: slices[axes[name]] for name in filter(of_token, arrays)}
     of_turns = {name.removeprefix("turn_"): arrays[name] for name in arrays if axes[name] == "turns"}
     spans = list(

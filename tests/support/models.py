@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz ?"
 SIZES = {
@@ -35,6 +42,31 @@ def tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0, **sizes: in
     )
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def tiny_moe(directory: Path, **sizes: Any) -> Path:
+    """A Qwen3-MoE of two layers with eight experts, of which a token has two, with the tokenizer of the tiny Qwen2."""
+    tiny_qwen2(directory)
+    vocabulary = len(["<pad>", "<eos>", *CHARACTERS])
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(
+        **({"vocab_size": vocabulary, "head_dim": 8} | SIZES | experts | sizes),
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.normal_()  # routers that differ
+    model.save_pretrained(directory)
     return directory
 
 

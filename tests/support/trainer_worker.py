@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,17 @@ def sequences(number: int = 7, seed: int = 3) -> list[TrainSample]:
     return result
 
 
+def chosen(items: list[TrainSample], experts: int = 8, layers: int = 2, top_k: int = 2) -> list[Any]:
+    """[N, layers, top_k] experts for each sequence, at random; a fifth of the tokens has none."""
+    rng = np.random.default_rng(11)
+    found = []
+    for item in items:
+        own = rng.permuted(np.tile(np.arange(experts), (item.tokens, layers, 1)), axis=-1)[..., :top_k]
+        own[rng.random((item.tokens, layers)) < 0.2] = -1
+        found.append(own.astype(np.int16))
+    return found
+
+
 def tokens_of(items: list[TrainSample]) -> int:
     return int(sum(one.keep.sum() for one in items))
 
@@ -122,7 +134,12 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         gradient_checkpointing=scenario.get("checkpointing", False),
         optimizer=OptimizerConfig(**optimizer),
     )
-    model = ModelConfig(path=job["model"], dtype=scenario.get("dtype", "float32"), lora=scenario.get("lora"))
+    model = ModelConfig(
+        path=job["model"],
+        dtype=scenario.get("dtype", "float32"),
+        lora=scenario.get("lora"),
+        router_replay=scenario.get("experts", False),
+    )
     trainer = open_trainer(
         model,
         learner,
@@ -173,6 +190,8 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
     lr, most = scenario.get("lr", 1.0), scenario.get("max_grad_norm", 1e9)
     trainer = build(job, scenario, lr=lr, eps=1.0, max_grad_norm=most)
     items, images = sequences(), None
+    if "experts" in scenario:
+        items = [replace(item, experts=experts) for item, experts in zip(items, chosen(items), strict=True)]
     if "images" in scenario:
         items, images = with_pictures(items, job["model"]), images_of(job["model"], scenario["images"])
     mine = [microbatch([items[i] for i in members], CPU, images) for members in scenario["cut"][job["rank"]]]

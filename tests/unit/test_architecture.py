@@ -16,6 +16,7 @@ LAYER = {
     "algo": 1, "unpickling": 1, "best_effort": 1, "extras": 1, "session": 1, "sandbox": 1,
     "config": 2,
     "lora": 2.5,
+    "routing": 2.5,
     "hosting": 3,
     "wire": 4, "stopwatch": 4,
     "weights": 5,

@@ -16,7 +16,7 @@ from tests.support.fake_learner import Batch, mixed_batch, planned
 
 LAYERS, TOP_K, WIDTH = 3, 2, 4
 NEW = {
-    "routed_experts": Column(np.uint16, ("response_tokens", "layers", "top_k"), optional=True, default=999),
+    "attended": Column(np.uint16, ("response_tokens", "layers", "top_k"), optional=True, default=999),
     "prompt_is_image": Column(np.bool_, ("prompt_tokens",), optional=True),
     "image_features": Column(np.float32, ("images", "width"), optional=True),
 }
@@ -42,7 +42,7 @@ def recorded(group: Group) -> Group:
         replace(
             rollout,
             recorded={
-                "routed_experts": experts_of(rollout.response_ids),
+                "attended": experts_of(rollout.response_ids),
                 "prompt_is_image": rollout.prompt_ids % 2 == 0,
             },
         )
@@ -76,7 +76,7 @@ def test_columns_reach_the_loss_with_their_types_and_axes():
     seen = set()
     for minibatch in planned(batch).minibatches:
         for one in minibatch.microbatches:
-            experts_T = one.tokens.recorded["routed_experts"]
+            experts_T = one.tokens.recorded["attended"]
             assert experts_T.dtype == torch.uint16 and experts_T.shape == (one.tokens.tokens, LAYERS, TOP_K)
             for token, experts in zip(one.target_T.tolist(), experts_T.numpy(), strict=True):
                 expected = (
@@ -91,20 +91,18 @@ def test_a_group_mixes_rollouts_with_and_without_a_column():
     group = recorded(mixed_batch().groups[0])
     first, second = group.rollouts
     mixed = decode_group(encode_group(replace(group, rollouts=(first, replace(second, recorded={})))))
-    assert (mixed.rollouts[1].recorded["routed_experts"] == 999).all()
+    assert (mixed.rollouts[1].recorded["attended"] == 999).all()
     assert not mixed.rollouts[1].recorded["prompt_is_image"].any()
-    np.testing.assert_array_equal(
-        mixed.rollouts[0].recorded["routed_experts"], experts_of(first.response_ids)
-    )
+    np.testing.assert_array_equal(mixed.rollouts[0].recorded["attended"], experts_of(first.response_ids))
 
 
 WRONG = {
     "routing is not declared as recorded": {"routing": np.zeros(3, np.uint16)},
     "rewards is not declared as recorded": {"rewards": np.zeros(3)},
-    r"routed_experts has the shape \(1, 3, 2\)": {"routed_experts": np.zeros((1, LAYERS, TOP_K), np.uint16)},
-    "Cannot cast .*int64.* to .*uint16": {"routed_experts": np.zeros((3, LAYERS, TOP_K), np.int64)},
+    r"attended has the shape \(1, 3, 2\)": {"attended": np.zeros((1, LAYERS, TOP_K), np.uint16)},
+    "Cannot cast .*int64.* to .*uint16": {"attended": np.zeros((3, LAYERS, TOP_K), np.int64)},
     "with 2 axes; uint16 .response_tokens, layers, top_k. is needed": {
-        "routed_experts": np.zeros((3, LAYERS), np.uint16)
+        "attended": np.zeros((3, LAYERS), np.uint16)
     },
 }
 
@@ -124,8 +122,8 @@ LIES = {
     "a negative|instead of": {"prompt_is_image": np.zeros(1, np.bool_)},
     "image_features that are not finite": {"image_features": np.full((1, WIDTH), np.nan, np.float32)},
     "image_features of float64": {"image_features": np.zeros((1, WIDTH))},
-    "routed_experts of uint16 with 1 axes": {"routed_experts": np.zeros(3, np.uint16)},
-    "response_tokens instead of": {"routed_experts": np.zeros((1, LAYERS, TOP_K), np.uint16)},
+    "attended of uint16 with 1 axes": {"attended": np.zeros(3, np.uint16)},
+    "response_tokens instead of": {"attended": np.zeros((1, LAYERS, TOP_K), np.uint16)},
 }
 
 
@@ -141,13 +139,11 @@ def test_entries_of_another_size_than_the_runs_are_not_trained_on(shape):
     """They would fit into no batch."""
     group = recorded(mixed_batch().groups[0])
     rollouts = [
-        replace(
-            rollout, recorded={"routed_experts": np.zeros((len(rollout.response_ids), *shape), np.uint16)}
-        )
+        replace(rollout, recorded={"attended": np.zeros((len(rollout.response_ids), *shape), np.uint16)})
         for rollout in group.rollouts
     ]
     read = decode_group(encode_group(replace(group, rollouts=tuple(rollouts))))
-    assert "routed_experts has entries of the shape" in (trainable(read, LIMITS) or "")
+    assert "attended has entries of the shape" in (trainable(read, LIMITS) or "")
     bare = tuple(replace(rollout, recorded={}) for rollout in group.rollouts)
     wide = replace(group, rollouts=bare)
     assert trainable(wide, LIMITS) is None
@@ -163,5 +159,5 @@ def test_a_frame_with_a_column_that_this_process_does_not_know_is_refused_by_its
 
 def test_a_sample_needs_an_entry_for_each_token():
     sample = planned(batch_of([recorded(group) for group in mixed_batch().groups])).sequences[0]
-    with pytest.raises(ShapeError, match="routed_experts"):
-        replace(sample, recorded={"routed_experts": sample.recorded["routed_experts"][1:]})
+    with pytest.raises(ShapeError, match="attended"):
+        replace(sample, recorded={"attended": sample.recorded["attended"][1:]})

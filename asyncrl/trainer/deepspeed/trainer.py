@@ -76,7 +76,7 @@ class DeepSpeedTrainer:
             lora.inject(policy, self._lora)
         idle = critic.warmup_steps if critic is not None else 0
         self._policy = TrainedModel(
-            PolicyModule(policy, sequence),
+            PolicyModule(policy, sequence, replays=model.router_replay),
             learner.optimizer,
             total_steps=(learner.steps - idle) * optimizer_steps,
             **engine,
@@ -162,7 +162,10 @@ class DeepSpeedTrainer:
         return self._policy.step(
             microbatches,
             lambda microbatch: self._token_columns(
-                self._policy.engine, microbatch, entropy_gradient=entropy_gradient
+                self._policy.engine,
+                microbatch,
+                entropy_gradient=entropy_gradient,
+                experts_NLK=microbatch.experts_NLK,
             ),
             lambda microbatch, columns_RT: loss(microbatch, columns_RT[0], columns_RT[1]),
         )
@@ -255,7 +258,9 @@ class DeepSpeedTrainer:
         if "logprobs_T" in columns or "sum_squared_probs_T" in columns:
             squares = "sum_squared_probs_T" in columns
             self._meter.forward(microbatch)
-            columns_RT = self._token_columns(self._policy.engine, microbatch, squares)
+            columns_RT = self._token_columns(
+                self._policy.engine, microbatch, with_squares=squares, experts_NLK=microbatch.experts_NLK
+            )
             measured |= zip(("logprobs_T", "entropy_T", "sum_squared_probs_T"), columns_RT, strict=False)
         if "reference_logprobs_T" in columns:
             self._meter.forward(microbatch, shape=self._reference_shape)
@@ -286,18 +291,10 @@ class DeepSpeedTrainer:
         adapter = lora.adapter_tensors(self._policy.engine.module.model)
         return {name: parameter.detach().clone() for name, parameter in whole_parameters(adapter)}
 
-    def _token_columns(
-        self, policy: Any, microbatch: MicroBatch, with_squares: bool = False, entropy_gradient: bool = True
-    ) -> Tensor:
-        return run(
-            policy,
-            microbatch,
-            target_T=microbatch.target_T,
-            temperature=self._temperature,
-            chunk=self._chunk,
-            with_squares=with_squares,
-            entropy_gradient=entropy_gradient,
-        )
+    def _token_columns(self, policy: Any, microbatch: MicroBatch, **how: Any) -> Tensor:
+        """Run a policy; without `experts_NLK`, such as a reference, it chooses its own experts."""
+        target_T, temperature = microbatch.target_T, self._temperature
+        return run(policy, microbatch, target_T=target_T, temperature=temperature, chunk=self._chunk, **how)
 
 
 def _shape_of(model: Any) -> ModelShape:

@@ -1,0 +1,38 @@
+"""A whole run of a mixture of experts: engines agree at each update, and tokens are trained with their experts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import tiny_moe
+from tests.support.whole_run import rows, start, steps, tiny_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+WAYS = {
+    "transformers": ("model.router_replay=true", "learner.zero_stage=0"),
+    "vllm": ("learner.zero_stage=3", "generator.count=1"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    with tiny_run(tmp_path) as path:
+        tiny_moe(tmp_path / "model")
+        yield path
+
+
+@pytest.mark.parametrize("engine", WAYS)
+def test_it_trains_resumes_and_engines_agree(config: Path, engine: str) -> None:
+    run, chosen = config.parent / "runs" / "whole", (f"generator.engine={engine}", *WAYS[engine])
+    output = config.parent / "up.out"
+    for last in (3, 6):
+        assert start(config, *chosen, f"learner.steps={last}").wait(timeout=600) == 0, output.read_text()[
+            -3000:
+        ]
+    assert steps(run) == list(range(1, 7))
+    updates = [row for row in rows(run) if "weights/probe_max" in row]
+    assert len(updates) > 2
+    assert all(row["weights/probe_max"] < row["weights/probe_limit"] for row in updates)
+    assert max(row.get("weights/moved", 0) for row in rows(run)) > 1e-3
