@@ -1,12 +1,12 @@
 """Updates of an adapter beside those of the whole model, and sampling with an adapter beside merged weights.
 
-    python -m bench.lora --model build/stories15m/model [--rank 16] [--updates 20] [--turns 3]
+    python -m bench.lora --model build/stories15m/model [--rank 16] [--updates 10] [--turns 3]
         [--json bench/results/lora.json]
 
-Two engines, one with `model.lora` and one without, take turns in the same run; requests run in both. An
-update comes from memory of this host: `stage_s` verifies it while requests run, `load_s` is the load within
-the pause, `paused_s` the whole pause, which begins with the end of the step under way. Ratios are adapter ÷
-whole model, of medians; for tokens per second, of the best turns.
+Two engines, one with `model.lora` and one without, take turns in the same run. An update comes from memory of
+this host while requests run: `stage_s` verifies it, `wait_s` is the wait for the end of the step under way,
+`load_s` the load. `paused_s` is the whole pause, and `beyond_step_s` the pause without the wait. Ratios are
+adapter ÷ whole model, of medians. The engine with whole weights samples as one with merged weights does.
 """
 
 import argparse
@@ -14,7 +14,9 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from asyncrl.weights.staging import HostStaging
 from bench.environment import add_options, describe, engine_package, report
 
 TARGETS = ("adapter", "weights")
-TIMES = ("stage_s", "load_s", "paused_s")
+TIMES = ("stage_s", "wait_s", "load_s", "paused_s", "beyond_step_s")
 
 
 def versions(arguments: argparse.Namespace) -> dict[str, tuple[Slot, UpdateOrder]]:
@@ -82,8 +84,30 @@ async def update(engine: Engine, order: UpdateOrder, staging: HostStaging) -> di
     await engine.receive(ready)
     loaded_s = time.perf_counter()
     await engine.finish_update(order.weights)
-    seconds = (staged_s - started_s, loaded_s - begun_s, engine.stats().paused_s - paused_s)
+    paused_s = engine.stats().paused_s - paused_s
+    wait_s, load_s = begun_s - staged_s, loaded_s - begun_s
+    seconds = (staged_s - started_s, wait_s, load_s, paused_s, paused_s - wait_s)
     return dict(zip(TIMES, seconds, strict=True))
+
+
+async def updates_under_load(
+    engine: Engine, orders: Iterator[UpdateOrder], sampling: Callable[[], Awaitable[float]]
+) -> list[dict[str, float]]:
+    """Apply the orders one after the other while requests run; the first update is not counted."""
+
+    async def forever() -> None:
+        while True:
+            await sampling()
+
+    staging, running = HostStaging(Path("/")), asyncio.create_task(forever())
+    found = []
+    for order in orders:
+        await engine.progress()
+        found.append(await update(engine, order, staging))
+    running.cancel()
+    await asyncio.wait({running})
+    await engine.abort_requests()
+    return found[1:]
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -95,28 +119,20 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engines = {target: await open_engine(each, *parts, device=arguments.device) for target, each in sides}
     rates: dict[str, list[float]] = {target: [] for target in TARGETS}
     updates: dict[str, list[dict[str, float]]] = {target: [] for target in TARGETS}
-    staging, numbers = HostStaging(Path("/")), itertools.count(1)
+    numbers = itertools.count(1)
     try:
-        for turn in range(arguments.turns + 1):
+        for turn in range(arguments.turns + 1):  # the first one warms up
             for target, engine in engines.items():
-                rate = await sampled_per_s(engine, load, arguments.prompts)
-                rates[target] += [rate] if turn else []  # the first one warms up
-        for target, engine in engines.items():  # with requests running
-            for _ in range(arguments.updates + 1):
-                sampling = asyncio.create_task(sampled_per_s(engine, load, arguments.prompts))
-                await asyncio.sleep(0)
-                await engine.progress()
-                order = replace(made[target][1], version=next(numbers))
-                updates[target].append(await update(engine, order, staging))
-                await engine.abort_requests()
-                await asyncio.wait({sampling})
-                sampling.exception()
+                sampling = partial(sampled_per_s, engine, load, arguments.prompts)
+                rates[target] += [rate for rate in [await sampling()] if turn]
+                each = (replace(made[target][1], version=next(numbers)) for _ in range(arguments.updates + 1))
+                updates[target] += await updates_under_load(engine, each, sampling) if turn else []
     finally:
         for engine in engines.values():
             await engine.close()
     found = {
-        target: {name: statistics.median(each[name] for each in updates[target][1:]) for name in TIMES}
-        | {"bytes": made[target][1].size_bytes, "tokens_per_s": max(rates[target])}
+        target: {name: statistics.median(each[name] for each in updates[target]) for name in TIMES}
+        | {"bytes": made[target][1].size_bytes, "tokens_per_s": statistics.median(rates[target])}
         for target in TARGETS
     }
     adapter, whole = (found[target] for target in TARGETS)
@@ -134,7 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--running", type=int, default=64)

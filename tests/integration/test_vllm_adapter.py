@@ -5,10 +5,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
-from asyncrl.engine.vllm.adapter import Adapter
+from asyncrl.engine.vllm.adapter import Adapter, _add_product
 from asyncrl.engine.vllm.args import adapter_args, adapter_plan
 from asyncrl.errors import ConfigError
 from tests.support.adapters import ALPHA, LORA, RANK, adapted, tensors_of
@@ -72,3 +73,18 @@ def test_a_target_that_vllm_would_ignore_is_named():
         opened("q_proj", "o_proj", served=["q_proj"]),
     ):
         pass
+
+
+def test_the_product_on_a_cpu_is_the_one_that_vllm_computes():
+    tokens, hidden, widths = 5, 24, (16, 8, 8)
+    x, y = torch.randn(tokens, hidden), torch.randn(tokens, sum(widths) + 4)  # more outputs than the parts
+    downs = [torch.randn(1, 1, RANK, hidden) for _ in widths]
+    ups = [torch.randn(1, 1, width, RANK) for width in widths]
+    theirs = PunicaWrapperCPU(tokens, tokens, "cpu")
+    theirs._token_lora_indices.zero_()
+    theirs.indices_len[0] = tokens
+    expected, found = y.clone(), y.clone()
+    theirs.add_lora_linear(expected, x, downs, ups, 0.5, widths)
+    _add_product(found, x, downs, ups, 0.5, widths)
+    assert not torch.equal(expected, y)
+    torch.testing.assert_close(found, expected)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -44,6 +45,9 @@ class Adapter:
                 f"model.lora.targets: vLLM cannot serve an adapter of {min(ignored)} ({len(ignored)} such "
                 "layers); leave it out of the targets, or set model.lora.sync: merged"
             )
+        for wrapper in self._served.punica_wrapper_mapping.values():
+            if isinstance(wrapper, PunicaWrapperCPU):
+                wrapper.add_lora_linear = _add_product
         zeros = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
         self.replace(load_file(start) if start else zeros)
 
@@ -55,3 +59,19 @@ class Adapter:
         self._served.remove_adapter(NUMBER)
         self._served.add_adapter(lora)
         self._served.activate_adapter(NUMBER)
+
+
+def _add_product(
+    y: Tensor,
+    x: Tensor,
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    scale: float,
+    widths: Sequence[int],
+    **_: Any,
+) -> None:
+    """Add the adapter's part to a layer's output `y`. vLLM's code for CPUs copies both matrices per token."""
+    inputs, outputs, first = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]), 0
+    for down, up, width in zip(downs, ups, widths, strict=True):
+        outputs[:, first : first + width].addmm_(inputs @ down[0, 0].T, up[0, 0].T, alpha=scale)
+        first += width
