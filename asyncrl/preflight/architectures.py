@@ -17,6 +17,7 @@ STATE = "layers that carry a state from token to token, which would leak between
 OWN = "an attention of its own, which does not take packed sequences"
 BIAS = "an output layer with a bias, which the learner's lacks"
 RANDOM = "experts that are chosen at random in training"
+SINKS = "attention with sinks, which packed attention lacks, and published weights in MXFP4"
 REFUSED = {
     **dict.fromkeys(
         ("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2"),
@@ -52,6 +53,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "openai-gpt", "stablelm", "xglm"), OWN),
     **dict.fromkeys(("codegen", "phi"), BIAS),
+    "gpt_oss": SINKS,
     "phimoe": RANDOM,
 }
 ATTENTION = "attention"

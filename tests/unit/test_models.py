@@ -131,6 +131,6 @@ def test_names_and_the_table_of_the_documentation_agree() -> None:
     assert set(table) == set(NAMES)
     assert len(table) >= 40
     for name, row in table.items():
-        # A config can switch off what these are refused for, and a GPU with flash-attention has sinks.
-        depends = name in ("gemma2", "gpt_oss", "granitemoehybrid", "nanochat", "vaultgemma")
+        # A config can switch off what these are refused for.
+        depends = name in ("gemma2", "granitemoehybrid", "nanochat", "vaultgemma")
         assert (name in REFUSED) is (row["verdict"] == "refused" and not depends), name
