@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.errors import DriftError, RenderError
 from asyncrl.launch import players
+from asyncrl.session.base import Request
 from asyncrl.session.chat_messages import key_after
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.delta import closer, delta, rewritten
 from asyncrl.session.tree import Session
 from asyncrl.types import VersionSpan
 from tests.support.chat_templates import STOPS, WITHOUT_TOOLS, renderer_of, tokenizer_of
+from tests.support.letters import Letters
 from tests.support.random_agent import TOOL, Agent, Call
 from tests.support.talks import rollout_of, user
 from tests.support.task_config import config_of
@@ -462,3 +465,50 @@ def test_the_same_answer_twice_gives_two_branches_and_each_is_continued():
         said(session, renderer, [*messages], "two")
     assert {turn.parent for turn in session.turns[2:]} == set(session.turns[:2])
     assert len(session.rollouts()) == 2
+
+
+class Opening(Letters):
+    """Its texts begin with the token of `x`, as others do with BOS."""
+
+    opening_ids = (24,)
+    special_texts = frozenset({"ef"})
+
+
+def record(session: Session, request: Request, text: str, finish_reason: str = "stop") -> None:
+    rollout = rollout_of(request.prompt_ids, session._renderer.encode(text))
+    session.record(
+        request, replace(rollout, finish_reason=finish_reason), {"role": "assistant", "content": text}
+    )
+
+
+def test_the_first_text_alone_gets_the_opening_tokens_and_only_once():
+    for first in ("ab", "xab"):
+        session = Session(Opening())
+        record(session, session.request_text(first), "c")
+        assert session.request_text("d").prompt_ids == tuple(Opening().encode("xabcd"))
+
+
+def test_only_the_first_text_is_the_users_own():
+    session = Session(Opening(), own_text="aef")
+    record(session, session.request_text("aef"), "b")
+    behind = session.request_text("aef")
+    assert session.turns[0].delta_ids == (24, 1, 5, 6) and behind.broken_specials == 1
+
+
+def test_sequences_are_counted_and_each_ends_as_its_last_turn_did():
+    session, opening = Session(Letters()), [user("a")]
+    record(session, session.request(opening), "b!")
+    answered = [*opening, {"role": "assistant", "content": "b!"}]
+    for text, reason in (("c", "length"), ("d", "stop"), ("e", "length")):
+        record(session, session.request([*answered, user(text)]), "f!", reason)
+    assert session.sequences == len(session.rollouts()) == 3
+    assert [rollout.finish_reason for rollout in session.rollouts()] == ["length", "stop", "length"]
+    assert session.counts["branches"] == 2
+
+
+def test_special_tokens_in_tools_are_counted_in_the_first_request_only():
+    session, tools, messages = Session(Opening()), [{"name": "ef"}], [user("a")]
+    first = session.request(messages, tools=tools)
+    record(session, first, "b!")
+    messages += [{"role": "assistant", "content": "b!"}, user("ef")]
+    assert (first.broken_specials, session.request(messages, tools=tools).broken_specials) == (1, 1)
