@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.commands.hosts import started_on_hosts
 from asyncrl.commands.stage import started_stage
 from asyncrl.commands.stopping import what_is_saved
 from asyncrl.commands.up import StartedRun, started
@@ -44,6 +45,17 @@ def run_here(
     with started(config, saved, fresh=fresh, generators=generators, console=lines, join_key=join_key) as run:
         for line in run.how_to_join:
             typer.echo(line)
+        return _watched(run, directory, lines=lines)
+
+
+def run_on_hosts(config: Config, *, fresh: bool, plain: bool) -> int:
+    """Run as `commands.hosts` does until the end or a stop, and return the exit status. Raises RunError."""
+    directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
+    saved = None if fresh else read_saved(directory)
+    if not fresh and (reason := nothing_left(config, directory, saved)):
+        typer.echo(reason)
+        return 0
+    with started_on_hosts(config, fresh=fresh, console=lines) as run:
         return _watched(run, directory, lines=lines)
 
 

@@ -49,6 +49,28 @@ def _run(
     return run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
 
 
+def _run_on_hosts(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool) -> int | None:
+    """Run on the hosts of `cluster.kind`, and return the exit status; None if it is not set."""
+    from asyncrl.config.load import load_config
+    from asyncrl.errors import ConfigError
+
+    if load_config(file, overrides).cluster.kind is None:
+        if dry_run:
+            raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
+        return None
+    from asyncrl.cli.foreground import run_on_hosts
+    from asyncrl.cluster.plans import described
+    from asyncrl.hosting.gpus import count_gpus
+    from asyncrl.preflight.validate import validated_config
+
+    checked = validated_config(file, overrides, resumes=not fresh, generators=False)
+    if dry_run:
+        for line in described(checked, on_gpus=bool(count_gpus()) and checked.learner.device != "cpu"):
+            typer.echo(line)
+        return 0
+    return run_on_hosts(checked, fresh=fresh, plain=plain)
+
+
 def _stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:
     """Check the config of a stage, and run it; return the exit status."""
     from asyncrl.stages.settings import validated_stage
@@ -60,9 +82,23 @@ def _stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int
 
 
 @app.command()
-def up(words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False) -> None:
-    """Train on this machine: store, learner, generators, dashboard. The same command resumes a run."""
-    raise typer.Exit(_run(*required_config(words, config), fresh=fresh, generators=True, plain=plain))
+def up(
+    words: Words = None,
+    config: ConfigOption = None,
+    fresh: Fresh = False,
+    plain: Plain = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")
+    ] = False,
+) -> None:
+    """Train on this machine: store, learner, generators, dashboard. The same command resumes a run.
+
+    With cluster.kind: on many hosts.
+    """
+    file, overrides = required_config(words, config)
+    if (status := _run_on_hosts(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run)) is not None:
+        raise typer.Exit(status)
+    raise typer.Exit(_run(file, overrides, fresh=fresh, generators=True, plain=plain))
 
 
 @app.command()
@@ -153,6 +189,9 @@ def generator(
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a run that is not up yet.", metavar="SECONDS")
     ] = 0.0,
+    name: Annotated[
+        str | None, typer.Option(help="How their ids begin; default: host name and process id.")
+    ] = None,
 ) -> None:
     """Run generators that join a run. With neither --config nor --store, the newest run on this host."""
     from asyncrl.cli.foreground import stop_on_signals
@@ -160,7 +199,14 @@ def generator(
 
     check = partial(_check_host, count)
     found = joined(
-        count, config, store_url=store, allowed=allow or [], wait_s=wait, report=typer.echo, check=check
+        count,
+        config,
+        store_url=store,
+        allowed=allow or [],
+        wait_s=wait,
+        report=typer.echo,
+        check=check,
+        name=name,
     )
     with found as run, stop_on_signals(run.supervisor) as stopped:
         run.wait(lambda: None)

@@ -13,6 +13,7 @@ import psutil
 from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
 from asyncrl.hosting.environment import RUN_VARIABLE
+from asyncrl.hosting.processes import find_holder
 from asyncrl.run.directory import RunDirectory
 
 # Limit for a supervisor that announces no stop, and for what it leaves after the announced time.
@@ -31,7 +32,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
 
     `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
     """
-    was_up, supervisor = False, directory.supervisor()
+    was_up, supervisor = False, _leader(directory)
     while True:
         members = processes_of(directory.path)
         if supervisor is not None:
@@ -50,7 +51,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
             with contextlib.suppress(psutil.NoSuchProcess):
                 supervisor.send_signal(signal.SIGINT)
             alive = _wait(members, _after(PATIENCE_S))
-        if (supervisor := directory.supervisor()) is None or supervisor in alive:
+        if (supervisor := _leader(directory)) is None or supervisor in alive:
             break  # otherwise the supervisor started after we looked, and its processes are not leftovers
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
@@ -60,6 +61,11 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
         pids = [process.pid for process in left]
         raise RunError(f"{directory.path}: processes {pids} cannot be ended; look at them with ps")
     return Ended(was_up or bool(alive), len(alive))
+
+
+def _leader(directory: RunDirectory) -> psutil.Process | None:
+    """Return the process that ends all others of the run: of many hosts that which starts them."""
+    return find_holder(directory.driver_lock) or directory.supervisor()
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import DataError, RunError, StoreError
+from asyncrl.files import read_record
 from asyncrl.launch.own_store import own_store
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.lock import is_locked
@@ -25,6 +26,8 @@ from asyncrl.telemetry.status import read_status, status_json
 
 def is_up(directory: RunDirectory) -> bool:
     """Whether the supervisor is alive. Without one on this host: whether the learner's status is recent."""
+    if is_locked(directory.driver_lock):
+        return True
     if directory.supervisor_lock.exists():
         return is_locked(directory.supervisor_lock)
     status = read_status(directory.status)
@@ -39,6 +42,7 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
         "directory": str(directory.path),
         "up": up,
         "processes": directory.children() if up else {},
+        "hosts": (read_record(directory.hosts) or {}) if up else {},
         "silent_s": state.silent_s,
         "eta_s": state.eta_s,
         "idle": {

@@ -1,6 +1,7 @@
 """`asyncrl generator`: starts generators that join a run from this or another host."""
 
 import contextlib
+import functools
 import hmac
 import os
 import socket
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -52,15 +54,18 @@ def joined(
     wait_s: float,
     report: Callable[[str], object],
     check: Callable[[Config], object],
+    name: str | None = None,
 ) -> Iterator[StartedRun]:
     """Start `count` generators that leave when the run is over. Raises RunError.
 
+    Their ids begin with `name`, by default with those of this host and process.
     `report` gets the reason for waiting, at most `wait_s`. `check` gets the config before anything is
     started, and raises if this machine cannot run it. For `allowed` see `commands.allowance`.
     """
     own = load_config(config_path) if config_path else None
-    own_keys = is_given(os.environ)
-    found = _wait_for_run(lambda: _find(store_url, own, own_keys=own_keys), wait_s, report)
+    # Read once: the file may be a pipe. A failure is not kept.
+    given = functools.cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
+    found = _wait_for_run(lambda: _find(store_url, own, given), wait_s, report)
     if own is not None:
         config = own
     elif found.learners is not None:
@@ -75,9 +80,9 @@ def joined(
         directory.create(fresh=False)
         # Generators of another command here may be reading it.
         replace_text(directory.config, dump_config(config))
-    setup_logging("generators", directory.logs, console=True)
+    setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
-    prefix = f"{socket.gethostname()}.{os.getpid()}."
+    prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
     make = generator_maker(config, directory, found.url, found.keys, learner=(), prefix=prefix)
     specs = [make(index, count, ()) for index in range(count)]
     if own is None:
@@ -111,7 +116,7 @@ def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[s
             time.sleep(min(1.0, left_s))
 
 
-def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Found:
+def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKeys] | None) -> _Found:
     url = store_url or os.environ.get("ASYNCRL_STORE_URL")
     if url is None:
         newest = find_run(None)
@@ -131,8 +136,9 @@ def _find(store_url: str | None, own: Config | None, *, own_keys: bool) -> _Foun
     if holds_password(url):
         raise RunError(f"the store's URL holds a password, which process lists show; put it into {variable}")
     learners = _run_here(url, own)
-    keys = join_keys(os.environ) if learners is None or own_keys else learners.keys().join
-    learners = learners or _run_of(keys)
+    read = given or partial(join_keys, os.environ)
+    keys = learners.keys().join if learners and given is None else read()
+    learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
         return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
@@ -150,13 +156,14 @@ def _run_here(url: str, config: Config | None) -> RunDirectory | None:
     return next((found for found, known in urls if known and with_user(known, GENERATOR) == place), None)
 
 
-def _run_of(keys: JoinKeys) -> RunDirectory | None:
+def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
     """Return the learner's run directory if this host shares its file system."""
     text = keys.text()
-    for config in Path("runs").glob("*/config.yaml"):
+    own = [config.run.directory] if config else []
+    for path in [*own, *(found.parent for found in Path("runs").glob("*/config.yaml"))]:
         with contextlib.suppress(OSError):
-            if hmac.compare_digest((config.parent / "join.key").read_bytes(), text.encode()):
-                return RunDirectory(config.parent)
+            if hmac.compare_digest((path / "join.key").read_bytes(), text.encode()):
+                return RunDirectory(path)
     return None
 
 

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from asyncrl.cluster.plans import LEARNER
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
+from asyncrl.run.lock import is_locked
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +33,16 @@ class Scaled:
         supervisor: Supervisor,
         make: Callable[[int, int, Collection[str]], ProcessSpec],
         path: Path,
+        *,
+        prefix: str = PREFIX,
+        each: int = 1,
     ) -> None:
-        """Start as many generators as the file at `path` says.
+        """Start as many generators as the file at `path` says, with `each` of them in what `make` describes.
 
-        `make(index, number of generators, names of those that run)` raises RunError if one has no room.
+        `make(index, their number, names of those that run)` raises RunError if one has no room.
         """
         self._supervisor, self._make, self._path = supervisor, make, path
+        self._prefix, self._each = prefix, each
         self._wanted = 0
         self._started: set[str] = set()
 
@@ -49,11 +55,12 @@ class Scaled:
         """Follow the number in the file, and correct it if a generator could not be started."""
         staying = [name for name, stays in self._supervisor.names.items() if stays and name in self._started]
         if len(staying) < self._wanted:  # the supervisor has given up an extra generator
-            write_wanted(self._path, len(staying))
+            self._write(len(staying))
             self._wanted = len(staying)
-        wanted = read_wanted(self._path)
+        written = read_wanted(self._path)
+        wanted = None if written is None else written // self._each
         if wanted is None and self._wanted:
-            write_wanted(self._path, self._wanted)
+            self._write(self._wanted)
         if wanted is None or wanted == self._wanted:
             return
         log.info("generators: %d -> %d", self._wanted, wanted)
@@ -62,7 +69,7 @@ class Scaled:
                 self._grow(wanted, is_extra=True)
             except RunError as error:
                 log.warning("%s", error)
-                write_wanted(self._path, self._wanted, refused=str(error))
+                self._write(self._wanted, refused=str(error))
         else:
             for name in sorted(staying, key=_index)[wanted:]:
                 self._supervisor.drain(name)
@@ -75,13 +82,16 @@ class Scaled:
     def __exit__(self, *_: object) -> None:
         self._forget()
 
+    def _write(self, wanted: int, refused: str = "") -> None:
+        write_wanted(self._path, wanted * self._each, refused=refused, each=self._each)
+
     def _forget(self) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
         taken = self._supervisor.names  # with the names of generators that are leaving
-        free = (index for index in range(2 * MOST) if f"{PREFIX}{index}" not in taken)
+        free = (index for index in range(2 * MOST) if f"{self._prefix}{index}" not in taken)
         specs: list[ProcessSpec] = []
         for _ in range(wanted - self._wanted):
             running = {*taken, *(spec.name for spec in specs)}
@@ -115,12 +125,14 @@ def scale_run(change: str, run: Path | None) -> Scaling:
             "from another host, they join with `asyncrl generator --count N`"
         )
     wanted = {"": 0, "+": now, "-": now}[found[1]] + int(found[2]) * (-1 if found[1] == "-" else 1)
-    if not 1 <= wanted <= MOST:
-        raise RunError(f"{change} would make {wanted} of {now}; allowed is 1 to {MOST}")
+    each = (read_record(directory.scale) or {}).get("each", 1)
+    if not each <= wanted <= MOST or wanted % each:
+        hosts = f", in steps of the {each} of a host" if each > 1 else ""
+        raise RunError(f"{change} would make {wanted} of {now}; allowed is {each} to {MOST}{hosts}")
     before = _running(directory)
-    write_wanted(directory.scale, wanted)
+    write_wanted(directory.scale, wanted, each=each)
     until_s = time.monotonic() + FOLLOW_S
-    while len(after := _running(directory)) != wanted:
+    while len(after := _running(directory)) * each != wanted:
         if refused := (read_record(directory.scale) or {}).get("refused"):
             raise RunError(f"{change}: {refused}")
         if time.monotonic() > until_s:
@@ -131,11 +143,15 @@ def scale_run(change: str, run: Path | None) -> Scaling:
 
 
 def _running(directory: RunDirectory) -> set[str]:
+    """Return the names of generators that run, or of the hosts that run them."""
+    if is_locked(directory.driver_lock):
+        hosts = (read_record(directory.hosts) or {}).items()
+        return {name for name, state in hosts if state["phase"] == "running" and name != LEARNER}
     return {name for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
 
 
 def _index(name: str) -> int:
-    return int(name.removeprefix(PREFIX))
+    return int(re.sub(r"\D", "", name))
 
 
 def read_wanted(path: Path) -> int | None:
@@ -144,6 +160,7 @@ def read_wanted(path: Path) -> int | None:
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 
 
-def write_wanted(path: Path, count: int, *, refused: str = "") -> None:
-    """Write the wanted number of generators, and why another number was `refused`."""
-    replace_text(path, json.dumps({"generators": count} | ({"refused": refused} if refused else {})))
+def write_wanted(path: Path, count: int, *, refused: str = "", each: int = 1) -> None:
+    """Write the wanted number of generators, of which a host has `each`, and why another was `refused`."""
+    more = ({"each": each} if each > 1 else {}) | ({"refused": refused} if refused else {})
+    replace_text(path, json.dumps({"generators": count} | more))

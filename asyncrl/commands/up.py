@@ -115,15 +115,18 @@ def started(
         specs = [learner, *scorer_specs(config, directory, {**config.scorers, **config.teacher})]
         begun = supervised(specs, config.control, directory, members, may_fail)
         supervisor, tend_processes = stack.enter_context(begun)
-        seats = placement.learner_seats
-        make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
-        scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
-        scaled.begin(len(placement.generators))
+        scaled = None
+        if generators:
+            seats = placement.learner_seats
+            make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
+            scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
+            scaled.begin(len(placement.generators))
 
         def tend() -> None:
             tend_store()
-            with may_fail("scaling"):
-                scaled.tend()
+            if scaled is not None:
+                with may_fail("scaling"):
+                    scaled.tend()
             tend_processes()
 
         def announce_stop() -> float:

@@ -17,6 +17,7 @@ from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
+    ClusterConfig,
     ControlConfig,
     EvalConfig,
     GeneratorConfig,
@@ -236,6 +237,12 @@ def _a_curriculum_can_judge(data: DataConfig, batch: BatchConfig, store: StoreCo
         yield Mistake((key, "store.shards"), text)
 
 
+def _hosts_have_generators(cluster: ClusterConfig, generator: GeneratorConfig) -> Iterator[Mistake]:
+    if cluster.kind is not None and generator.count is None:
+        text = "cluster.kind is set, but generator.count is not; set it to the generators of each host"
+        yield Mistake(("generator.count", "cluster.kind"), text)
+
+
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         text = "store.bind is for the run's own server, but store.url names another server; drop one"
@@ -383,6 +390,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _tools_are_rendered,
     _a_curriculum_can_judge,
     _one_store,
+    _hosts_have_generators,
     _sequences_fit,
     _store_holds_what_is_open,
     _the_optimizer_can_be_offloaded,

@@ -20,6 +20,7 @@ from asyncrl.config.reward_section import TEACHER_NAME, RewardConfig, ScorerConf
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
+    ClusterConfig,
     ControlConfig,
     EvalConfig,
     GeneratorConfig,
@@ -130,6 +131,7 @@ class Config(Root):
     weights: WeightsConfig = WeightsConfig()
     store: StoreConfig = StoreConfig()
     control: ControlConfig = ControlConfig()
+    cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -296,6 +296,18 @@ class ControlConfig(Part):
         return bind
 
 
+class ClusterConfig(Part):
+    """The hosts of a run."""
+
+    kind: Literal["local"] | None = None
+    """Engine that places hosts. `local` makes them on this machine, each with a network of its own, as a
+    rehearsal. By default `asyncrl up` uses this machine only."""
+    generator_hosts: PositiveInt = 1
+    """Hosts with `generator.count` generators each."""
+    pending_s: Positive = 300.0
+    """Seconds to wait for a host, and generators for the learner, before the run stops with the reason."""
+
+
 class EvalConfig(Part):
     """Held-out evaluation by the generators during training."""
 

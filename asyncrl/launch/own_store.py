@@ -74,4 +74,6 @@ def own_store(config: Config, directory: RunDirectory, *, needs_data: bool = Fal
         StoreUser(LEARNER, keys.store_password(LEARNER), learner_rules(run)),
         StoreUser(GENERATOR, keys.store_password(GENERATOR), generator_rules(run)),
     )
-    return StoreServer(config.store, directory.store, users=users, needs_data=needs_data)
+    # Old data is read on this host, which need not have the address in the config.
+    settings = config.store.model_copy(update={"bind": None}) if needs_data else config.store
+    return StoreServer(settings, directory.store, users=users, needs_data=needs_data)

@@ -72,6 +72,10 @@ class RunDirectory:
     lock = _Below("learner.lock")  # the lock that the learner holds
     # The lock that the supervisor holds. Unlike a time or a reused process id, it proves that it lives.
     supervisor_lock = _Below("supervisor.lock")
+    # Of a run on many hosts: the lock of the process that starts them, their config, and their states.
+    driver_lock = _Below("driver.lock")
+    hosts_config = _Below("hosts.yaml")
+    hosts = _Below("hosts.json")
     secret_path = _Below("run.key")  # the file of the run's secret
 
     def target(self, process: str) -> Path:
@@ -95,8 +99,8 @@ class RunDirectory:
         self.make()
         if fresh:
             for entry in self.path.iterdir():
-                # This process holds the lock.
-                if entry != self.supervisor_lock:
+                # This process holds one of the locks.
+                if entry not in (self.supervisor_lock, self.driver_lock):
                     _remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(f"{self.path} is a run that has lost its directory checkpoints/; {RESTORE}")
@@ -126,8 +130,9 @@ class RunDirectory:
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
     def forget_earlier(self) -> None:
-        """Remove the announced stop, and the Prometheus targets of processes that were killed."""
+        """Remove the announced stop, the wanted number, and the Prometheus targets of killed processes."""
         self.stopping.unlink(missing_ok=True)
+        self.scale.unlink(missing_ok=True)
         targets = self.target("*")
         for target in targets.parent.glob(targets.name):
             target.unlink()

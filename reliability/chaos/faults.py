@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 from redis.exceptions import RedisError
 
-from .hosts import obstacle
+from asyncrl.cluster.network import obstacle
+
 from .roles import RUN
 from .world import START_S, Fsync, World
 

@@ -331,14 +331,14 @@ class Learner:
         self.rng = random.Random(seed)
         self._options: dict[str, Any] = {"directory": str(directory)}
         if hosts:
-            self._options["namespace"] = hosts.generators.namespace
+            self._options["namespace"] = hosts.generators.file
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "asyncrl.generator", "asyncrl.engine.fake", "asyncrl.weights.publisher"]
         )
         self._directory = directory
         address = hosts.cables["control"].address(0) if hosts else None
-        with inside(hosts.learner.namespace) if hosts else nullcontext():
+        with inside(hosts.learner.file) if hosts else nullcontext():
             self.publisher = SlotPublisher(
                 LAYOUT,
                 probe_ids=PROBE,

@@ -167,7 +167,7 @@ class World:
             store=f"redis://{user}@{store}:6379/0",
             control=f"tcp://{hosts.cables['control'].address(0)}:5555",
             password=KEYS.store_password(user),
-            network=host.namespace,
+            network=host.file,
         )
 
     @property
@@ -185,7 +185,7 @@ class World:
         with ExitStack() as stack:
             stack.enter_context(self.disk.below())
             if self.hosts is not None:
-                stack.enter_context(inside(self.hosts.store.namespace))
+                stack.enter_context(inside(self.hosts.store.file))
             self.server.start()
 
     def revive_store(self) -> None:

@@ -25,7 +25,7 @@ LAYER = {
     "learner": 7, "generator": 7, "evaluation": 7, "run": 7,
     "report": 8,
     "launch": 9,
-    "stages": 10,
+    "stages": 10, "cluster": 10,
     "commands": 11, "preflight": 11, "results": 11, "quickstart": 11,
     "api": 12, "cli": 12,
 }  # fmt: skip
@@ -64,6 +64,8 @@ READS_THE_ENVIRONMENT = {
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
+    # what the commands of hosts inherit
+    "cluster/local.py",
     # keys of services, in the variables that a config names
     "rewards/endpoints.py",
 }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Runs over many hosts: which command each host has, and the engines that place hosts."""

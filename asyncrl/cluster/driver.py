@@ -1,0 +1,124 @@
+"""Lets a supervisor keep hosts as it keeps processes: it starts, restarts and ends them through an engine.
+
+command of a host ended with     what follows
+0                                its work is done; if the run is not over, generators start again
+1 to 128                         not restarted: its own supervisor has given up, or the user must act
+a signal, or the host was lost   restarted, at most `control.max_restarts` times in ten minutes
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from asyncrl.cluster.base import LEARNER_ADDRESS, Cluster, HostPlan, HostState
+from asyncrl.cluster.plans import LEARNER
+from asyncrl.errors import RunError
+from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
+from asyncrl.hosting.progress import Pace, Sign
+from asyncrl.hosting.supervisor import USER_ERROR
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 30.0  # seconds in which generators give their tickets back
+SIGNALS = 128  # shells add it to the number of the signal that ended a command
+NOT_STARTED = HostState(phase="pending", why="it waits for the address of the learner's host")
+
+
+def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool) -> ProcessSpec:
+    """Return a host as what a supervisor keeps."""
+    return ProcessSpec(
+        name=plan.name,
+        argv=plan.argv,
+        env={},
+        log_path=logs / f"{plan.name}.out",
+        ends_run=plan.role == "learner",
+        is_extra=is_extra,
+        grace_s=GRACE_S,
+    )
+
+
+@dataclass(slots=True)
+class Hosts(ThisHost):
+    """Implements `hosting.children.Host` for the hosts of an engine."""
+
+    cluster: Cluster
+    pending_s: float
+    on_change: Callable[[Mapping[str, HostState]], None]
+    plans: dict[str, HostPlan] = field(default_factory=dict)
+    _states: Mapping[str, HostState] = field(default_factory=dict)
+    _pending_since_s: dict[str, float] = field(default_factory=dict)
+
+    def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
+        """Place the host of that name. Raises OSError."""
+        started = _Command(self, self.plans[spec.name], spec.log_path)
+        started.poll()
+        return started
+
+    def tend(self) -> None:
+        """Tell changes to `on_change`. Raises RunError for a host that is not there within `pending_s`."""
+        now_s, states = time.monotonic(), dict(self.cluster.states())
+        if states != self._states:
+            self._states = states
+            self.on_change(states)
+        waiting = {name: state for name, state in states.items() if state.phase == "pending"}
+        self._pending_since_s = {name: self._pending_since_s.get(name, now_s) for name in waiting}
+        for name, since_s in self._pending_since_s.items():
+            if now_s - since_s > self.pending_s:
+                raise RunError(
+                    f"{name} has no host after {self.pending_s:g} s: {waiting[name].why}; free that, ask for "
+                    "less, or raise cluster.pending_s"
+                )
+
+
+@dataclass(slots=True)
+class _Command:
+    """The command of one host, as a supervisor sees a process."""
+
+    hosts: Hosts
+    plan: HostPlan
+    output: Path
+    _is_begun: bool = False
+    _is_released: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self._state.pid
+
+    def signs(self) -> Mapping[str, Sign]:
+        return {self.plan.name: Sign(0, Pace.SLOW, self._state.phase)}
+
+    def poll(self) -> int | None:
+        if not self._is_begun:
+            learner = self.hosts.cluster.states().get(LEARNER, NOT_STARTED).address
+            if self.plan.role == "generators" and not learner:
+                return None
+            argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
+            self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
+            self._is_begun = True
+        state = self._state
+        if state.phase == "lost":
+            return -signal.SIGKILL
+        if state.phase != "ended" or state.status is None:
+            return None
+        return USER_ERROR if 0 < state.status <= SIGNALS else state.status
+
+    def terminate(self) -> None:
+        if self._is_begun:
+            self.hosts.cluster.stop(self.plan.name, kill=False)
+
+    def kill(self) -> None:
+        if self._is_begun and not self._is_released:
+            self.hosts.cluster.stop(self.plan.name, kill=True)
+
+    def take_over(self) -> None:
+        raise BrokenPipeError("hosts have no standby")
+
+    def close(self) -> None:
+        self._is_released = True  # the name may be that of its successor
+
+    @property
+    def _state(self) -> HostState:
+        return self.hosts.cluster.states()[self.plan.name] if self._is_begun else NOT_STARTED

@@ -1,0 +1,60 @@
+"""The command of each host of a run, as a function of its config."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.buffer.users import GENERATOR, with_user
+from asyncrl.cluster.base import LEARNER_ADDRESS, HostPlan
+from asyncrl.config.addresses import AUTO, STORE_PORT, filled_in
+from asyncrl.config.schema import Config
+from asyncrl.run.keys import JoinKeys
+
+LEARNER, GENERATORS = "learner-0", "generators-"
+
+
+def reachable(config: Config) -> Config:
+    """Return the config with `auto` where neither control plane nor store has an address for other hosts."""
+    control = config.control.model_copy(update={"bind": config.control.bind or AUTO})
+    bind = config.store.bind if config.store.url else config.store.bind or AUTO
+    store = config.store.model_copy(update={"bind": bind})
+    return config.model_copy(update={"control": control, "store": store})
+
+
+def store_url(config: Config, learner: str) -> str:
+    """Return the store's URL for generators, if the learner's host has the address `learner`."""
+    if config.store.url is not None:
+        return config.store.url
+    bind = filled_in(config.store.bind or AUTO, learner, STORE_PORT)
+    assert bind is not None
+    return with_user(f"{bind.replace('tcp://', 'redis://')}/0", GENERATOR)
+
+
+def learner_plan(config: Config, file: Path, *, on_gpus: bool) -> HostPlan:
+    """Return the host of learner and store. The config is that of `file`, which all hosts see."""
+    argv = ("learner", "--config", str(file))
+    return HostPlan(name=LEARNER, role="learner", argv=argv, gpus=config.learner.ranks * on_gpus)
+
+
+def generators_plan(
+    config: Config, file: Path, index: int, keys: JoinKeys | None, *, on_gpus: bool
+) -> HostPlan:
+    """Return one of the hosts of generators. Their own copy of the config needs no `--allow`."""
+    count, name = config.generator.count or 1, f"{GENERATORS}{index}"
+    argv = ["generator", "--config", str(file), "--count", str(count), "--name", name]
+    argv += ["--store", store_url(config, LEARNER_ADDRESS), "--wait", f"{config.cluster.pending_s:g}"]
+    gpus = count * config.generator.tensor_parallel * on_gpus
+    return HostPlan(name=name, role="generators", argv=argv, gpus=gpus, keys=keys)
+
+
+def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
+    """Yield the hosts of a run and their commands, by line."""
+    file = config.run.directory / "hosts.yaml"
+    yield f"cluster.kind={config.cluster.kind}: one command per host; {file} is the config"
+    hosts = range(config.cluster.generator_hosts)
+    plans = [generators_plan(config, file, index, None, on_gpus=on_gpus) for index in hosts]
+    for plan in [learner_plan(config, file, on_gpus=on_gpus), *plans]:
+        gpus = f" ({plan.gpus} GPUs)" if plan.gpus else ""
+        key = ", join.key on standard input" if plan.role == "generators" else ""
+        words = " ".join(word if LEARNER_ADDRESS in word else shlex.quote(word) for word in plan.argv)
+        yield f"{plan.name}{gpus}: asyncrl {words}{key}"

@@ -1,0 +1,100 @@
+"""`asyncrl up` with `cluster.kind`: starts one command on each host, and restarts hosts that are lost."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+
+from asyncrl.best_effort import BestEffort
+from asyncrl.cluster.base import HostState
+from asyncrl.cluster.driver import Hosts, host_spec
+from asyncrl.cluster.local import LocalCluster
+from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, reachable
+from asyncrl.commands.down import PATIENCE_S
+from asyncrl.commands.scale import Scaled
+from asyncrl.commands.stopping import MARGIN
+from asyncrl.commands.up import StartedRun
+from asyncrl.config.resolved import dump_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.files import replace_text
+from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.family import family
+from asyncrl.hosting.gpus import count_gpus
+from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.run.lock import RunLock
+from asyncrl.telemetry.logs import setup_logging
+
+
+@contextmanager
+def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[StartedRun]:
+    """Start a run on the hosts of `config.cluster`, or resume it. Raises RunError.
+
+    The learner's host checks the rest of the config, and reads and writes the same run directory.
+    """
+    directory, gpus, config = RunDirectory(config.run.directory), range(count_gpus()), reachable(config)
+    on_gpus, may_fail = bool(gpus) and config.learner.device != "cpu", BestEffort()
+    with ExitStack() as stack:
+        with needing(directory.path):
+            if directory.was_up and (supervisor := directory.supervisor()) is not None:
+                raise RunError(
+                    f"run {directory.path} is up already (process {supervisor.pid}); stop it with `asyncrl "
+                    f"down {directory.path}`, or choose another run.name"
+                )
+            if fresh:
+                directory.require_run()
+            directory.make()
+        stack.enter_context(RunLock(directory.driver_lock))
+        with needing(directory.path):
+            directory.create(fresh=fresh)
+            directory.draw_secret()
+            replace_text(directory.hosts_config, dump_config(config), durable=True)
+        members = stack.enter_context(family())
+        setup_logging("driver", directory.logs, console=console)
+        cluster = stack.enter_context(closing(LocalCluster(gpus)))
+
+        def record(states: Mapping[str, HostState]) -> None:
+            found = {name: asdict(state) for name, state in states.items()}
+            with may_fail("the record of hosts"):
+                replace_text(directory.hosts, json.dumps(found))
+
+        hosts = Hosts(cluster, config.cluster.pending_s, record)
+        keys = directory.keys().join
+
+        def make(index: int, count: int, running: Collection[str]) -> ProcessSpec:
+            plan = generators_plan(config, directory.hosts_config, index, keys, on_gpus=on_gpus)
+            hosts.plans[plan.name] = plan
+            return host_spec(plan, directory.logs, is_extra=index >= config.cluster.generator_hosts)
+
+        learner = learner_plan(config, directory.hosts_config, on_gpus=on_gpus)
+        hosts.plans[learner.name] = learner
+        supervisor = Supervisor(
+            [host_spec(learner, directory.logs, is_extra=False)],
+            max_restarts=config.control.max_restarts,
+            host=hosts,
+        )
+        stack.enter_context(supervisor)
+        each = config.generator.count or 1
+        scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
+        scaled.begin(config.cluster.generator_hosts)
+        yield StartedRun(
+            supervisor, (), _tending(hosts, scaled, members.tend, may_fail), _longest_save(config)
+        )
+
+
+def _tending(
+    hosts: Hosts, scaled: Scaled, reap: Callable[[], None], may_fail: BestEffort
+) -> Callable[[], None]:
+    def tend() -> None:
+        hosts.tend()
+        for what, follow in (("scaling", scaled.tend), ("the reaper", reap)):
+            with may_fail(what):
+                follow()
+
+    return tend
+
+
+def _longest_save(config: Config) -> Callable[[], float]:
+    """Return the limit for the learner's host, whose own supervisor has a closer one and announces it."""
+    return lambda: 2 * MARGIN * config.control.slow_s + PATIENCE_S

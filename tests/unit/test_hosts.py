@@ -1,0 +1,153 @@
+"""What each host of a run is to do, and what follows when its command ends or it has no place."""
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster.driver import Hosts, host_spec
+from asyncrl.cluster.plans import described, generators_plan, learner_plan, reachable, store_url
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.run.keys import RunKeys
+
+KEYS = RunKeys(bytes(range(32))).join
+PLAIN = {
+    "run": {"name": "far"},
+    "model": {"path": "none"},
+    "data": {"train": "none.jsonl"},
+    "reward": {"functions": [{"function": "exact_match"}]},
+    "generator": {"count": 4, "tensor_parallel": 2},
+    "learner": {"ranks": 2},
+    "cluster": {"kind": "local", "generator_hosts": 2},
+}
+
+
+def config(**parts) -> Config:
+    return Config.model_validate({**PLAIN, **parts})
+
+
+def test_plans_say_who_runs_what_and_hold_no_key(tmp_path):
+    ours = reachable(config())
+    assert (ours.control.bind, ours.store.bind) == ("auto", "auto")
+    learner = learner_plan(ours, tmp_path / "hosts.yaml", on_gpus=True)
+    generators = generators_plan(ours, tmp_path / "hosts.yaml", 3, KEYS, on_gpus=True)
+    assert (learner.name, learner.gpus) == ("learner-0", 2)
+    assert (generators.name, generators.gpus) == ("generators-3", 8)
+    words = " ".join(generators.argv)
+    assert "--count 4 --name generators-3 --store redis://generator@{learner}:16379/0 --wait 300" in words
+    lines = [*described(ours, on_gpus=False), repr(generators), words]
+    assert [line.split(":")[0] for line in lines[1:4]] == ["learner-0", "generators-0", "generators-1"]
+    assert not any(KEYS.text() in line or KEYS.secret.hex() in line for line in lines)
+
+
+def test_what_the_user_sets_stays():
+    own = config(store={"bind": "tcp://10.0.0.1:7000"}, control={"bind": "tcp://auto:7001"})
+    assert reachable(own) == own and store_url(own, "10.9.9.9") == "redis://generator@10.0.0.1:7000/0"
+    other = config(store={"url": "rediss://s:6379/0"})
+    assert reachable(other).store.bind is None and store_url(other, "10.9.9.9") == "rediss://s:6379/0"
+
+
+def test_the_number_of_generators_of_a_host_must_be_known():
+    with pytest.raises(ValidationError, match=r"generator\.count is not; set it"):
+        config(generator={})
+
+
+class Engine:
+    """A cluster whose hosts end as a test says."""
+
+    def __init__(self):
+        self.found, self.started, self.killed = {}, [], []
+
+    def start(self, plan, output):
+        self.started.append((plan.name, " ".join(plan.argv)))
+        self.found[plan.name] = HostState(phase="running", address="10.0.0.1")
+
+    def states(self):
+        return self.found
+
+    def stop(self, name, *, kill):
+        self.killed += [name] * kill
+        if self.found[name].phase == "running":
+            self.found[name] = HostState(phase="ended", status=143)
+
+    def end(self, name, phase="ended", status=None):
+        self.found[name] = HostState(phase=phase, status=status)
+
+
+class Clock(Hosts):
+    """Time passes when the supervisor sleeps."""
+
+    passed_s = 0.0
+
+    def now_s(self):
+        return self.passed_s
+
+    def sleep(self, wait_s):
+        type(self).passed_s += wait_s
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A supervisor of a learner's host and one of generators; what happens at which tick is up to a test."""
+    engine = Engine()
+    plans = {
+        "learner-0": HostPlan(name="learner-0", role="learner", argv=["learn"], gpus=0),
+        "generators-0": HostPlan(name="generators-0", role="generators", argv=["at {learner}"], gpus=0),
+    }
+    hosts = Clock(engine, 300.0, lambda states: None, plans)
+    supervisor = Supervisor(
+        [host_spec(plan, tmp_path, is_extra=False) for plan in plans.values()], max_restarts=2, host=hosts
+    )
+
+    def play(events):
+        ticks = iter(range(10_000))
+
+        def tick():
+            now = next(ticks)
+            events.get(now, lambda: None)()
+            if now == 1000:
+                supervisor.request_stop("the end of the test")
+
+        with supervisor:
+            supervisor.run(tick)
+        return supervisor
+
+    return engine, play
+
+
+def test_a_lost_host_is_placed_again_and_knows_the_learner(run):
+    engine, play = run
+    play({5: lambda: engine.end("generators-0", "lost"), 300: lambda: engine.end("generators-0", status=-9)})
+    names = [name for name, _ in engine.started]
+    assert names == ["learner-0", "generators-0", "generators-0", "generators-0"]
+    assert engine.started[1][1] == "at 10.0.0.1"
+    assert "generators-0" in engine.killed, "what is left of a lost host is ended before the next"
+
+
+@pytest.mark.parametrize("status", [1, 2, 3])
+def test_a_command_that_gave_up_is_not_started_again(run, tmp_path, status):
+    engine, play = run
+    (tmp_path / "generators-0.out").write_text("")
+
+    def give_up():
+        (tmp_path / "generators-0.out").write_text("RunError: its GPU is broken\n")
+        engine.end("generators-0", status=status)
+
+    with pytest.raises(RunError, match="its GPU is broken"):
+        play({5: give_up})
+    assert [name for name, _ in engine.started] == ["learner-0", "generators-0"]
+
+
+def test_the_end_of_the_learner_is_the_end_of_the_run(run):
+    engine, play = run
+    assert play({5: lambda: engine.end("learner-0", status=0)}).is_over
+
+
+def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():
+    engine = Engine()
+    engine.found["generators-0"] = HostState(phase="pending", why="it waits for 8 GPUs; free: 6")
+    hosts = Hosts(engine, 0.0, lambda states: None)
+    hosts.tend()
+    with pytest.raises(RunError, match=r"generators-0 has no host after 0 s: it waits for 8 GPUs; free: 6"):
+        hosts.tend()
