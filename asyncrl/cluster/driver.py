@@ -1,9 +1,8 @@
 """Lets a supervisor keep hosts as it keeps processes: it starts, restarts and ends them through an engine.
 
-command of a host ended with     what follows
-0                                its work is done; if the run is not over, generators start again
-1 to 128                         not restarted: its own supervisor has given up, or the user must act
-a signal, or the host was lost   restarted, at most `control.max_restarts` times in ten minutes
+A command that ends with 0 has done its work, but generators start again if the run is not over. After 1 to
+128 the host is not restarted: its own supervisor has given up, or the user must act. After a signal, or if
+the host was lost, it is restarted, at most `control.max_restarts` times in ten minutes.
 """
 
 import logging
