@@ -113,6 +113,7 @@ async def updates_under_load(
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     made = versions(arguments)
     load = Load(**{name: getattr(arguments, name) for name in ("model", "device", "dtype", "running")})
+    parts: Any
     model, *parts = load.parts()
     adapted = model.model_copy(update={"lora": LoraConfig(rank=arguments.rank)})
     sides = zip(TARGETS, (adapted, model), strict=True)

@@ -49,15 +49,18 @@ def _run(
     return run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
 
 
-def _run_on_hosts(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool) -> int | None:
-    """Run on the hosts of `cluster.kind`, and return the exit status; None if it is not set."""
-    from asyncrl.config.load import load_config
+def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
+    """Run on this machine, or on the hosts of `cluster.kind`; return the exit status."""
+    from asyncrl.config.load import read_draft
+    from asyncrl.config.schema import Config
     from asyncrl.errors import ConfigError
 
-    if load_config(file, overrides).cluster.kind is None:
+    # Its problems are reported with those that validation finds.
+    draft = read_draft(Config, file, overrides).config
+    if draft is None or draft.cluster.kind is None:
         if dry_run:
             raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
-        return None
+        return _run(file, overrides, fresh=fresh, generators=True, plain=plain)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.plans import described
     from asyncrl.hosting.gpus import count_gpus
@@ -96,9 +99,7 @@ def up(
     With cluster.kind: on many hosts.
     """
     file, overrides = required_config(words, config)
-    if (status := _run_on_hosts(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run)) is not None:
-        raise typer.Exit(status)
-    raise typer.Exit(_run(file, overrides, fresh=fresh, generators=True, plain=plain))
+    raise typer.Exit(_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run))
 
 
 @app.command()
@@ -125,7 +126,7 @@ def pipeline(
         if link.is_stage:
             status = _stage(link.file, link.overrides, fresh=fresh, plain=plain)
         else:
-            status = _run(link.file, link.overrides, fresh=fresh, generators=True, plain=plain)
+            status = _up(link.file, link.overrides, fresh=fresh, plain=plain)
         if status:
             raise typer.Exit(status)
 

@@ -112,11 +112,7 @@ def _images_are_rendered(
 ) -> Iterator[Mistake]:
     """Images of rows are for prompts of single answers, whose row the sample plan alone decides."""
     for is_wrong, key, found in (
-        (
-            not model.chat_template,
-            "model.chat_template",
-            "false, and only a template says where images stand",
-        ),
+        (not model.chat_template, "model.chat_template", "false, and only a template places images"),
         (environment.is_used, "environment.uses", "set, and episodes have text only"),
         (data.curriculum.floor is not None, "data.curriculum.floor", "set, and not every rank follows it"),
         (learner.sequence_parallel > 1, "learner.sequence_parallel", "over 1, and ranks divide text only"),

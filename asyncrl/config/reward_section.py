@@ -1,12 +1,12 @@
 """The section `reward`: functions that run in processes of the run, and rewards that a service computes."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, WithJsonSchema, model_validator
-from pydantic_core import ErrorDetails
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.base import Mistake, Mistakes, Part, marked
@@ -159,7 +159,7 @@ class RewardFunctionConfig(Part):
         return self
 
 
-def _said(kind: type[Remote], params: dict[str, Any], detail: ErrorDetails) -> str:
+def _said(kind: type[Remote], params: dict[str, Any], detail: Mapping[str, Any]) -> str:
     """What is wrong with a parameter."""
     name = str(detail["loc"][0])
     value = params.get(name)

@@ -95,6 +95,7 @@ CHANGES = {
     "model.lora.alpha": ["model.lora.alpha=16"],
     "model.lora.targets": ["model.lora.targets=[q_proj]"],
     "model.lora.start": ["model.lora.start=adapter"],
+    "model.router_replay": ["model.router_replay=true", "generator.engine=transformers"],
     "data.train": ["data.train=other.jsonl"],
     "data.prompt_field": ["data.prompt_field=answer"],
     "data.template": ["data.template='{prompt}'"],

@@ -10,6 +10,7 @@ import inspect
 import os
 import signal
 import sys
+from typing import Any
 
 FILE = os.environ.get("STRIKE_IN", "")
 # What the campaign strikes at: module, and functions of it.
@@ -67,7 +68,8 @@ class Finder:
         if name not in WATCHED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        run = spec.loader.exec_module
+        loader: Any = spec and spec.loader
+        run = loader.exec_module
 
         def run_and_replace(module):
             run(module)
@@ -76,7 +78,7 @@ class Finder:
                 holder = getattr(module, owner) if owner else module
                 setattr(holder, last, watched(getattr(holder, last), f"{name}:{function}"))
 
-        spec.loader.exec_module = run_and_replace
+        loader.exec_module = run_and_replace
         return spec
 
 
