@@ -127,11 +127,11 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
     asked: list[int] = [0, 0]
 
     async def number(ids: list[int]) -> float:
-        asked[0] += len(ids) > 1  # not those that look for a scorer
+        asked[0] += any(ids)  # not those that look for a scorer
         return float(sum(ids))
 
     async def silence(ids: list[int]) -> float:
-        if len(ids) == 1:
+        if not any(ids):
             return 0.0
         asked[1] += 1
         await asyncio.Event().wait()
