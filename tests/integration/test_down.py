@@ -35,14 +35,14 @@ def run_in(tmp_path: Path) -> RunDirectory:
 
 
 @contextmanager
-def held(directory: RunDirectory, busy: str = HANG) -> Iterator["subprocess.Popen[bytes]"]:
-    """A supervisor, as far as others see."""
+def held(directory: RunDirectory, busy: str = HANG, before: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    """A supervisor, as far as others see, that runs `busy` when this begins, and `before` earlier."""
     environment = os.environ | {RUN_VARIABLE: str(directory.path.resolve())}
     code = (
-        "import os, pathlib, sys, time; from asyncrl.run.lock import RunLock; lock = "
+        "import os, pathlib, signal, sys, threading, time; from asyncrl.run.lock import RunLock; lock = "
         "RunLock(pathlib.Path(sys.argv[1]));"
     )
-    argv = [sys.executable, "-c", f"{code} print(flush=True)\n{busy}", str(directory.supervisor_lock)]
+    argv = [sys.executable, "-c", f"{code} {before}print(flush=True)\n{busy}", str(directory.supervisor_lock)]
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as supervisor:
         try:
             assert supervisor.stdout is not None and supervisor.stdout.readline() == b"\n"
@@ -122,14 +122,13 @@ def test_a_supervisor_gets_the_time_that_it_announces(
 def test_ctrl_c_in_down_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that ends on SIGINT only, as one whose learner is saving."""
     directory = run_in(tmp_path)
-    busy = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{HANG}"
     patience = down._Patience
 
     def impatient(*arguments: object) -> down._Patience:
         signal.raise_signal(signal.SIGINT)
         return patience(*arguments)  # type: ignore[arg-type]
 
-    with held(directory, busy) as supervisor:
+    with held(directory, before="signal.signal(signal.SIGTERM, signal.SIG_IGN); ") as supervisor:
         monkeypatch.setattr(down, "_Patience", impatient)
         down.end_run(directory)
         assert supervisor.wait(60) == -signal.SIGINT
