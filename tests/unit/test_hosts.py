@@ -1,13 +1,16 @@
 """What each host of a run is to do, and what follows when its command ends or it has no place."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.cli.app import run as typed
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plan, reachable, store_url
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.keys import RunKeys
 
@@ -51,6 +54,18 @@ def test_what_the_user_sets_stays():
 def test_the_number_of_generators_of_a_host_must_be_known():
     with pytest.raises(ValidationError, match=r"generator\.count is not; set it"):
         config(generator={})
+
+
+def test_mistakes_are_reported_together_with_and_without_hosts(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(PLAIN | {"learner": {"rank": 2}}))
+    for overrides in ([], ["cluster.kind=null"]):
+        with pytest.raises(
+            ConfigError, match=r"learner\.rank: found an unknown key(?s:.*)data\.train: found no"
+        ):
+            typed(["up", str(path), *overrides])
+    with pytest.raises(ConfigError, match=r"found --dry-run, but .* sets no cluster\.kind"):
+        typed(["up", str(path), "cluster.kind=null", "--dry-run"])
 
 
 class Engine:
