@@ -11,13 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from asyncrl.config.load import load
-from asyncrl.config.resolved import dump_config
-from asyncrl.run.directory import RunDirectory
-from asyncrl.stages.record import begin_stage
-from asyncrl.stages.rows import fixed_values
-from asyncrl.stages.settings import StageConfig
-from tests.support.stages import tiny_stage
+from tests.support.stages import begun, tiny_stage
 
 BARE = """
 import sys, asyncrl, trl, datasets, yaml
@@ -46,12 +40,7 @@ def cpu_s(command: list[str]) -> float:
 
 def stage_s(path: Path) -> float:
     """Begin a stage as `asyncrl stage` does, and measure the process that trains it."""
-    config = load(StageConfig, path)
-    directory = RunDirectory(config.run.directory)
-    directory.create(fresh=False)
-    directory.draw_secret()
-    directory.config.write_text(dump_config(config))
-    begin_stage(config, directory, fixed_values(config))
+    _, directory = begun(path)
     return cpu_s([sys.executable, "-P", "-m", "asyncrl.stages.process", "--config", str(directory.config)])
 
 

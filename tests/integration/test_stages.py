@@ -15,30 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load
-from asyncrl.config.resolved import dump_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.results.export import export_model
 from asyncrl.run.directory import RunDirectory
-from asyncrl.stages.record import begin_stage, refuse_changed_stage
+from asyncrl.stages.record import refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
-from tests.support.stages import tiny_stage
+from tests.support.stages import begun, tiny_stage
 from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-
-
-def begun(path: Path) -> tuple[StageConfig, RunDirectory]:
-    """The run directory as `asyncrl stage` leaves it to the process that trains."""
-    config = load(StageConfig, path)
-    directory = RunDirectory(config.run.directory)
-    directory.create(fresh=False)
-    directory.draw_secret()
-    directory.config.write_text(dump_config(config))
-    begin_stage(config, directory, fixed_values(config))
-    return config, directory
 
 
 def trained(path: Path) -> RunDirectory:

@@ -7,6 +7,12 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config.load import load
+from asyncrl.config.resolved import dump_config
+from asyncrl.run.directory import RunDirectory
+from asyncrl.stages.record import begin_stage
+from asyncrl.stages.rows import fixed_values
+from asyncrl.stages.settings import StageConfig
 from tests.support.models import tiny_qwen2
 
 TRL: Mapping[str, Any] = {
@@ -74,3 +80,14 @@ def tiny_stage(
     path = directory / f"{name or stage}.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def begun(path: Path) -> tuple[StageConfig, RunDirectory]:
+    """The run directory as `asyncrl stage` leaves it to the process that trains."""
+    config = load(StageConfig, path)
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.draw_secret()
+    directory.config.write_text(dump_config(config))
+    begin_stage(config, directory, fixed_values(config))
+    return config, directory
