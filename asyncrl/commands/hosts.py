@@ -8,7 +8,7 @@ from dataclasses import asdict
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.local import LocalCluster
+from asyncrl.cluster.engines import open_cluster
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, reachable
 from asyncrl.commands.down import PATIENCE_S
 from asyncrl.commands.scale import Scaled
@@ -52,7 +52,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
         setup_logging("driver", directory.logs, console=console)
-        cluster = stack.enter_context(closing(LocalCluster(gpus)))
+        cluster = stack.enter_context(closing(open_cluster(config, gpus)))
 
         def record(states: Mapping[str, HostState]) -> None:
             found = {name: asdict(state) for name, state in states.items()}
