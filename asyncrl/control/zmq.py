@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Longest time between two checks of the deadlines.
 _ROUND_MS = 100
+# Shortest time between them.
+_LOOK_S = 0.05
 _MESSAGES_PER_ROUND = 1000
 _STOP_S = 10.0
 _FLUSH_MS = 1000
@@ -83,8 +85,9 @@ class ControlHub:
         self._peers = Peers(heartbeat_s=config.heartbeat_s)
         self._attention = Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
-        # Rounds of the thread, about ten a second. If the number does not grow, the thread hangs.
+        # Checks of the deadlines, ten to twenty a second. If the number does not grow, the thread hangs.
         self.rounds = 0
+        self._looks_at_s = 0.0
         self._rejections = Rejections()
         self._announced: int | None = None
         self._stop_reason: str | None = None
@@ -178,12 +181,16 @@ class ControlHub:
         self._attention.look()
         self._read_messages()
         now_s = time.monotonic()
-        for holder in self._membership.expire(self._attention.now_s):
-            log.warning("generator %s has been silent too long and is counted dead", holder)
-            self._remove_dead(holder)
         if self._announced is not None:
             version, self._announced = self._announced, None
             self._carry_out(self._schedule.announce(version, now_s))
+        # What follows looks at every member, so it must not follow every message of one.
+        if now_s < self._looks_at_s:
+            return
+        self._looks_at_s = now_s + _LOOK_S
+        for holder in self._membership.expire(self._attention.now_s):
+            log.warning("generator %s has been silent too long and is counted dead", holder)
+            self._remove_dead(holder)
         self._carry_out(self._schedule.tick(now_s))
         self._take_snapshot()
         self.rounds += 1
