@@ -120,12 +120,12 @@ class RewardFunctionConfig(Part):
     """One reward function."""
 
     function: str
-    """`module:function`, `path.py:function`, one of `exact_match`, `arithmetic`, `gsm8k`, `words_used`, or a
-    service: `http_reward`, `llm_judge`, `model_score` (judges.md)."""
+    """`module:function`, `path.py:function`, a built-in such as `math` (rewards.md), or a service:
+    `http_reward`, `llm_judge`, `model_score` (judges.md)."""
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
-    """Parameters of a service, such as its `url`; other functions take none."""
+    """Arguments of a function by name, in place of columns, or the parameters of a service."""
     weight: float = 1.0
     """Factor of this part in the sum that is trained on."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
@@ -147,9 +147,6 @@ class RewardFunctionConfig(Part):
         # Mistakes are of all functions: a draft has a stand-in for them, but not for a service.
         key, kind = ("reward.functions",), REMOTE.get(self.function)
         if kind is None:
-            if self.params:
-                text = f"`{self.function}` takes no params; drop them; {', '.join(REMOTE)} do"
-                raise Mistakes(Mistake(key, text))
             return self
         try:
             _ = self.remote

@@ -21,7 +21,8 @@ from asyncrl.engine.sampler import finished_version, with_judgements
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
-from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
+from asyncrl.rewards.base import ABSTAINED, RewardInput, Score, Scorer
+from asyncrl.rewards.forms import EPISODE_COLUMNS
 from asyncrl.session.base import Renderer, without_stop
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout, Turns
@@ -321,6 +322,7 @@ def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
         raw_response=episode.raw_response,
         row={**prompt.row, **played},
         truncated=outcome.finish_reason != "stop",
+        response_tokens=sum(one.actions for one in episode.rollouts),
         token_ids=[*last.prompt_ids.tolist(), *last.response_ids.tolist()],
     )
 

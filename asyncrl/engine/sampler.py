@@ -136,6 +136,7 @@ class Sampler:
                 raw_response=partial(self._decode, ids, raw=True),
                 row=prompt.row,
                 truncated=rollout.truncated,
+                response_tokens=len(ids),
                 token_ids=[*prompt.token_ids, *ids],
             )
             for rollout, ids in zip(rollouts, all_ids, strict=True)

@@ -29,10 +29,9 @@ from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
-from asyncrl.rewards.base import EPISODE_COLUMNS
-from asyncrl.rewards.builtin import BUILTINS
+from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of, key_of
-from asyncrl.rewards.forms import Form, form_of
+from asyncrl.rewards.forms import EPISODE_COLUMNS, Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
 
 if TYPE_CHECKING:
@@ -112,11 +111,14 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
     """Find mistakes in the names of reward functions, hooks and functions of the algorithm."""
     for index, one in enumerate(config.reward.functions):
         try:
-            _reward_form(one)
+            form = _reward_form(one)
+            if form is not None and one.remote is None and (problem := form.refusal(one.params)):
+                raise RewardError(f"`{one.function}` {problem}")
         except Missing as missing:
             yield Mistake((f"reward.functions.{index}.function",), str(missing))
         except RewardError as error:
-            yield Mistake((f"reward.functions.{index}.params.prompt",), str(error))
+            key = "params" if one.remote is None else "params.prompt"
+            yield Mistake((f"reward.functions.{index}.{key}",), str(error))
     yield from _environment_problems(config)
     own_names = [
         (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
@@ -196,6 +198,8 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
             known = (*BUILTINS, *REMOTE)
             hint = did_you_mean(name, known, "name your own as `path.py:function`")
             raise Missing(f"found no built-in `{name}`; allowed are {', '.join(known)}{hint}")
+        if lacking := obstacle(name):
+            raise Missing(lacking)
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = _definition(name)
     if isinstance(node, ast.ClassDef):
@@ -311,7 +315,8 @@ def _forms(config: Config) -> dict[str, Form]:
         except (Missing, RewardError):  # reported by `_function_problems`
             continue
         if form is not None:
-            found[f"reward.functions.{index}.function"] = form
+            given = one.params if one.remote is None else {}
+            found[f"reward.functions.{index}.function"] = form.with_params(given)
     return found
 
 

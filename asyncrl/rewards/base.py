@@ -5,7 +5,8 @@ A reward function is any callable
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None] | None
 
 It gets the columns of the dataset row that it names (or all with `**columns`), and may be `async`. With an
-environment there are further columns (`EPISODE_COLUMNS`), and the response is the last answer. It returns
+environment there are further columns (`forms.EPISODE_COLUMNS`), and the response is the last answer. With
+`responses` in place of `response` it gets those of a group and returns a list (see `forms`). It returns
 a finite number, or a pair of the number and the answer in the response (None without one), for votes. None
 in place of the number abstains: the other functions score the response. If a function raises, hangs or
 returns anything else, or if all abstain, the ticket fails; that is never a score of 0.
@@ -24,9 +25,6 @@ from asyncrl.config.reward_section import RewardFunctionConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards.functions import checked_reward
 
-# Further columns in a run with an environment: what was said, as chat messages; the number of the model's
-# answers; the environment's own `reward`, `parts` and `metrics`.
-EPISODE_COLUMNS = ("messages", "turns", "result")
 # The error if no function scores a response.
 ABSTAINED = (
     "every reward function returned None for a response, so nothing scores it; return a number from one of "
@@ -47,6 +45,8 @@ class RewardInput:
     raw_response: Callable[[], str] | None = None
     # Whether the response was cut off at the length limit.
     truncated: bool = False
+    # Number of tokens that the policy sampled.
+    response_tokens: int = 0
     # Prompt and response as the policy read and sampled them; in an episode its last sequence.
     token_ids: Sequence[int] = ()
 

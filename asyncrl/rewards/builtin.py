@@ -4,8 +4,12 @@ Functions that look for one answer also return it, in a normal form: equal numbe
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from importlib.util import find_spec
+from typing import Any
+
+from asyncrl.rewards.library import LIBRARY, NEEDS
 
 _NUMBER = re.compile(
     r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+"
@@ -57,4 +61,18 @@ def _value(number: str) -> Decimal:
     return Decimal(number.replace(",", "").replace("$", ""))
 
 
-BUILTINS = {function.__name__: function for function in (exact_match, arithmetic, gsm8k, words_used)}
+BUILTINS: dict[str, Callable[..., Any]] = {
+    "arithmetic": arithmetic,
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "words_used": words_used,
+    **LIBRARY,
+}
+
+
+def obstacle(name: str) -> str:
+    """Say what a built-in function needs and this Python lacks; empty if nothing."""
+    needed = NEEDS.get(name)
+    if needed is None or find_spec(needed) is not None:
+        return ""
+    return f"`{name}` needs the package {needed}, which is not installed; pip install 'asyncrl[rewards]'"

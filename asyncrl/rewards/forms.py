@@ -1,36 +1,44 @@
 """The forms of a reward function, known by the names of its parameters: asyncrl's, TRL's, verl's.
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
+             reward(prompt, responses, **columns) -> list of these, for all responses of a group
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
 
 None in place of a float abstains.
 
-Every function is called for one response at a time, so TRL's lists have one item. If the prompts of the data
-are chat messages, TRL's functions get messages, as in TRL.
+A function with `responses` is called once for a group, for example to rank; its columns are those of the
+row, and what differs between responses (`GIVEN`, and `EPISODE_COLUMNS`) comes as lists. Every other function
+is called for one response at a time, so TRL's lists have one item. If the prompts of the data are chat
+messages, TRL's functions get messages, as in TRL.
 """
 
 import inspect
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from asyncrl.errors import RewardError
 
+# Further columns in a run with an environment: what was said, as chat messages; the number of the model's
+# answers; the environment's own `reward`, `parts` and `metrics`.
+EPISODE_COLUMNS = ("messages", "turns", "result")
+
 ALLOWED = (
-    "(prompt, response, **columns) -> float; TRL's (completions, **kwargs) -> list and verl's "
-    "(data_source, solution_str, ground_truth, extra_info=None) -> float are known by these names"
+    "(prompt, response, **columns) -> float, or with `responses` -> list for a group; TRL's (completions, "
+    "**kwargs) -> list and verl's (data_source, solution_str, ground_truth, extra_info=None) -> float are "
+    "known by these names"
 )
 # Stands for the answer if a function returns no answers. (None means that the response contains none.)
 UNSAID = object()
 # Arguments in addition to the row's columns, of `RewardInput`.
-GIVEN = frozenset({"truncated", "raw_response"})
+GIVEN = frozenset({"truncated", "raw_response", "response_tokens"})
 # Arguments that TRL's trainer passes to reward functions, but asyncrl does not have.
 ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-Arguments = tuple[tuple[str, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +56,66 @@ class Form:
         """Return whether an argument of this name reaches the function."""
         return self.takes_all or name in self.accepted
 
+    def refusal(self, params: Mapping[str, Any]) -> str:
+        """Why the function cannot be called with parameters of the config; empty if it can."""
+        unknown = [name for name in params if not self.takes(name) or name in GIVEN]
+        if not unknown:
+            return ""
+        allowed = sorted(self.accepted - GIVEN)
+        return f"takes no params {', '.join(unknown)}; allowed are {', '.join(allowed) or 'none'}"
+
+    def with_params(self, params: Mapping[str, Any]) -> Self:
+        """The form of the function that is left when these are given."""
+        return replace(self, accepted=self.accepted - params.keys(), required=self.required - params.keys())
+
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - GIVEN)
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
-        """Positional and named arguments of the call for one response."""
-        return (prompt, response), self._wanted(row, without=("prompt", "response"))
+    # Whether it is called once for all responses of a group.
+    of_group: ClassVar[bool] = False
 
-    def read(self, returned: Any) -> tuple[Any, Any]:
-        """Score and answer (or `UNSAID`) from the returned value; neither is checked yet."""
+    def arguments(
+        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Arguments:
+        """Positional and named arguments of a call; there is one response, unless the form is of a group."""
+        return (prompt, responses[0]), self._wanted(rows[0], without=("prompt", "response"))
+
+    def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
+        """Score and answer (or `UNSAID`) of each response from the returned value; none is checked yet."""
+        return [self._pair(returned)]
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
         return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, UNSAID)
 
     def _wanted(self, values: Mapping[str, Any], *, without: Container[str] = ()) -> dict[str, Any]:
         return {name: value for name, value in values.items() if self.takes(name) and name not in without}
+
+
+class GroupForm(Form):
+    """asyncrl's own form for functions that see all responses of a group together."""
+
+    of_group: ClassVar[bool] = True
+
+    def arguments(
+        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Arguments:
+        shared = rows[0].keys() - GIVEN - {*EPISODE_COLUMNS}
+        named = {name: rows[0][name] for name in shared}
+        named |= {name: [row[name] for row in rows] for name in rows[0].keys() - shared}
+        return (prompt, list(responses)), self._wanted(named, without=("prompt", "responses"))
+
+    def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
+        if (
+            isinstance(returned, str | Mapping)
+            or not isinstance(returned, Collection)
+            or len(returned) != count
+        ):
+            raise RewardError(
+                f"returned {str(returned)[:80]!r} for {count} responses; with `responses` it returns a list "
+                "of as many numbers"
+            )
+        return [self._pair(one) for one in returned]
 
 
 class TRLForm(Form):
@@ -70,7 +124,10 @@ class TRLForm(Form):
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
+    def arguments(
+        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Arguments:
+        [response], [row] = responses, rows
         messages = row.get("prompt")
         is_chat = isinstance(messages, list)
         completion = [{"role": "assistant", "content": response}] if is_chat else response
@@ -78,14 +135,14 @@ class TRLForm(Form):
         values = self._wanted(row, without=("prompt", "response")) | self._wanted(given)
         return (), {name: [value] for name, value in values.items()}
 
-    def read(self, returned: Any) -> tuple[Any, Any]:
+    def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         try:
             [one] = returned
         except (TypeError, ValueError):
             raise RewardError(
                 f"returned {str(returned)[:80]!r} for one completion; TRL's form returns a list of one number"
             ) from None
-        return one, UNSAID
+        return [(one, UNSAID)]
 
 
 class VerlForm(Form):
@@ -97,7 +154,10 @@ class VerlForm(Form):
             given.append("ground_truth")
         return [name for name in Form.lacking(self, row) if name not in given]
 
-    def arguments(self, prompt: str, response: str, row: Mapping[str, Any]) -> Arguments:
+    def arguments(
+        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Arguments:
+        [response], [row] = responses, rows
         given = {
             "data_source": row.get("data_source", ""),
             "extra_info": row.get("extra_info"),
@@ -106,14 +166,14 @@ class VerlForm(Form):
         }
         return (), self._wanted(row, without=("prompt", "response")) | self._wanted(given)
 
-    def read(self, returned: Any) -> tuple[Any, Any]:
+    def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         if isinstance(returned, Mapping):
             if "score" not in returned:
                 raise RewardError(
                     f"returned {str(returned)[:80]} without `score`; a dict has the reward there"
                 )
-            return returned["score"], returned.get("pred", UNSAID)
-        return returned, UNSAID
+            return [(returned["score"], returned.get("pred", UNSAID))]
+        return [(returned, UNSAID)]
 
 
 def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
@@ -132,6 +192,8 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         raise RewardError(
             f"takes ({', '.join(map(str, parameters))}); allowed is {ALLOWED}; take prompt and response first"
         )
+    if "responses" in positional[1:2]:
+        return _form(GroupForm, parameters[2:])
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         raise RewardError(
             f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get "

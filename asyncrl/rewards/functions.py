@@ -4,16 +4,18 @@ import asyncio
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.plugins import load
-from asyncrl.rewards.builtin import BUILTINS
+from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.forms import UNSAID, Form, form_of
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 # A longer answer is replaced by its beginning and a digest, so that equal answers stay equal.
 ANSWER_CHARACTERS = 64
 
@@ -21,6 +23,8 @@ ANSWER_CHARACTERS = 64
 def load_function(name: str) -> Callable[..., Any]:
     """Load `package.module:function`, `path.py:function` or a built-in. Raises RewardError."""
     if ":" not in name:
+        if lacking := obstacle(name):
+            raise RewardError(lacking)
         if name in BUILTINS:
             return BUILTINS[name]
         raise RewardError(
@@ -41,26 +45,40 @@ def form_for(function: Callable[..., Any]) -> Form:
         return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
 
 
-def bind(function: Callable[..., Any]) -> Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]:
-    """Wrap a function of any form, async or not, as (prompt, response, columns) -> (reward, answer).
+Reward = Callable[[str, Sequence[str], Sequence[Mapping[str, Any]]], list[tuple[float, str | None]]]
 
-    The reward is NaN if the function returns None: it abstains. Raises RewardError for an unknown form. The
+
+def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Reward:
+    """Wrap a function of any form, async or not, as (prompt, responses, columns of each) -> pairs.
+
+    A pair is (reward, answer). The reward is NaN if the function returns None: it abstains. `params` are
+    arguments by name, before columns of these names. Raises RewardError for an unknown form or parameter. The
     wrapper raises it for a missing column, and for a returned value that is not a finite number or not an
     answer; exceptions of the function itself pass through.
     """
     form = form_for(function)
+    if problem := form.refusal(params):
+        raise RewardError(problem)
+    form = form.with_params(params)
 
-    def call(prompt: str, response: str, columns: Mapping[str, Any]) -> tuple[float, str | None]:
-        if missing := form.lacking(columns):
-            raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(columns)}")
-        positional, named = form.arguments(prompt, response, columns)
-        value = function(*positional, **named)
-        reward, answer = form.read(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
-        if reward is None:
-            return math.nan, None
-        return checked_reward(reward), None if answer is UNSAID else checked_answer(answer)
+    def call(
+        prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[float, str | None]]:
+        if missing := form.lacking(rows[0]):
+            raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(rows[0])}")
+        others = [{name: row[name] for name in row if name not in params} for row in rows]
+        positional, named = form.arguments(prompt, responses, others)
+        value = function(*positional, **named, **params)
+        returned = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        return [_checked(*pair) for pair in form.read(returned, len(responses))]
 
     return call
+
+
+def _checked(reward: Any, answer: Any) -> tuple[float, str | None]:
+    if reward is None:
+        return math.nan, None
+    return checked_reward(reward), None if answer is UNSAID else checked_answer(answer)
 
 
 def checked_reward(value: object) -> float:

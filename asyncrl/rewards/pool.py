@@ -37,7 +37,10 @@ BEGINNINGS = 3
 AGAIN_S = 1.0
 # Limit for killed workers to end when the pool closes.
 END_S = 5.0
-MAX_REPLY_BYTES = 64 * 1024
+MAX_REPLY_BYTES = 1 << 20
+
+# Parts of a response, and the answer in it.
+Scored = tuple[dict[str, float], str | None]
 
 
 class _Lost(RewardError):
@@ -69,13 +72,18 @@ class RewardPool:
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """One score per input. The first failure cancels the others and raises RewardError."""
-        tasks = [asyncio.create_task(self._score_one(one)) for one in inputs]
+        calls = [self._call([one], of_group=False) for one in inputs] + [self._call(inputs, of_group=True)]
+        tasks = [asyncio.create_task(call) for call in calls]
         try:
-            return await asyncio.gather(*tasks)
+            *alone, together = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return [
+            scored(self._config.functions, own | shared, own_answer or shared_answer)
+            for [(own, own_answer)], (shared, shared_answer) in zip(alone, together, strict=True)
+        ]
 
     async def close(self) -> None:
         """Kill all workers."""
@@ -88,13 +96,12 @@ class RewardPool:
         """The end of what user code printed in the workers that are running."""
         return "\n".join(text for worker in self._workers if (text := worker.printed))
 
-    async def _score_one(self, one: RewardInput) -> Score:
+    async def _call(self, inputs: Sequence[RewardInput], *, of_group: bool) -> list[Scored]:
         worker = await self._idle.get()
         try:
-            parts, answer = await worker.call(one)
+            return await worker.call(inputs, of_group=of_group)
         finally:
             self._idle.put_nowait(worker)
-        return scored(self._config.functions, parts, answer)
 
 
 class _Worker:
@@ -108,49 +115,62 @@ class _Worker:
         self._printed = Printed()
         # Whether a function takes `raw_response`, which costs a second decoding.
         self._wants_raw = False
+        # Parts whose functions are called once for a group.
+        self._of_group: frozenset[str] = frozenset()
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
-    async def call(self, one: RewardInput) -> tuple[dict[str, float], str | None]:
-        """The reward parts of one response, of functions that did not abstain, and its answer.
+    async def call(self, inputs: Sequence[RewardInput], *, of_group: bool) -> list[Scored]:
+        """The reward parts of responses that did not abstain, and their answers.
 
-        A worker that fails is killed.
+        They come from the functions of a group, or from those of one response. A worker that fails is killed.
         """
         in_step = False
         await self.load()
-        columns: dict[str, Any] = {"truncated": one.truncated}
-        if self._wants_raw:
-            columns["raw_response"] = one.raw_response() if one.raw_response else one.response
-        columns |= one.row
-        request = _packed({"prompt": one.prompt, "response": one.response, "columns": columns})
+        parts = [one.part for one in self._config.functions if (one.part in self._of_group) == of_group]
+        if not parts:
+            return [({}, None) for _ in inputs]
+        columns = [self._columns(one) for one in inputs]
+        responses = [one.response for one in inputs]
+        request = _packed(
+            {"parts": parts, "prompt": inputs[0].prompt, "responses": responses, "columns": columns}
+        )
 
         async def begin() -> None:
             await self.start()
             await self._send(request)
-            await self._receive("started", bool, START_S, "the beginning of a call")
+            await self._receive(_has_begun, START_S, "the beginning of a call")
 
         try:
             await self._insist(begin, (RewardError, OSError), "begin a call")
-            parts: dict[str, float] = {}
-            answer: str | None = None
+            values: list[dict[str, float]] = [{} for _ in inputs]
+            answers: list[str | None] = [None for _ in inputs]
             is_spent = False
-            for function in self._config.functions:
+            for part in parts:
+                doing = f"reward part `{part}`"
                 reply = await self._receive(
-                    "value", float, self._config.timeout_s, f"reward part `{function.part}`"
+                    lambda one: _is_judgement(one, len(inputs)), self._config.timeout_s, doing
                 )
                 if "error" in reply:
                     # In a sandbox, the failed call may have filled /tmp or used up descriptors.
                     in_step = self._sandbox is None
-                    raise RewardError(f"reward part `{function.part}` {reply['error']}")
-                if not math.isnan(reply["value"]):
-                    parts[function.part] = reply["value"]
-                answer = reply.get("answer") if answer is None else answer
+                    raise RewardError(f"{doing} {reply['error']}")
+                for index, (value, answer) in enumerate(zip(reply["values"], reply["answers"], strict=True)):
+                    if not math.isnan(value):
+                        values[index][part] = value
+                    answers[index] = answer if answers[index] is None else answers[index]
                 is_spent |= reply.get("spent", False)
             in_step = not is_spent
-            return parts, answer
+            return list(zip(values, answers, strict=True))
         finally:
             if not in_step:
                 self.kill()
+
+    def _columns(self, one: RewardInput) -> dict[str, Any]:
+        given: dict[str, Any] = {"truncated": one.truncated, "response_tokens": one.response_tokens}
+        if self._wants_raw:
+            given["raw_response"] = one.raw_response() if one.raw_response else one.response
+        return {**given, **one.row}
 
     async def load(self) -> None:
         """Start; if the process dies or hangs, start another one. A reported error is raised immediately."""
@@ -186,16 +206,16 @@ class _Worker:
         reader.add_done_callback(self._readers.discard)
         memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
         orders = {
-            "functions": [[function.part, function.function] for function in self._config.functions],
+            "functions": [[one.part, one.function, one.params] for one in self._config.functions],
             "limits": memory | (limits() if self._sandbox else {}),
             "sandboxed": self._sandbox is not None,
         }
         try:
             await self._send(_packed(orders))
-            reply = await self._receive("ready", bool, START_S, "start of the reward worker")
+            reply = await self._receive(_is_ready, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
-            self._wants_raw = bool(reply.get("raw"))
+            self._wants_raw, self._of_group = reply["raw"], frozenset(reply["of_group"])
             self._loaded()
         except BaseException:
             self.kill()
@@ -257,8 +277,10 @@ class _Worker:
                 f"the reward worker accepts no calls ({type(error).__name__}){self._printed.note}"
             ) from error
 
-    async def _receive(self, key: str, kind: type, limit_s: float, doing: str) -> dict[str, Any]:
-        """The next reply, which has `key` with a value of `kind`, or `error`."""
+    async def _receive(
+        self, is_expected: Callable[[dict[str, Any]], bool], limit_s: float, doing: str
+    ) -> dict[str, Any]:
+        """The next reply, which is the expected one, or has `error`."""
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(limit_s):
@@ -276,10 +298,7 @@ class _Worker:
             raise _Lost(
                 f"{doing}: the worker process died ({await self._status()}){self._printed.note}"
             ) from error
-        if isinstance(reply, dict) and (
-            "error" in reply
-            or (isinstance(reply.get(key), kind) and isinstance(reply.get("answer"), str | None))
-        ):
+        if isinstance(reply, dict) and ("error" in reply or is_expected(reply)):
             return reply
         wrong = "the reward worker is out of step, because user code wrote to its pipe"
         raise RewardError(f"{doing}: {wrong}{self._printed.note}")
@@ -291,6 +310,27 @@ class _Worker:
                 return ending(await self._process.wait())
         except TimeoutError:
             return "its pipe is closed, or carries no messages"
+
+
+def _has_begun(reply: dict[str, Any]) -> bool:
+    return reply.get("started") is True
+
+
+def _is_ready(reply: dict[str, Any]) -> bool:
+    return isinstance(reply.get("raw"), bool) and isinstance(reply.get("of_group"), list)
+
+
+def _is_judgement(reply: dict[str, Any], count: int) -> bool:
+    """Whether a reply has a value and an answer for each of `count` responses."""
+    values, answers = reply.get("values"), reply.get("answers")
+    if not isinstance(values, list) or not isinstance(answers, list):
+        return False
+    is_whole = len(values) == len(answers) == count
+    return (
+        is_whole
+        and all(isinstance(one, float) for one in values)
+        and all(isinstance(one, str | None) for one in answers)
+    )
 
 
 async def _read_output(process: asyncio.subprocess.Process, printed: Printed) -> None:

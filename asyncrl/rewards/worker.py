@@ -2,12 +2,12 @@
 
 Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
 
-    in   {functions: [[part, function], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
-    out  {ready: true, raw: whether a function takes `raw_response`} | {error: reason}
-    in   {prompt, response, columns}                                                        each call
-    out  {started: true}, then for each part, up to the first error,
-         {value: float, answer: text or nil} | {error: reason}, with {spent: true} to be replaced;
-         a part that abstains has the value NaN
+    in   {functions: [[part, function, params], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
+    out  {ready: true, raw: whether a function takes `raw_response`, of_group: [part, ...]} | {error: reason}
+    in   {parts: [part, ...], prompt, responses, columns: those of each response}               each call
+    out  {started: true}, then for each of the parts, up to the first error,
+         {values: [float, ...], answers: [text or nil, ...]} | {error: reason}, with {spent: true} to be
+         replaced; a part that abstains has the value NaN
 
 User code never sees these pipes: its standard input is empty, and its output goes to standard error.
 """
@@ -27,14 +27,14 @@ from asyncrl.errors import RewardError, as_unicode
 from asyncrl.hosting.processes import close_to_others, die_with_parent
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
-from asyncrl.rewards.functions import bind, form_for, load_function
+from asyncrl.rewards.forms import Form
+from asyncrl.rewards.functions import Reward, bind, form_for, load_function
 from asyncrl.sandbox.bubblewrap import SCRATCH
 
 MAX_REASON_CHARACTERS = 2000
+REPLY = ("values", "answers")
 # Process id of a worker in a sandbox, and of no other worker.
 SANDBOXED_PID = 1
-
-Reward = Callable[[str, str, Mapping[str, Any]], tuple[float, str | None]]
 
 
 def main() -> None:
@@ -54,27 +54,28 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         replies.flush()
 
     with contextlib.suppress(EOFError):
-        rewards: list[Reward] = []
-        raw = False
+        rewards: dict[str, Reward] = {}
+        forms: dict[str, Form] = {}
         orders = msgpack.unpackb(receive(requests))
         is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
         _restrict(orders.get("limits", {}), is_alone=is_alone)
-        for part, function in orders["functions"]:
-            loaded = _attempt(_load, function)
+        for part, function, params in orders["functions"]:
+            loaded = _attempt(_load, function, params)
             if isinstance(loaded, str):
                 reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
                 return
-            reward, is_raw = loaded
-            rewards.append(reward)
-            raw |= is_raw
-        reply({"ready": True, "raw": raw})
+            rewards[part], forms[part] = loaded
+        raw = any(form.takes("raw_response") for form in forms.values())
+        reply({"ready": True, "raw": raw, "of_group": [part for part in forms if forms[part].of_group]})
         while True:
             call = msgpack.unpackb(receive(requests))
             reply({"started": True})
-            for reward in rewards:
-                judged = _attempt(reward, call["prompt"], call["response"], call["columns"])
+            for part in call["parts"]:
+                judged = _attempt(rewards[part], call["prompt"], call["responses"], call["columns"])
                 failed = isinstance(judged, str)
-                message = {"error": judged} if failed else {"value": judged[0], "answer": judged[1]}
+                message = (
+                    {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
+                )
                 reply(message | (_tidied() if is_alone else {}))
                 if failed:
                     break
@@ -107,9 +108,9 @@ def _tidied() -> dict[str, bool]:
     return {"spent": True} if is_full or 2 * len(os.listdir("/proc/self/fd")) > descriptors else {}
 
 
-def _load(name: str) -> tuple[Reward, bool]:
+def _load(name: str, params: Mapping[str, Any]) -> tuple[Reward, Form]:
     function = load_function(name)
-    return bind(function), form_for(function).takes("raw_response")
+    return bind(function, params), form_for(function)
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:

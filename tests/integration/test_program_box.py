@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.library import code
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
@@ -313,6 +314,28 @@ def test_a_reward_runs_the_answer_as_a_program(tmp_path: Path, monkeypatch: pyte
         return [one.total for one in found]
 
     assert asyncio.run(scores()) == [1.0, 0.0, 0.0, 0.0] * 2
+
+
+def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
+    asserts = ["assert double(21) == 42", "assert double(0) == 0", "assert double(-1) == -1"]
+    right, wrong = "def double(n): return abs(2 * n) if n >= 0 else n", "def double(n): return 42"
+    for program, share in (
+        (right, 1),
+        (f"So:\n```python\n{wrong}\n```\nand\n```python\n{right}\n```\n", 1),
+        (wrong, 1 / 3),
+        (f"{right}\nraise SystemExit(0)", 0),
+        (f"{right}\nimport os; os._exit(0)", 0),
+        ("while True: pass", 0),
+        ("def double(", 0),
+    ):
+        assert code("", program, asserts, share=True) == pytest.approx(share), program
+        assert code("", program, asserts) == (share == 1)
+    pairs = [{"input": "21\n", "output": "42\n"}, {"input": "0", "output": " 0"}]
+    assert code("", "print(2 * int(input()))", pairs) == 1
+    assert code("", "print(42)", pairs, share=True) == 0.5
+    for tests in ([], "assert True", [{"input": "1"}], [3]):
+        with pytest.raises(ValueError, match=r"at least one test|a test is Python text"):
+            code("", right, tests)
 
 
 def test_a_process_keeps_its_box_and_its_fork_makes_another() -> None:

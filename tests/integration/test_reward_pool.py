@@ -238,16 +238,80 @@ def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functi
     )
 
     async def scenario(pool):
-        for forged in (1, {}, [], {"other": 1}, {"value": None}, {"value": "1"}, {"started": True}):
+        for forged in (
+            1,
+            {},
+            [],
+            {"other": 1},
+            {"values": [None], "answers": [None]},
+            {"values": [1.0, 1.0], "answers": [None, None]},
+            {"values": [1.0], "answers": [1]},
+            {"started": True},
+        ):
             with pytest.raises(RewardError, match="out of step, because user code wrote to its pipe"):
                 await pool.score([ask(reply=msgpack.packb(forged).hex())])
             assert (await pool.score([ask(reply="")]))[0].total == 1.0
-        assert (await pool.score([ask(reply=msgpack.packb({"value": 100.0}).hex())]))[
+        assert (await pool.score([ask(reply=msgpack.packb({"values": [100.0], "answers": [None]}).hex())]))[
             0
         ].total == 100.0  # its own score
         assert (await pool.score([ask(reply="")]))[0].total == 1.0, "and nobody else's"
 
     run(config(functions, "forge"), scenario)
+
+
+def test_a_function_with_responses_sees_its_group_and_others_one_response(functions):
+    functions.write_text(
+        "def rank(prompt, responses, truncated, bonus, target=0):\n"
+        "    assert truncated == [False] * len(responses) and target == 5\n"
+        "    order = sorted(responses, key=len)\n"
+        "    return [(order.index(one) + bonus, one[:1]) if one else None for one in responses]\n"
+        "async def count(prompt, response, response_tokens): return float(response_tokens)\n"
+        "def short(prompt, responses): return [1.0]\n"
+        "def own(prompt, responses, messages, **columns): return [float(one == 'a') for one in messages]\n"
+    )
+    several = [
+        RewardInput(prompt="p", response=text, row={"bonus": 2}, response_tokens=len(text))
+        for text in ("ccc", "a", "", "bb")
+    ]
+    ranked = RewardConfig(
+        functions=[
+            {"function": f"{functions}:rank", "params": {"target": 5}, "weight": 10},
+            {"function": f"{functions}:count"},
+        ],
+        workers=2,
+    )
+
+    async def scenario(pool):
+        scores = await pool.score(several)
+        assert [dict(one.parts) for one in scores] == [
+            {"count": 3.0, "rank": 5.0},
+            {"count": 1.0, "rank": 3.0},
+            {"count": 0.0},
+            {"count": 2.0, "rank": 4.0},
+        ]
+        assert [one.total for one in scores] == [53, 31, 0, 42]
+        assert [one.answer for one in scores] == ["c", "a", None, "b"]
+
+    run(ranked, scenario)
+
+    async def refused(pool):
+        with pytest.raises(RewardError, match=r"`short` returned '\[1.0\]' for 4 responses"):
+            await pool.score(several)
+
+    run(config(functions, "short"), refused)
+
+    async def episodes(pool):
+        played = [RewardInput(prompt="p", response="r", row={"messages": one, "x": 1}) for one in "ab"]
+        assert [one.total for one in await pool.score(played)] == [1.0, 0.0]
+
+    run(config(functions, "own"), episodes)
+
+    async def unknown(pool):
+        await pool.start()
+
+    wrong = RewardConfig(functions=[{"function": f"{functions}:rank", "params": {"targets": 5}}])
+    with pytest.raises(RewardError, match=r"takes no params targets; allowed are bonus, target"):
+        run(wrong, unknown)
 
 
 def test_parts_that_abstain_are_left_out_of_the_sum(functions):
@@ -266,7 +330,7 @@ def test_parts_that_abstain_are_left_out_of_the_sum(functions):
     [
         (["raw"], [3.0, 10.0]),
         (["good", "raw"], [6.0, 13.0]),
-        (["columns"], [2.0, 2.0]),
+        (["columns"], [3.0, 3.0]),
         (["good"], [3.0, 3.0]),
     ],
 )
@@ -431,7 +495,7 @@ def test_a_missing_column_is_named_and_odd_values_are_passed_as_text(functions):
     async def scenario(pool):
         with pytest.raises(
             RewardError,
-            match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'truncated'\]",
+            match=r"part `misbehave` wants column\(s\) \['how'\].*it has \['day', 'response_tokens', 'truncated'\]",
         ):
             await pool.score([ask(day=date(2026, 1, 1))])
         with pytest.raises(RewardError, match=r"cannot be sent this row: .*surrogate"):
@@ -445,7 +509,7 @@ def test_prompt_and_response_columns_of_the_row_do_not_get_in_the_way(functions)
     async def scenario(pool):
         row = {"prompt": "q", "response": "r", "answer": "x"}
         [score] = await pool.score([RewardInput(prompt="p", response="abc", row=row)])
-        assert score.total == 3.0  # answer, truncated and raw_response
+        assert score.total == 4.0  # answer, truncated, response_tokens and raw_response
 
     run(config(functions, "columns"), scenario)
 

@@ -37,9 +37,15 @@ def exact_match(prompt, response, answer):
     return builtin.exact_match(prompt, response, answer)[0]
 
 
+def judge(function, prompt, response, columns):
+    """Reward and answer of one response."""
+    [pair] = bind(function)(prompt, [response], [columns])
+    return pair
+
+
 def reward(function, *call):
     """What is trained on; the answer is left out."""
-    return bind(function)(*call)[0]
+    return judge(function, *call)[0]
 
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -208,7 +214,7 @@ def test_a_function_gets_the_columns_it_names():
     ],
 )
 def test_built_in_rewards_write_equal_answers_in_one_way(function, response, reference, answer):
-    assert bind(load_function(function))("q", response, {"answer": reference, "words": ["pen"]})[1] == answer
+    assert judge(load_function(function), "q", response, {"answer": reference, "words": ["pen"]})[1] == answer
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3), st.integers(0, 4))
@@ -223,17 +229,20 @@ def test_an_answer_may_stand_beside_the_reward():
     def judged(prompt, response):
         return float(response == "4"), response or None
 
-    assert bind(judged)("p", "4", {}) == (1.0, "4")
-    assert bind(judged)("p", "", {}) == (0.0, "")
-    assert bind(lambda prompt, response: 1.0)("p", "r", {}) == (1.0, None)
-    assert bind(lambda data_source, solution_str, ground_truth: {"score": 1.0, "pred": 4})(
-        "p", "r", {"ground_truth": 4}
+    assert judge(judged, "p", "4", {}) == (1.0, "4")
+    assert judge(judged, "p", "", {}) == (0.0, "")
+    assert judge(lambda prompt, response: 1.0, "p", "r", {}) == (1.0, None)
+    assert judge(
+        lambda data_source, solution_str, ground_truth: {"score": 1.0, "pred": 4},
+        "p",
+        "r",
+        {"ground_truth": 4},
     ) == (1, "4")
-    assert bind(compute_score)(
-        "", "4", {"data_source": "sums", "extra_info": {"split": "train"}, "ground_truth": "4"}
+    assert judge(
+        compute_score, "", "4", {"data_source": "sums", "extra_info": {"split": "train"}, "ground_truth": "4"}
     ) == (1.0, None)
     with pytest.raises(RewardError, match="a reward is one finite number"):
-        bind(lambda prompt, response: (1.0, "4", "more"))("p", "r", {})
+        judge(lambda prompt, response: (1.0, "4", "more"), "p", "r", {})
 
 
 @pytest.mark.parametrize(
@@ -331,7 +340,7 @@ def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
     ],
 )
 def test_a_function_of_any_form_abstains_with_none(function):
-    value, answer = bind(function)("p", "r", {})
+    value, answer = judge(function, "p", "r", {})
     assert math.isnan(value) and answer is None
 
 
@@ -366,7 +375,7 @@ def test_prompt_and_response_in_the_wrong_order_are_refused_by_name():
     ):
         bind(lambda response, prompt, answer: 1.0)
     with pytest.raises(
-        RewardError, match=r"takes \(response\); allowed is \(prompt, response, \*\*columns\) -> float; TRL's"
+        RewardError, match=r"takes \(response\); allowed is \(prompt, response, \*\*columns\) -> float, or"
     ):
         bind(lambda response: 1.0)
 
@@ -421,10 +430,11 @@ def frames_of(stream: bytes) -> list[dict]:
 
 def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
     calls = [
-        {"functions": [["a", "arithmetic"], ["e", "exact_match"]]},
-        {"prompt": "", "response": "4", "columns": {"answer": "4"}},
-        {"prompt": "", "response": "4", "columns": {"answer": "four"}},
-        {"prompt": "", "response": "5", "columns": {"answer": "4"}},
+        {"functions": [["a", "arithmetic", {}], ["e", "exact_match", {}]]},
+        *(
+            {"parts": ["a", "e"], "prompt": "", "responses": [said], "columns": [{"answer": answer}]}
+            for said, answer in (("4", "4"), ("4", "four"), ("5", "4"))
+        ),
     ]
     replies = BytesIO()
     serve(BytesIO(b"".join(map(pack, calls))), replies)
@@ -434,16 +444,16 @@ def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
         r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"]
     )
     assert frames == [
-        {"ready": True, "raw": False},
-        *({"started": True}, {"value": 1.0, "answer": "4"}, {"value": 1.0, "answer": "4"}),
+        {"ready": True, "raw": False, "of_group": []},
+        *({"started": True}, *[{"values": [1.0], "answers": ["4"]}] * 2),
         {"started": True},
-        *({"started": True}, {"value": 0.0, "answer": "5"}, {"value": 0.0, "answer": "5"}),
+        *({"started": True}, *[{"values": [0.0], "answers": ["5"]}] * 2),
     ]
 
 
 def test_a_function_that_cannot_be_loaded_is_the_workers_only_reply():
     replies = BytesIO()
-    serve(BytesIO(pack({"functions": [["x", "nothing"]]})), replies)
+    serve(BytesIO(pack({"functions": [["x", "nothing", {}]]})), replies)
     [frame] = frames_of(replies.getvalue())
     assert frame["error"].startswith(
         "reward part `x` cannot be loaded: reward function `nothing` is no built-in"

@@ -1,0 +1,176 @@
+"""Reward functions that other trainers also ship. `params` of the config are arguments by name.
+
+A wrong answer scores 0; a row or a parameter with which nothing can be scored raises ValueError.
+"""
+
+import json
+import math
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.sandbox.programs import python_result
+
+# Seconds for one program of the model.
+_PROGRAM_S = 5.0
+_BOXED = "\\boxed{"
+_FENCED = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
+_CHOICES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\)?\.?\}?\s*\}",
+        r"(?i:answer(?:\s+is)?)\s*:?\s*(?:\*\*)?\(?([A-J])\)?(?![A-Za-z])",
+        r"\(([A-J])\)",
+        r"(?<![A-Za-z'])([A-J])(?=[\s.):]*$)",
+    )
+)
+
+
+def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
+    """1 if the last mathematical answer of the response equals column `answer`, by math-verify.
+
+    Both may be LaTeX: fractions, sets, intervals, percentages and units are compared as such. The answer of a
+    row may end in `#### answer`, as in GSM8K. What math-verify cannot decide within 5 seconds is not equal.
+    """
+    from math_verify import parse, verify
+
+    text = str(answer).rpartition("####")[2].strip()
+    expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
+    if not expected:
+        raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
+    found = parse(response, raise_on_error=False)
+    if not found:
+        return 0.0, None
+    return float(verify(expected, found, raise_on_error=False)), _normal_form(found[0])
+
+
+def _normal_form(found: Any) -> str:
+    """A text that is equal for equal numbers: an exact fraction, else 12 digits."""
+    import sympy
+
+    if not isinstance(found, sympy.Expr) or not found.is_number:
+        return str(found)
+    exact = sympy.nsimplify(found, rational=True) if found.is_rational or found.is_Float else None
+    return str(exact if exact is not None else sympy.N(found, 12))
+
+
+def boxed(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
+    r"""1 if the content of the last `\boxed{}` equals column `answer`, apart from white space."""
+    found = _last_box(response)
+    return float(found is not None and found.split() == str(answer).split()), found
+
+
+def _last_box(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth, begin = 1, start + len(_BOXED)
+    for end in range(begin, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if not depth:
+            return text[begin:end].strip()
+    return None
+
+
+def choice(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
+    r"""1 if the letter that the response chooses is that of column `answer`.
+
+    The first of these that occurs counts, where it occurs last: `\boxed{B}`, `answer is B`, `(B)`, and a
+    letter at the end.
+    """
+    expected = str(answer).strip().strip("().").upper()
+    if not re.fullmatch("[A-J]", expected):
+        raise ValueError(f"column `answer` holds no letter from A to J: {str(answer)[:80]!r}")
+    found = next((letters[-1] for one in _CHOICES if (letters := one.findall(response.strip()))), None)
+    return float(found == expected), found
+
+
+def json_schema(prompt: str, response: str, schema: Mapping[str, Any] | str) -> float:
+    """1 if the response, or its last fenced block, is JSON that satisfies column or parameter `schema`."""
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    wanted = json.loads(schema) if isinstance(schema, str) else schema
+    kind = validator_for(wanted)
+    try:
+        kind.check_schema(wanted)
+    except SchemaError as error:
+        raise ValueError(f"`schema` is no JSON schema: {error.message}") from error
+    try:
+        found = json.loads(([response, *_FENCED.findall(response)])[-1])
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(kind(wanted).is_valid(found))
+
+
+def tags(prompt: str, response: str, names: tuple[str, ...] = ("think", "answer")) -> float:
+    """1 if the response consists of the elements `names`, each once, in order: `<think>…</think>` …"""
+    body = r"\s*".join(rf"<{re.escape(name)}>(?:.*?)</{re.escape(name)}>" for name in names)
+    is_once = all(response.count(f"<{'/' * end}{name}>") == 1 for name in names for end in (0, 1))
+    return float(is_once and re.fullmatch(rf"\s*{body}\s*", response, re.DOTALL) is not None)
+
+
+def pattern(prompt: str, response: str, regex: str) -> float:
+    """1 if the regular expression `regex` matches the whole response; `.` also matches line ends."""
+    return float(re.fullmatch(regex, response, re.DOTALL) is not None)
+
+
+def length(prompt: str, response: str, response_tokens: int, target: int, most: int | None = None) -> float:
+    """0 up to `target` tokens, then falling along half a cosine to -1 at `most` (twice the target)."""
+    limit = 2 * target if most is None else most
+    if not 0 < target < limit:
+        raise ValueError(f"`target` is {target} and `most` {limit}; 0 < target < most is needed")
+    share = min(max((response_tokens - target) / (limit - target), 0.0), 1.0)
+    return (math.cos(math.pi * share) - 1) / 2
+
+
+def repetition(prompt: str, response: str, n: int = 3) -> float:
+    """Minus the share of runs of `n` words that repeat an earlier one (arXiv:2502.03373)."""
+    words = response.lower().split()
+    runs = Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
+    return len(runs) / runs.total() - 1 if runs else 0.0
+
+
+def code(prompt: str, response: str, tests: list[Any], share: bool = False) -> float:
+    """1 if the program of the response passes column `tests`; with `share` the share that passes.
+
+    A test is Python that raises where the program is wrong, such as `assert f(2) == 4`, and runs behind the
+    program, or `{input, output}` of standard input and output. The program is the last fenced block of the
+    response, else all of it. Each test runs in a sandbox of its own for at most 5 seconds.
+    """
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("column `tests` must be a list of at least one test")
+    program = ([response, *_FENCED.findall(response)])[-1]
+    passed = [_passes(program, test) for test in tests]
+    return sum(passed) / len(tests) if share else float(all(passed))
+
+
+def _passes(program: str, test: Any) -> bool:
+    if isinstance(test, str):
+        # Without it, a program that ends before the test would pass.
+        proof = secrets.token_hex(16)
+        proving = f"{program}\n\n{test}\nimport sys\nsys.stderr.write({proof!r})\n"
+        result = python_result(proving, seconds=_PROGRAM_S)
+        return result.status == "ok" and result.stderr.endswith(proof)
+    if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+        raise ValueError(f"a test is Python text or has `input` and `output`, found {str(test)[:80]!r}")
+    result = python_result(program, stdin=str(test["input"]), seconds=_PROGRAM_S)
+    return result.status == "ok" and result.stdout.split() == str(test["output"]).split()
+
+
+# Names in configs.
+LIBRARY: dict[str, Callable[..., Any]] = {
+    "boxed": boxed,
+    "choice": choice,
+    "code": code,
+    "format": tags,
+    "json_schema": json_schema,
+    "length": length,
+    "math": maths,
+    "regex": pattern,
+    "repetition": repetition,
+}
+# What pip installs for a function.
+NEEDS = {"math": "math_verify", "json_schema": "jsonschema"}

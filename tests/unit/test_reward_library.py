@@ -1,0 +1,169 @@
+"""The rewards that other trainers also ship, against references, their own formulas, and hostile texts."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards import builtin, functions
+from asyncrl.rewards.functions import bind, load_function
+from asyncrl.rewards.library import boxed, choice, json_schema, length, maths, pattern, repetition, tags
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+WAYS = (r"So we get $\boxed{%s}$.", "The final answer is $%s$. I hope it is correct.", "Therefore:\n\\[%s\\]")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the data in ../shared/data")
+def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours():
+    from math_verify import parse, verify
+
+    rows = [json.loads(line) for line in (SHARED / "math500" / "math500.jsonl").open()]
+    some = random.Random(0).sample(rows, 60)
+    for row, other in zip(some, some[1:] + some[:1], strict=True):
+        for way in WAYS:
+            assert maths("", way % row["answer"], row["answer"])[0] == 1, (way, row)
+        wrong = rf"\boxed{{{other['answer']}}}"
+        says = verify(parse(rf"\boxed{{{row['answer']}}}"), parse(wrong))
+        assert maths("", wrong, row["answer"])[0] == says
+    for line in (SHARED / "gsm8k" / "test.jsonl").open().readlines()[:60]:
+        answer = json.loads(line)["answer"]
+        number = answer.rpartition("#### ")[2]
+        assert maths("", rf"\boxed{{{number}}}", answer)[0] == 1
+        assert maths("", f"so it is {number}.", answer)[0] == 1
+        assert maths("", rf"\boxed{{{float(number.replace(',', '')) + 1}}}", answer)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        (r"\frac{1}{2}", "0.5", r"\dfrac12", "1/2", r"\frac{2}{4}"),
+        ("1000", "1,000", "1000.0"),
+        ("-3", "-3.0"),
+    ],
+)
+def test_equal_numbers_are_one_answer_for_votes(equal):
+    found = [maths("", rf"\boxed{{{text}}}", equal[0]) for text in equal]
+    assert {score for score, _ in found} == {1.0} and len({answer for _, answer in found}) == 1, found
+
+
+def test_math_says_0_to_nothing_and_refuses_a_row_without_an_answer():
+    assert maths("", "I do not know", "3") == (0.0, None)
+    with pytest.raises(ValueError, match="no mathematical answer"):
+        maths("", "3", "")
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "found"),
+    [
+        (r"\boxed{a {b} c} then \boxed{x}", 0, "x"),
+        (r"\boxed{ a  {b} c }", 1, "a  {b} c"),
+        (r"\boxed{a {b} c", 0, None),
+        ("a {b} c", 0, None),
+    ],
+)
+def test_boxed_takes_the_last_whole_box(response, score, found):
+    assert boxed("", response, "a {b} c") == (score, found)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        (r"A is wrong. \boxed{B}", "B"),
+        (r"\boxed{\text{(C)}}", "C"),
+        ("The answer is (B), not (C).", "B"),
+        ("Answer: **D**", "D"),
+        ("First I thought answer A. The answer is B.", "B"),
+        ("I choose (A) over (B)", "B"),
+        ("B", "B"),
+        ("It must be C.", "C"),
+        ("A dog", None),
+        ("", None),
+    ],
+)
+def test_choice_finds_the_letter(response, letter):
+    assert choice("", response, "B") == (float(letter == "B"), letter)
+    assert choice("", response, "(b)") == (float(letter == "B"), letter)
+
+
+def test_choice_refuses_a_row_without_a_letter():
+    with pytest.raises(ValueError, match="no letter from A to J"):
+        choice("", "B", "2")
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ('{"n": 3}', 1),
+        ('Here:\n```json\n{"n": 3}\n```\nDone.', 1),
+        ('{"n": 2}', 0),
+        ('{"n": 3} and more', 0),
+        ("[" * 100_000, 0),
+        ("", 0),
+    ],
+)
+def test_json_schema_wants_json_that_satisfies_it(response, score):
+    assert json_schema("", response, SCHEMA) == json_schema("", response, json.dumps(SCHEMA)) == score
+
+
+def test_a_wrong_schema_is_refused():
+    with pytest.raises(ValueError, match="`schema` is no JSON schema"):
+        json_schema("", "{}", {"type": "objekt"})
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1),
+        ("<think>a</think><answer>4</answer> and more", 0),
+        ("<answer>4</answer><think>a</think>", 0),
+        ("<think><think>a</think></think><answer>4</answer>", 0),
+        ("<think>a<answer>4</answer>", 0),
+    ],
+)
+def test_format_wants_each_element_once_in_order(response, score):
+    assert tags("", response) == score
+    assert pattern("", response, r"<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>") == score
+
+
+def test_length_falls_along_half_a_cosine():
+    assert [length("", "", tokens, 100) for tokens in (0, 100, 150, 200, 999)] == pytest.approx(
+        [0, 0, -0.5, -1, -1]
+    )
+    assert length("", "", 110, 100, most=120) == pytest.approx(-0.5)
+    with pytest.raises(ValueError, match="0 < target < most"):
+        length("", "", 1, 100, most=100)
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(1, 4))
+def test_repetition_counts_runs_that_were_there_before(words, n):
+    runs = [tuple(words[at : at + n]) for at in range(len(words) - n + 1)]
+    again = sum(run in runs[:at] for at, run in enumerate(runs))
+    assert repetition("", " ".join(words), n) == pytest.approx(-again / len(runs) if runs else 0)
+
+
+def test_parameters_come_before_columns_and_unknown_ones_are_refused():
+    call = bind(load_function("length"), {"target": 100})
+    assert call("", ["r"], [{"response_tokens": 150, "target": 5}])[0][0] == pytest.approx(-0.5)
+    for params in ({"goal": 1}, {"response_tokens": 1}):
+        with pytest.raises(RewardError, match=r"takes no params .*; allowed are most, target"):
+            bind(load_function("length"), params)
+
+
+def test_the_page_has_each_function():
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*builtin.BUILTINS}
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(builtin, "find_spec", lambda name: None)
+    with pytest.raises(RewardError, match=r"`math` needs the package math_verify.*asyncrl\[rewards\]"):
+        functions.load_function("math")
+    assert functions.load_function("choice") is choice
