@@ -9,6 +9,7 @@ from asyncrl.cli import after, before, running
 from asyncrl.cli.arguments import plain_overrides
 from asyncrl.version import __version__
 
+COMPLETION = "_ASYNCRL_COMPLETE"
 app = typer.Typer(
     name="asyncrl",
     help="Asynchronous reinforcement learning for language models.",
@@ -16,7 +17,6 @@ app = typer.Typer(
     "learner.steps=200",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for commands in (running, before, after):
@@ -44,9 +44,14 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit status that it chose. Raises the command's errors."""
+def run(arguments: Sequence[str], *, completes: bool = False) -> int:
+    """Run a command and return the exit status that it chose. Raises the command's errors.
+
+    `completes` if the shell asks for completions, in the variable `COMPLETION`.
+    """
     command = typer.main.get_command(app)
+    if completes:
+        command.main([*arguments], "asyncrl", complete_var=COMPLETION)
     try:
         with command.make_context("asyncrl", plain_overrides(arguments)) as context:
             command.invoke(context)

@@ -3,6 +3,8 @@
 asyncrl up task.yaml learner.steps=5      FILE, or --config FILE, and KEY=VALUE
 asyncrl up task.yaml --learner.steps=5    as TRL and prime-rl write it, also with a space for the =
 asyncrl up task.yaml +learner.steps=5     as Hydra does
+
+Without a file, keys alone are a config: asyncrl up model.path=M data.train=F reward.functions='[math]'
 """
 
 import os
@@ -13,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+import asyncrl.config
 from asyncrl.errors import ConfigError
 
 # An override in the form of other trainers: a dotted key after a prefix. None of our own options has a dot.
@@ -25,10 +28,12 @@ Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="The YAML file, given as an option.")
 ]
+# Of a command that gives only keys.
+NO_FILE = Path(asyncrl.config.__file__).with_name("no_file.yaml")
 _FILE_AND_CHANGES = "The YAML file of a run, and the keys to change in it."
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="FILE [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
+    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
 ]
 MaybeWords = Annotated[
     list[str] | None,
@@ -72,12 +77,18 @@ def config_and_overrides(words: Sequence[str] | None, config: Path | None) -> tu
 
 
 def required_config(words: Sequence[str] | None, config: Path | None) -> tuple[Path, list[str]]:
-    """Call `config_and_overrides` for a command that needs a file. Raises ConfigError without one."""
+    """Call `config_and_overrides` for a command that needs a config. Raises ConfigError without one.
+
+    With keys alone, the file is one that has hardly any.
+    """
     file, overrides = config_and_overrides(words, config)
+    if file is None and overrides:
+        return NO_FILE, overrides
     if file is None:
         here = sorted(str(path) for path in [*Path().glob("*.y*ml"), *Path("configs").glob("*.yaml")])[:5]
         hint = f"here are {', '.join(here)}" if here else "docs/own-task.md shows how to write one"
         raise ConfigError(
-            f"found no config; give the YAML file of a run, before or after its overrides; {hint}"
+            "found no config; give the YAML file of a run, or keys such as model.path=DIRECTORY "
+            f"data.train=FILE; {hint}"
         )
     return file, overrides

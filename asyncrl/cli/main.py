@@ -39,9 +39,9 @@ def _status(arguments: list[str]) -> int:
         stream.reconfigure(errors="replace")  # a terminal without `±` in its encoding shows `?`
     output = _output()
     try:
-        from asyncrl.cli.app import run
+        from asyncrl.cli.app import COMPLETION, run
 
-        status = run(arguments)
+        status = run(arguments, completes=COMPLETION in os.environ)
         if sys.stdout:
             sys.stdout.flush()
     except Exception as error:  # noqa: BLE001 - the outermost handler, which reports the error

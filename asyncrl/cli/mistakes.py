@@ -8,11 +8,24 @@ from typing import Any
 
 import typer
 
+from asyncrl.cli.arguments import NO_FILE
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
 
 FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT too, if a check failed
+# Commands of other programs that do what one of ours does.
+ELSEWHERE = {
+    "grpo": "up",
+    "kill": "down",
+    "logs": "status",
+    "ps": "status",
+    "run": "up",
+    "sft": "stage",
+    "start": "up",
+    "stop": "down",
+    "train": "up",
+}
 # typer's error for a wrong command line: a class of click, which newer releases of typer contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -25,7 +38,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, USAGE):
         text = usage_text(error, arguments)
     elif isinstance(error, AsyncRLError):
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".replace(str(NO_FILE), "the command line")
     elif isinstance(error, OSError) and error.errno and error.errno in CURES:
         text = with_cure(error, "the system")
     elif isinstance(error, typer.Abort):
@@ -55,7 +68,9 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     elif unknown := re.search(r"No such command '([^']*)'", found):
         commands = list(context.command.commands)
         found = f"found no command `{unknown[1]}`"
-        allowed = f"{', '.join(commands)}{did_you_mean(unknown[1].lower(), commands)}"
+        meant = ELSEWHERE.get(unknown[1].lower())
+        hint = f"; did you mean `{meant}`?" if meant else did_you_mean(unknown[1].lower(), commands)
+        allowed = f"{', '.join(commands)}{hint}"
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
 
 

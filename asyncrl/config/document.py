@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config.base import Keys, Mistake, Part
-from asyncrl.config.outline import default_name, kind_at
+from asyncrl.config.outline import default_name, kind_at, named_by
 from asyncrl.config.wording import closest
 from asyncrl.errors import ConfigError
 
@@ -268,11 +268,14 @@ def override(model: type[Part], text: str) -> Node:
 
 
 def spelled_out(model: type[Part], root: Node) -> Node:
-    """Return the document with choices as sections: `advantage: rloo` becomes `advantage: {name: rloo}`."""
+    """Return the document with names as sections.
+
+    `advantage: rloo` becomes `advantage: {name: rloo}`, and a reward function `math` `{function: math}`.
+    """
 
     def visit(node: Node, keys: Keys) -> Node:
-        if kind_at(model, keys):
-            return Node({"name": node}, node.place) if isinstance(node.value, str) else node
+        if key := named_by(model, keys):
+            return Node({key: node}, node.place) if isinstance(node.value, str) else node
         if isinstance(node.value, dict):
             return Node({key: visit(child, (*keys, key)) for key, child in node.value.items()}, node.place)
         if isinstance(node.value, list):

@@ -60,6 +60,13 @@ def kind_at(model: type[Part], keys: Keys) -> str | None:
     return schema_at(model, keys).get("kind")
 
 
+def named_by(model: type[Part], keys: Keys) -> str | None:
+    """Return the key of the section at `keys` that a text in place of the section means, or None."""
+    schema = schema_at(model, keys)
+    found = "name" if "kind" in schema else schema.get("named_by")
+    return None if found is None else str(found)
+
+
 def default_name(model: type[Part], keys: Keys) -> str | None:
     """Return the name of the function that is chosen at `keys` by default; None for items of lists."""
     schema = schema_at(model, keys)

@@ -6,7 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.base import Mistake, Mistakes, Part, marked
@@ -117,8 +125,9 @@ class ScorerConfig(Part):
 
 
 class RewardFunctionConfig(Part):
-    """One reward function."""
+    """One reward function. A text in place of the section is its `function`."""
 
+    model_config = ConfigDict(json_schema_extra={"named_by": "function"})
     function: str
     """`module:function`, `path.py:function`, a built-in such as `math` (rewards.md), or a service:
     `http_reward`, `llm_judge`, `model_score` (judges.md)."""

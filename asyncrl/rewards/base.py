@@ -5,7 +5,7 @@ A reward function is any callable
     def reward(prompt: str, response: str, **columns) -> float | tuple[float, str | None] | None
 
 It gets the columns of the dataset row that it names (or all with `**columns`), and may be `async`. With an
-environment there are further columns (`forms.EPISODE_COLUMNS`), and the response is the last answer. With
+environment there are further columns (`EPISODE_COLUMNS`), and the response is the last answer. With
 `responses` in place of `response` it gets those of a group and returns a list (see `forms`). It returns
 a finite number, or a pair of the number and the answer in the response (None without one), for votes. None
 in place of the number abstains: the other functions score the response. If a function raises, hangs or

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import __version__
+from asyncrl.cli.arguments import required_config
 from asyncrl.cli.main import main
+from asyncrl.config.load import read_draft
+from asyncrl.config.schema import Config
 from tests.support.command import ASYNCRL
 from tests.support.model_files import model_files
 from tests.support.waiting import let_pass
@@ -33,7 +36,6 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "foo": ("found no command `foo`", "allowed is", "validate", HELP),
     "vaildate task.yaml": ("found no command `vaildate`", "did you mean `validate`?", HELP),
     "uP task.yaml": ("found no command `uP`", "did you mean `up`?"),
-    "train task.yaml": ("found no command `train`", "allowed is"),
     "task.yaml": ("found no command `task.yaml`", "allowed is"),
     "reward": ("asyncrl reward", "Missing command", "`asyncrl reward --help` says more"),
     "reward tset task.yaml": ("asyncrl reward", "found no command `tset`", "did you mean `test`?"),
@@ -68,7 +70,12 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "generator --store localhost:6379": ("localhost:6379", "redis://"),
     # arguments that are missing, or too many
     "up": ("found no config", "give the YAML file", "here are task.yaml"),
-    "learner learner.steps=5": ("found no config", "give the YAML file", "here are task.yaml"),
+    "learner learner.steps=5": (
+        "problems in the command line",
+        "model: found nothing; it is needed",
+        "data: found nothing; it is needed",
+    ),
+    "train task.yaml": ("found no command `train`", "did you mean `up`?"),
     "validate": ("found no config", "give the YAML file", "here are task.yaml"),
     "plan": ("found no config", "here are task.yaml"),
     "reward test": ("found no config", "here are task.yaml"),
@@ -313,3 +320,20 @@ def test_the_package_is_the_command(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{__version__}\n"
+
+
+def test_keys_alone_are_a_config_and_a_reward_needs_only_its_name(typed, project):
+    rows = project / "rows.jsonl"
+    rows.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    keys = ["model.path=org/model", f"data.train={rows}", "reward.functions=[math, {function: length}]"]
+    draft = read_draft(Config, *required_config(keys, None))
+    assert draft.config.run.name == "first" and str(draft.config.data.train) == str(rows)
+    assert [one.function for one in draft.config.reward.functions] == ["math", "length"]
+
+
+def test_the_shell_is_told_what_a_word_can_become(project):
+    asking = {"_ASYNCRL_COMPLETE": "complete_bash", "COMP_WORDS": "asyncrl va", "COMP_CWORD": "1"}
+    found = subprocess.run(
+        [sys.executable, "-m", "asyncrl"], env=os.environ | asking, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["validate"]

@@ -89,7 +89,7 @@ def test_every_config_loads_and_rewards_its_rows(path):
         if source and (ROOT / source).is_file():
             row = load_rows(str(ROOT / source))[0]
             columns = {name: value for name, value in row.items() if name not in ("prompt", "response")}
-            assert all(0 <= reward("", "17 words", columns)[0] <= 1 for reward in rewards)
+            assert all(0 <= reward("", ["17 words"], [columns])[0][0] <= 1 for reward in rewards)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

@@ -169,8 +169,8 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
         ("46x", (1.0, 1.0)),
     ):
         assert (
-            right(row["prompt"], response, columns)[0],
-            step(row["prompt"], response, columns)[0],
+            right(row["prompt"], [response], [columns])[0][0],
+            step(row["prompt"], [response], [columns])[0][0],
         ) == expected
 
 
