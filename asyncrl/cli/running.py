@@ -171,6 +171,24 @@ def learner(
 
 
 @app.command()
+def rank(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="That of the learner.")],
+    host: Annotated[int, typer.Option(help="The number of this host: 1 to cluster.learner_hosts - 1.")],
+    learner: Annotated[
+        str, typer.Option(help="The address of host 0, of `asyncrl learner`.", metavar="ADDRESS")
+    ],
+) -> None:
+    """Run the ranks of a further host of the learner; `asyncrl up` with cluster.learner_hosts calls it."""
+    from asyncrl.cli.foreground import stop_on_signals
+    from asyncrl.commands.rank_host import started_ranks
+
+    found = started_ranks(config, host, learner=learner, check=_check_rank_host)
+    with found as run, stop_on_signals(run.supervisor) as stopped:
+        run.wait(lambda: None)
+    raise typer.Exit(0 if run.supervisor.is_over else stopped.status)
+
+
+@app.command()
 def generator(
     count: Annotated[int, typer.Option(min=1, help="Generators to start on this host.")] = 1,
     config: Annotated[
@@ -224,6 +242,23 @@ def _check_host(generators: int, config: "Config") -> None:
     require_usable_gpus(config)
     require_room(config, generators)
     for doubt in gpu_doubts(config):
+        typer.echo(f"! {doubt}", err=True)
+
+
+def _check_rank_host(config: "Config") -> None:
+    """Check this machine for ranks of a learner. Raises ConfigError, DataError."""
+    from asyncrl.errors import ConfigError
+    from asyncrl.hosting.gpus import count_gpus, has_instances
+    from asyncrl.hosting.placement import misplaced
+    from asyncrl.preflight.checks.gpu import require_usable_gpus
+    from asyncrl.preflight.doubts import require_device
+    from asyncrl.preflight.fit import require_fit
+
+    require_device(config)
+    require_usable_gpus(config)
+    for mistake in misplaced(config, count_gpus(), generators=False, instances=has_instances()):
+        raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
+    for doubt in require_fit(config, generators=False):
         typer.echo(f"! {doubt}", err=True)
 
 
