@@ -12,12 +12,12 @@ from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.host_rules import HOST_RULES
 from asyncrl.config.registry import needs
 from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
-    ClusterConfig,
     ControlConfig,
     EvalConfig,
     GeneratorConfig,
@@ -30,7 +30,6 @@ from asyncrl.config.sections import (
 )
 from asyncrl.config.store import StoreConfig
 from asyncrl.config.vllm_settings import transformers_takes_the_settings, vllm_takes_the_settings
-from asyncrl.config.wording import divisors
 
 # Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
 PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
@@ -234,29 +233,6 @@ def _a_curriculum_can_judge(data: DataConfig, batch: BatchConfig, store: StoreCo
         yield Mistake((key, "store.shards"), text)
 
 
-def _hosts_have_generators(cluster: ClusterConfig, generator: GeneratorConfig) -> Iterator[Mistake]:
-    if cluster.kind is not None and generator.count is None:
-        text = "cluster.kind is set, but generator.count is not; set it to the generators of each host"
-        yield Mistake(("generator.count", "cluster.kind"), text)
-
-
-def _hosts_divide_the_learner(cluster: ClusterConfig, learner: LearnerConfig) -> Iterator[Mistake]:
-    hosts, ranks, per_sequence = cluster.learner_hosts, learner.ranks, learner.sequence_parallel
-    found = f"cluster.learner_hosts is {hosts}"
-    if hosts > 1 and cluster.kind is None:
-        text = f"{found}, but cluster.kind is not set; set it to what places hosts, or drop learner_hosts"
-        yield Mistake(("cluster.learner_hosts", "cluster.kind"), text)
-    if ranks % hosts:
-        text = f"{found}, which does not divide learner.ranks ({ranks}); set one of {divisors(ranks)}"
-        yield Mistake(("cluster.learner_hosts", "learner.ranks"), text)
-    elif ranks // hosts % per_sequence:
-        text = f"{found}, with {ranks // hosts} ranks each, of which learner.sequence_parallel "
-        text += (
-            f"({per_sequence}) would divide a sequence over two hosts; set one of {divisors(ranks // hosts)}"
-        )
-        yield Mistake(("learner.sequence_parallel", "cluster.learner_hosts"), text)
-
-
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         text = "store.bind is for the run's own server, but store.url names another server; drop one"
@@ -404,8 +380,6 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _tools_are_rendered,
     _a_curriculum_can_judge,
     _one_store,
-    _hosts_have_generators,
-    _hosts_divide_the_learner,
     _sequences_fit,
     _store_holds_what_is_open,
     _the_optimizer_can_be_offloaded,
@@ -416,4 +390,5 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     vllm_takes_the_settings,
     transformers_takes_the_settings,
     *ALGORITHM_RULES,
+    *HOST_RULES,
 )

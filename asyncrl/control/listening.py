@@ -50,7 +50,7 @@ def listen(
 
 
 def connect(socket: Any, endpoint: str, keys: GeneratorKeys | None, *, max_bytes: int) -> None:
-    """Connect a DEALER, of either kind, that queues nothing while nobody listens. Raises ControlError."""
+    """Connect a DEALER, of either kind, that queues nothing without a listener. Raises ControlError."""
     set_options(socket, max_bytes=max_bytes)
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     if endpoint.startswith("tcp://"):
