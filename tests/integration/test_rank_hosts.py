@@ -55,6 +55,11 @@ def test_ranks_on_two_hosts_make_the_steps_of_ranks_on_one(tmp_path):
             torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=0)
 
 
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended, though nobody may have asked for their status yet."""
+    return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
 class Run:
     """A run that is up, and the processes of its hosts."""
 
@@ -91,7 +96,7 @@ class Run:
         old = [self.rank(0), self.rank(1)]
         before = len(steps(self.directory))
         fault()
-        wait_until(lambda: not any(process.is_running() for process in old), TIMEOUT_S + 20)
+        wait_until(lambda: not alive(old), TIMEOUT_S + 20)
         self.wait(lambda: len(steps(self.directory)) >= before + 2)
         assert seen in self.log("learner") + self.log("supervisor-1") + self.log("ranks-1") + self.log(
             "driver"
@@ -119,7 +124,7 @@ def test_ranks_and_hosts_die_and_cables_are_cut_and_the_run_goes_on(run):
     run.goes_on_after(lambda: run.rank(0).kill(), "learner died (killed by SIGKILL)")
     before = [run.rank(0), run.rank(1)]
     run.cable(1, "down")
-    wait_until(lambda: not any(process.is_running() for process in before), TIMEOUT_S + 20)
+    wait_until(lambda: not alive(before), TIMEOUT_S + 20)
     assert "has been silent for" in run.log("learner") and "learner-0 has been silent" in run.log("ranks-1")
     done = len(steps(directory))
     run.cable(1, "up")
