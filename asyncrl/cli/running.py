@@ -29,13 +29,21 @@ def _run(
     join_key: Path | None = None,
 ) -> int:
     """Check the config for this machine, print doubts about it, and run it; return the exit status."""
+    checked = _checked(file, overrides, resumes=not fresh, generators=generators)
+    from asyncrl.cli.foreground import run_here
+
+    return run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
+
+
+def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: bool) -> "Config":
+    """Return the config of a learner after checking it for this machine; print doubts about it."""
     from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.fit import require_fit
     from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
+    checked = validated_config(file, overrides, resumes=resumes, generators=generators)
     require_device(checked)
     require_usable_gpus(checked)
     placed = with_slots(checked, generators=generators)
@@ -44,9 +52,7 @@ def _run(
     found += require_fit(placed, generators=generators)
     for doubt in found:
         typer.echo(f"! {doubt}", err=True)
-    from asyncrl.cli.foreground import run_here
-
-    return run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
+    return placed
 
 
 def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
@@ -182,7 +188,8 @@ def rank(
     from asyncrl.cli.foreground import stop_on_signals
     from asyncrl.commands.rank_host import started_ranks
 
-    found = started_ranks(config, host, learner=learner, check=_check_rank_host)
+    checked = _checked(config, [], resumes=False, generators=False)
+    found = started_ranks(checked, config, host, learner=learner)
     with found as run, stop_on_signals(run.supervisor) as stopped:
         run.wait(lambda: None)
     raise typer.Exit(0 if run.supervisor.is_over else stopped.status)
@@ -242,23 +249,6 @@ def _check_host(generators: int, config: "Config") -> None:
     require_usable_gpus(config)
     require_room(config, generators)
     for doubt in gpu_doubts(config):
-        typer.echo(f"! {doubt}", err=True)
-
-
-def _check_rank_host(config: "Config") -> None:
-    """Check this machine for ranks of a learner. Raises ConfigError, DataError."""
-    from asyncrl.errors import ConfigError
-    from asyncrl.hosting.gpus import count_gpus, has_instances
-    from asyncrl.hosting.placement import misplaced
-    from asyncrl.preflight.checks.gpu import require_usable_gpus
-    from asyncrl.preflight.doubts import require_device
-    from asyncrl.preflight.fit import require_fit
-
-    require_device(config)
-    require_usable_gpus(config)
-    for mistake in misplaced(config, count_gpus(), generators=False, instances=has_instances()):
-        raise ConfigError(f"{mistake.keys[0]}: {mistake.text}")
-    for doubt in require_fit(config, generators=False):
         typer.echo(f"! {doubt}", err=True)
 
 

@@ -1,7 +1,7 @@
 """`asyncrl rank`: the ranks of one further host of a learner."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from asyncrl.cluster.plans import store_url
 from asyncrl.commands.down import PATIENCE_S
 from asyncrl.commands.stopping import MARGIN
 from asyncrl.commands.up import StartedRun, learner_spec, limits_of
-from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.environment import RUN_VARIABLE
@@ -27,14 +26,11 @@ from asyncrl.telemetry.logs import setup_logging
 
 
 @contextmanager
-def started_ranks(
-    file: Path, number: int, *, learner: str, check: Callable[[Config], object]
-) -> Iterator[StartedRun]:
+def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> Iterator[StartedRun]:
     """Start the ranks of host `number`, which meet those of the host with the address `learner`.
 
-    `check` gets the config before anything starts, and raises if this machine cannot run it. Raises RunError.
+    The config is that of `file`. Raises RunError.
     """
-    config = load_config(file)
     hosts, directory = config.cluster.learner_hosts, RunDirectory(config.run.directory)
     if not 0 < number < hosts:
         allowed = f"1 to {hosts - 1}" if hosts > 1 else "none"
@@ -42,7 +38,6 @@ def started_ranks(
             f"found --host {number}, but cluster.learner_hosts is {hosts}; allowed is {allowed}: host 0 has "
             "the command `asyncrl learner`"
         )
-    check(config)
     if not directory.secret_path.exists():
         raise RunError(
             f"{directory.secret_path} is not on this host: the hosts of a learner share its run directory; "

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from asyncrl.config.addresses import AUTO, CONTROL_PORT, beside, filled_in, host_of
 from asyncrl.config.load import load_config
@@ -36,16 +35,8 @@ from asyncrl.telemetry.logs import setup_logging
 ADDRESS = "127.0.0.1"  # where the ranks of one host meet
 
 
-class RankHost(Protocol):
-    """The end of this host of the connection to those of the other ranks; see `control/meeting.py`."""
-
-    def meet(self) -> int: ...
-    def look(self) -> int | None: ...
-    def finish(self, status: int) -> int: ...
-
-
-class OnlyHost:
-    """Implements `RankHost` without other hosts."""
+class OnlyHost(RunLock):
+    """The host of all ranks, which holds the run's lock; else as in `control/meeting.py`."""
 
     def meet(self) -> int:
         return free_port(ADDRESS)
@@ -55,6 +46,9 @@ class OnlyHost:
 
     def finish(self, status: int) -> int:
         return status
+
+
+RankHost = OnlyHost | LeadHost | FollowerHost
 
 
 def run_ranks(
@@ -87,13 +81,8 @@ def run_ranks(
 
 
 def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
-    """Return what opens the only host of a learner, which holds the lock."""
-
-    def opened(stack: ExitStack) -> RankHost:
-        stack.enter_context(RunLock(lock))
-        return OnlyHost()
-
-    return opened
+    """Return what opens the host of all ranks."""
+    return lambda stack: stack.enter_context(OnlyHost(lock))
 
 
 def learner_host(
