@@ -29,13 +29,21 @@ def _run(
     join_key: Path | None = None,
 ) -> int:
     """Check the config for this machine, print doubts about it, and run it; return the exit status."""
+    checked = _checked(file, overrides, resumes=not fresh, generators=generators)
+    from asyncrl.cli.foreground import run_here
+
+    return run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
+
+
+def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: bool) -> "Config":
+    """Return the config of a learner after checking it for this machine; print doubts about it."""
     from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
     from asyncrl.preflight.fit import require_fit
     from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(file, overrides, resumes=not fresh, generators=generators)
+    checked = validated_config(file, overrides, resumes=resumes, generators=generators)
     require_device(checked)
     require_usable_gpus(checked)
     placed = with_slots(checked, generators=generators)
@@ -44,9 +52,7 @@ def _run(
     found += require_fit(placed, generators=generators)
     for doubt in found:
         typer.echo(f"! {doubt}", err=True)
-    from asyncrl.cli.foreground import run_here
-
-    return run_here(placed, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
+    return placed
 
 
 def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
@@ -168,6 +174,25 @@ def learner(
     """Run the learner, and a store if none is configured; generators join by `asyncrl generator`."""
     file, overrides = required_config(words, config)
     raise typer.Exit(_run(file, overrides, fresh=fresh, generators=False, plain=True, join_key=join_key))
+
+
+@app.command()
+def rank(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="That of the learner.")],
+    host: Annotated[int, typer.Option(help="The number of this host: 1 to cluster.learner_hosts - 1.")],
+    learner: Annotated[
+        str, typer.Option(help="The address of host 0, of `asyncrl learner`.", metavar="ADDRESS")
+    ],
+) -> None:
+    """Run the ranks of a further host of the learner; `asyncrl up` with cluster.learner_hosts calls it."""
+    from asyncrl.cli.foreground import stop_on_signals
+    from asyncrl.commands.rank_host import started_ranks
+
+    checked = _checked(config, [], resumes=False, generators=False)
+    found = started_ranks(checked, config, host, learner=learner)
+    with found as run, stop_on_signals(run.supervisor) as stopped:
+        run.wait(lambda: None)
+    raise typer.Exit(0 if run.supervisor.is_over else stopped.status)
 
 
 @app.command()

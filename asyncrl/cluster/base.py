@@ -19,8 +19,8 @@ LEARNER_ADDRESS = "{learner}"
 class HostPlan:
     """The command of one host."""
 
-    name: str  # learner-0, generators-3: the same after a restart, and the prefix of generator ids
-    role: Literal["learner", "generators"]
+    name: str  # learner-0, learner-1, generators-3: the same after a restart, and the prefix of generator ids
+    role: Literal["learner", "ranks", "generators"]
     argv: Sequence[str]  # words behind `asyncrl`; nothing secret
     gpus: int
     keys: JoinKeys | None = field(default=None, repr=False)  # handed over on standard input or by a file

@@ -26,7 +26,7 @@ SIGNALS = 128  # shells add it to the number of the signal that ended a command
 NOT_STARTED = HostState(phase="pending", why="it waits for the address of the learner's host")
 
 
-def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool) -> ProcessSpec:
+def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool = False, grace_s: float = GRACE_S) -> ProcessSpec:
     """Return a host as what a supervisor keeps."""
     return ProcessSpec(
         name=plan.name,
@@ -35,7 +35,7 @@ def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool) -> ProcessSpec:
         log_path=logs / f"{plan.name}.out",
         ends_run=plan.role == "learner",
         is_extra=is_extra,
-        grace_s=GRACE_S,
+        grace_s=grace_s,
     )
 
 
@@ -92,7 +92,7 @@ class _Command:
     def poll(self) -> int | None:
         if not self._is_begun:
             learner = self.hosts.cluster.states().get(LEARNER, NOT_STARTED).address
-            if self.plan.role == "generators" and not learner:
+            if self.plan.role != "learner" and not learner:
                 return None
             argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
             self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)

@@ -10,7 +10,8 @@ from asyncrl.config.addresses import AUTO, STORE_PORT, filled_in
 from asyncrl.config.schema import Config
 from asyncrl.run.keys import JoinKeys
 
-LEARNER, GENERATORS = "learner-0", "generators-"
+RANKS, GENERATORS = "learner-", "generators-"
+LEARNER = f"{RANKS}0"
 
 
 def reachable(config: Config) -> Config:
@@ -21,19 +22,28 @@ def reachable(config: Config) -> Config:
     return config.model_copy(update={"control": control, "store": store})
 
 
-def store_url(config: Config, learner: str) -> str:
-    """Return the store's URL for generators, if the learner's host has the address `learner`."""
+def store_url(config: Config, learner: str, user: str = GENERATOR) -> str:
+    """Return the store's URL for a user of it, if the learner's host has the address `learner`."""
     if config.store.url is not None:
         return config.store.url
     bind = filled_in(config.store.bind or AUTO, learner, STORE_PORT)
     assert bind is not None
-    return with_user(f"{bind.replace('tcp://', 'redis://')}/0", GENERATOR)
+    return with_user(f"{bind.replace('tcp://', 'redis://')}/0", user)
 
 
 def learner_plan(config: Config, file: Path, *, on_gpus: bool) -> HostPlan:
     """Return the host of learner and store. The config is that of `file`, which all hosts see."""
     argv = ("learner", "--config", str(file))
-    return HostPlan(name=LEARNER, role="learner", argv=argv, gpus=config.learner.ranks * on_gpus)
+    return HostPlan(name=LEARNER, role="learner", argv=argv, gpus=config.ranks_per_host * on_gpus)
+
+
+def rank_plans(config: Config, file: Path, *, on_gpus: bool) -> list[HostPlan]:
+    """Return the further hosts of the learner, which read the run's key in its directory."""
+    gpus, plans = config.ranks_per_host * on_gpus, list[HostPlan]()
+    for host in range(1, config.cluster.learner_hosts):
+        argv = ("rank", "--config", str(file), "--host", str(host), "--learner", LEARNER_ADDRESS)
+        plans.append(HostPlan(name=f"{RANKS}{host}", role="ranks", argv=argv, gpus=gpus))
+    return plans
 
 
 def generators_plan(
@@ -53,6 +63,7 @@ def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
     yield f"cluster.kind={config.cluster.kind}: one command per host; {file} is the config"
     hosts = range(config.cluster.generator_hosts)
     plans = [generators_plan(config, file, index, None, on_gpus=on_gpus) for index in hosts]
+    plans = [*rank_plans(config, file, on_gpus=on_gpus), *plans]
     for plan in [learner_plan(config, file, on_gpus=on_gpus), *plans]:
         gpus = f" ({plan.gpus} GPUs)" if plan.gpus else ""
         key = ", join.key on standard input" if plan.role == "generators" else ""

@@ -9,10 +9,9 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.engines import open_cluster
-from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, reachable
-from asyncrl.commands.down import PATIENCE_S
+from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
+from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.stopping import MARGIN
 from asyncrl.commands.up import StartedRun
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
@@ -67,10 +66,15 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
             hosts.plans[plan.name] = plan
             return host_spec(plan, directory.logs, is_extra=index >= config.cluster.generator_hosts)
 
-        learner = learner_plan(config, directory.hosts_config, on_gpus=on_gpus)
-        hosts.plans[learner.name] = learner
+        # All hosts with ranks save together.
+        save_s, file = longest_save(config), directory.hosts_config
+        learners = [
+            learner_plan(config, file, on_gpus=on_gpus),
+            *rank_plans(config, file, on_gpus=on_gpus),
+        ]
+        hosts.plans |= {plan.name: plan for plan in learners}
         supervisor = Supervisor(
-            [host_spec(learner, directory.logs, is_extra=False)],
+            [host_spec(plan, directory.logs, grace_s=save_s) for plan in learners],
             max_restarts=config.control.max_restarts,
             host=hosts,
         )
@@ -78,9 +82,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         each = config.generator.count or 1
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
-        yield StartedRun(
-            supervisor, (), _tending(hosts, scaled, members.tend, may_fail), _longest_save(config)
-        )
+        yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
 
 
 def _tending(
@@ -93,8 +95,3 @@ def _tending(
                 follow()
 
     return tend
-
-
-def _longest_save(config: Config) -> Callable[[], float]:
-    """Return the limit for the learner's host, whose own supervisor has a closer one and announces it."""
-    return lambda: 2 * MARGIN * config.control.slow_s + PATIENCE_S

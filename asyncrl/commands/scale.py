@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from asyncrl.cluster.plans import LEARNER
+from asyncrl.cluster.plans import GENERATORS
 from asyncrl.errors import RunError
 from asyncrl.files import read_record, replace_text
 from asyncrl.hosting.children import ProcessSpec
@@ -146,7 +146,7 @@ def _running(directory: RunDirectory) -> set[str]:
     """Return the names of generators that run, or of the hosts that run them."""
     if is_locked(directory.driver_lock):
         hosts = (read_record(directory.hosts) or {}).items()
-        return {name for name, state in hosts if state["phase"] == "running" and name != LEARNER}
+        return {name for name, state in hosts if state["phase"] == "running" and name.startswith(GENERATORS)}
     return {name for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
 
 

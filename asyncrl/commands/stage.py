@@ -60,5 +60,5 @@ def stage_spec(config: StageConfig, directory: RunDirectory) -> ProcessSpec:
         env=env | QUIET,
         log_path=directory.logs / "stage.out",
         ends_run=True,
-        workers=() if config.ranks == 1 else workers_of(config.ranks),
+        workers=() if config.ranks == 1 else workers_of(range(config.ranks)),
     )

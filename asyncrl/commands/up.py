@@ -252,7 +252,7 @@ def learner_spec(
 ) -> ProcessSpec:
     """Describe the learner's process, or with several ranks the process that starts them."""
     busy = len(placement.generators) or config.generator.count or 0
-    threads = config.learner.threads or share_of_cores(config.learner.ranks + busy)
+    threads = config.learner.threads or share_of_cores(config.ranks_per_host + busy)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
     argv = module_argv(f"asyncrl.launch.{module}")
     argv += ["--config", str(directory.config), "--store", store_url]
@@ -266,7 +266,7 @@ def learner_spec(
         env=env | {SECRET_VARIABLE: directory.secret()} | code_variables(config),
         log_path=directory.logs / "learner.out",
         ends_run=True,
-        workers=() if config.learner.ranks == 1 else workers_of(config.learner.ranks),
+        workers=() if config.learner.ranks == 1 else workers_of(range(config.ranks_per_host)),
     )
 
 

@@ -60,6 +60,12 @@ def filled_in(bind: str | None, address: str, port: int) -> str | None:
     return f"tcp://[{address}]:{named}" if ":" in address else f"tcp://{address}:{named}"
 
 
+def beside(bind: str) -> str:
+    """Return the address with the next port, where the hosts of a learner meet."""
+    host, _, port = bind.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
 def insecurities(url: str) -> Iterator[str]:
     """Yield each reason why a store is not safe for a run's frames and password; a local store has none."""
     parts = urlsplit(url)

@@ -12,12 +12,12 @@ from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.host_rules import HOST_RULES
 from asyncrl.config.registry import needs
 from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
     CheckpointConfig,
-    ClusterConfig,
     ControlConfig,
     EvalConfig,
     GeneratorConfig,
@@ -233,12 +233,6 @@ def _a_curriculum_can_judge(data: DataConfig, batch: BatchConfig, store: StoreCo
         yield Mistake((key, "store.shards"), text)
 
 
-def _hosts_have_generators(cluster: ClusterConfig, generator: GeneratorConfig) -> Iterator[Mistake]:
-    if cluster.kind is not None and generator.count is None:
-        text = "cluster.kind is set, but generator.count is not; set it to the generators of each host"
-        yield Mistake(("generator.count", "cluster.kind"), text)
-
-
 def _one_store(store: StoreConfig) -> Iterator[Mistake]:
     if store.url is not None and store.bind is not None:
         text = "store.bind is for the run's own server, but store.url names another server; drop one"
@@ -386,7 +380,6 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _tools_are_rendered,
     _a_curriculum_can_judge,
     _one_store,
-    _hosts_have_generators,
     _sequences_fit,
     _store_holds_what_is_open,
     _the_optimizer_can_be_offloaded,
@@ -397,4 +390,5 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     vllm_takes_the_settings,
     transformers_takes_the_settings,
     *ALGORITHM_RULES,
+    *HOST_RULES,
 )

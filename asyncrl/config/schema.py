@@ -148,6 +148,11 @@ class Config(Root):
         return self.staleness.window_groups or max(shards, default)
 
     @property
+    def ranks_per_host(self) -> int:
+        """Ranks of the learner on each of its hosts."""
+        return self.learner.ranks // self.cluster.learner_hosts
+
+    @property
     def reference(self) -> ModelConfig:
         """The model that the reference is loaded from: model.path, or the teacher."""
         if self.algorithm.reference is None:

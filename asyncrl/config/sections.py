@@ -174,7 +174,7 @@ class LearnerConfig(Part):
     steps: PositiveInt = 100
     """Batches to train on in the whole run."""
     ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
-    """Processes of the learner, one GPU each, on one host."""
+    """Processes of the learner, one GPU each, on `cluster.learner_hosts` hosts."""
     backend: Annotated[Literal["deepspeed"], refused("it decides how the whole checkpoint is stored")] = (
         "deepspeed"
     )
@@ -302,6 +302,8 @@ class ClusterConfig(Part):
     kind: Literal["local"] | None = None
     """Engine that places hosts. `local` makes them on this machine, each with a network of its own, as a
     rehearsal. By default `asyncrl up` uses this machine only."""
+    learner_hosts: PositiveInt = 1
+    """Hosts of the learner, which divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1
     """Hosts with `generator.count` generators each."""
     pending_s: Positive = 300.0

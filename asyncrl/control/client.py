@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -19,7 +18,8 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
-from asyncrl.control.curve import GeneratorKeys, present_keys
+from asyncrl.control.curve import GeneratorKeys
+from asyncrl.control.listening import connect
 from asyncrl.control.messages import (
     CODEC,
     MAX_ORDER_BYTES,
@@ -27,7 +27,6 @@ from asyncrl.control.messages import (
     FromGenerator,
     FromLearner,
     UnknownMember,
-    set_options,
 )
 from asyncrl.errors import ControlError, ControlRefused, WireError
 from asyncrl.weights.base import UpdateOrder, UpdateReport
@@ -99,22 +98,11 @@ class ControlClient:
 
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket, max_bytes=MAX_ORDER_BYTES)  # type: ignore[arg-type]  # its options are a plain socket's
-        self._socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
-        if self.endpoint.startswith("tcp://"):
-            if self._keys is None:
-                self._context.destroy(linger=0)
-                raise ControlError(
-                    f"control plane: {self.endpoint} is a network address, but this generator has no keys "
-                    "of the run; give it the join.key of the learner's run directory (docs/security.md)"
-                )
-            present_keys(self._socket, self._keys)  # type: ignore[arg-type]
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while the learner is away
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # A secret identity, so that no other process can send messages in the name of this generator.
-        self._socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
-        self._socket.connect(self.endpoint)
+        try:
+            connect(self._socket, self.endpoint, self._keys, max_bytes=MAX_ORDER_BYTES)
+        except ControlError:
+            self._context.destroy(linger=0)
+            raise
 
     async def next_order(self) -> UpdateOrder | Stop:
         """Raises ControlError if the background task has failed."""

@@ -1,4 +1,4 @@
-"""The learner's listening socket: a private socket file, or one address of this host behind CURVE."""
+"""The learner's listening socket, a private socket file or one address behind CURVE, and its callers'."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.config.addresses import is_everywhere
-from asyncrl.control.curve import LearnerKeys, require_keys
+from asyncrl.control.curve import GeneratorKeys, LearnerKeys, present_keys, require_keys
 from asyncrl.control.messages import MAX_REPORT_BYTES, set_options
 from asyncrl.errors import ControlError
 
@@ -47,6 +47,25 @@ def listen(
     if endpoint.startswith("ipc://"):
         os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     return router, authenticator
+
+
+def connect(socket: Any, endpoint: str, keys: GeneratorKeys | None, *, max_bytes: int) -> None:
+    """Connect a DEALER, of either kind, that queues nothing without a listener. Raises ControlError."""
+    set_options(socket, max_bytes=max_bytes)
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    if endpoint.startswith("tcp://"):
+        if keys is None:
+            raise ControlError(
+                f"control plane: {endpoint} is a network address, but this generator has no keys "
+                "of the run; give it the join.key of the learner's run directory (docs/security.md)"
+            )
+        present_keys(socket, keys)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # A secret identity, so that no other process can send messages in the name of this one.
+    socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
+    socket.connect(endpoint)
 
 
 def _require_private(endpoint: str, keys: LearnerKeys | None) -> None:

@@ -148,7 +148,7 @@ def placement_of(
     """
     return place(
         gpus if config.learner.device != "cpu" else 0,
-        ranks=config.learner.ranks if has_learner else 0,
+        ranks=config.ranks_per_host if has_learner else 0,
         generators=config.generator.count if generators is None else generators,
         tensor_parallel=config.generator.tensor_parallel,
         share=config.generator.gpu_memory_utilization,
@@ -201,7 +201,7 @@ def misplaced(
     shown = _shown(gpus)
     if (ranks := config.learner.ranks) > 1 and instances:
         yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {INSTANCES}; set 1, or {WHOLE_GPUS}")
-    elif ranks > gpus:
+    elif (ranks := config.ranks_per_host) > gpus:
         yield Mistake(("learner.ranks",), f"found {ranks} ranks, but {shown}; allowed is one rank per GPU")
     if not generators:
         yield from _nccl_with_instances(config, instances=instances)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.hosting import progress
 from asyncrl.hosting.environment import PARENT_VARIABLE
@@ -19,9 +19,14 @@ CAUSE_S = 2.0
 GRACE_S = 25.0
 
 
-def workers_of(ranks: int) -> list[str]:
+def workers_of(here: range) -> list[str]:
     """Name the processes whose progress the supervisor watches; if one hangs, all are restarted."""
-    return ["the process that starts the ranks", *(f"rank {rank}" for rank in range(ranks))]
+    return ["the process that starts the ranks", *(f"rank {rank}" for rank in here)]
+
+
+def nobody_else() -> int | None:
+    """Return what `wait_for_ranks` asks of other hosts, without any."""
+    return None
 
 
 def start_ranks(
@@ -63,8 +68,13 @@ def begin(processes: Sequence["subprocess.Popen[bytes]"], port: int) -> None:
             pipe.write(b"%d\n" % port)
 
 
-def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait until all have ended or one has failed; return the status of the first that failed, else 0."""
+def wait_for_ranks(
+    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = nobody_else
+) -> int:
+    """Wait until all have ended or one has failed; return the status of the first that failed, else 0.
+
+    `look` is called all the time. It returns the status with which other hosts have ended, if they have.
+    """
     first, until_s = 0, float("inf")
     progress.begin("wait for the ranks")
     while True:
@@ -78,14 +88,20 @@ def wait_for_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
             return USER_ERROR
         if None not in statuses or time.monotonic() >= until_s:
             return first
+        if (over := look()) is not None:
+            for process in processes:
+                process.kill()  # it would wait for ranks that are gone
+            return first or over
         time.sleep(0.05)
 
 
-def leave(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def leave(
+    processes: Sequence["subprocess.Popen[bytes]"], look: Callable[[], int | None] = nobody_else
+) -> None:
     """Ask all ranks to finish their step, save and leave. The supervisor limits the time of that."""
     for process in processes:
         process.terminate()
-    wait_for_ranks(processes)
+    wait_for_ranks(processes, look)
 
 
 def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

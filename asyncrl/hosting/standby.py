@@ -13,6 +13,7 @@ from asyncrl.hosting.progress import Pace, beat, begin
 
 FLAG = "--standby"
 MEMORY_SHARE = "--memory-share"
+HOST, LEARNER = "--host", "--learner"
 
 
 def parse_arguments(prog: str) -> argparse.Namespace:
@@ -22,8 +23,16 @@ def parse_arguments(prog: str) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True)
     # Of the memory of each rank's GPU: less than 1 beside generators.
     parser.add_argument(MEMORY_SHARE, type=float, default=1.0)
+    # The host of these ranks, and the address of host 0.
+    parser.add_argument(HOST, type=int, default=0)
+    parser.add_argument(LEARNER)
     parser.add_argument(FLAG, action="store_true")
     return parser.parse_args()
+
+
+def name_of(host: int) -> str:
+    """Return the name under which the ranks of a host of the learner are kept, and log."""
+    return f"ranks-{host}" if host else "learner"
 
 
 def wait_until_needed() -> str:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.hosting.gpus import resolve_device
-from asyncrl.hosting.standby import parse_arguments, wait_until_needed
+from asyncrl.hosting.standby import name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.training import train
 from asyncrl.run.directory import RunDirectory
@@ -29,14 +29,14 @@ def main() -> None:
         config = load_config(arguments.config)
         directory, data = RunDirectory(config.run.directory), DataFiles(config.data)
         refuse_changes(config, directory, read_saved(directory), data)
-        logs = setup_logging("learner", directory.logs, console=True)
+        logs = setup_logging(name_of(arguments.host), directory.logs, console=True)
         keys = run_keys(os.environ)
         forget_secrets(os.environ)
         store = join_store(config.store, arguments.store, keys)
         rendezvous = Rendezvous.of(config, os.environ)
         device = choose_device(config.learner, rendezvous.local_rank, auto=resolve_device(config))
         limit_memory(device, arguments.memory_share)
-        # With several ranks, the process that started them holds the lock.
+        # With several ranks, the process that started those of host 0 holds the lock.
         with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
             code = code_at_start(config, os.environ)
             train(config, directory, store, keys, data, rendezvous, device, code, logs)

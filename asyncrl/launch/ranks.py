@@ -1,41 +1,121 @@
-"""Starts and ends the learner's ranks together: `python -m asyncrl.launch.ranks --config FILE --store URL`.
+"""Starts and ends the learner's ranks of a host: `python -m asyncrl.launch.ranks --config FILE --store URL`.
 
-This process holds the run's lock and imports none of the libraries that the ranks need.
+The process of host 0 holds the run's lock. None imports the libraries that the ranks need.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from asyncrl.config.addresses import AUTO, CONTROL_PORT, beside, filled_in, host_of
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.control.meeting import FollowerHost, LeadHost, Terms
 from asyncrl.hosting.processes import module_argv
-from asyncrl.hosting.rank_group import begin, end_ranks, free_port, leave, start_ranks, wait_for_ranks
-from asyncrl.hosting.standby import FLAG, MEMORY_SHARE, parse_arguments, wait_until_needed
+from asyncrl.hosting.rank_group import (
+    begin,
+    end_ranks,
+    free_port,
+    leave,
+    nobody_else,
+    start_ranks,
+    wait_for_ranks,
+)
+from asyncrl.hosting.standby import FLAG, HOST, MEMORY_SHARE, name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import run_role
+from asyncrl.run.checkpoint import UNFINISHED
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import run_keys
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.logs import setup_logging
 
-# All ranks are on this host.
-ADDRESS = "127.0.0.1"
+ADDRESS = "127.0.0.1"  # where the ranks of one host meet
+
+
+class OnlyHost(RunLock):
+    """The host of all ranks, which holds the run's lock; else as in `control/meeting.py`."""
+
+    def meet(self) -> int:
+        return free_port(ADDRESS)
+
+    def look(self) -> None:
+        return None
+
+    def finish(self, status: int) -> int:
+        return status
+
+
+RankHost = OnlyHost | LeadHost | FollowerHost
 
 
 def run_ranks(
-    command: Sequence[str], ranks: int, lock: Path, wait: Callable[[], object] = lambda: None
+    command: Sequence[str],
+    ranks: int,
+    open_host: Callable[[ExitStack], RankHost],
+    wait: Callable[[], object] = lambda: None,
+    *,
+    here: range | None = None,
+    address: str = ADDRESS,
 ) -> int:
-    """Run `command` as each rank, after `wait` and holding the lock, and return the status of their end."""
-    processes = start_ranks(command, range(ranks), ranks=ranks, address=ADDRESS, environment=os.environ)
-    try:
-        wait()
-        with RunLock(lock):
-            begin(processes, free_port(ADDRESS))
-            return wait_for_ranks(processes)
-    except SystemExit:
-        leave(processes)
-        raise
-    finally:
-        end_ranks(processes)
+    """Run `command` as each rank of `here`, of `ranks` in all, and return the status of their end.
+
+    They begin after `wait`, and once all hosts are there. `address` is that of rank 0.
+    """
+    here = range(ranks) if here is None else here
+    processes = start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
+    look = nobody_else
+    with ExitStack() as stack:
+        stack.callback(end_ranks, processes)
+        try:
+            wait()
+            host = open_host(stack)
+            look = host.look
+            begin(processes, host.meet())
+            return host.finish(wait_for_ranks(processes, look))
+        except SystemExit:
+            leave(processes, look)
+            raise
+
+
+def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
+    """Return what opens the host of all ranks."""
+    return lambda stack: stack.enter_context(OnlyHost(lock))
+
+
+def learner_host(
+    config: Config, directory: RunDirectory, number: int, learner: str | None
+) -> Callable[[ExitStack], RankHost]:
+    """Return what opens host `number` of the learner, whose host 0 has the address `learner`."""
+    hosts = config.cluster.learner_hosts
+    if hosts == 1:
+        return only_host(directory.lock)
+    keys = run_keys(os.environ)
+    listening, calling = keys.ranks
+    bind = filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT)
+    assert bind is not None
+    # Addresses and the place of slots are those of host 0.
+    own = {"control": {"bind"}, "store": {"bind"}, "weights": {"slots"}}
+    terms = Terms(
+        endpoint=beside(bind),
+        wire_key=keys.join.wire,
+        config=hashlib.sha256(config.model_dump_json(exclude=own).encode()).hexdigest()[:16],
+        hosts=hosts,
+        probe=lambda token: directory.checkpoints / f"{UNFINISHED}{token}",
+        heartbeat_s=config.control.heartbeat_s,
+        silent_s=config.control.timeout_s,
+        pending_s=config.cluster.pending_s,
+    )
+
+    def opened(stack: ExitStack) -> RankHost:
+        if number:
+            return stack.enter_context(FollowerHost(terms, calling, number))
+        stack.enter_context(RunLock(directory.lock))
+        return stack.enter_context(LeadHost(terms, listening))
+
+    return opened
 
 
 def main() -> None:
@@ -44,13 +124,22 @@ def main() -> None:
 
     def role() -> None:
         config = load_config(arguments.config)
-        directory = RunDirectory(config.run.directory)
-        setup_logging("learner", directory.logs, console=True)
-        command = module_argv("asyncrl.launch.learner_process", FLAG)
+        directory, number = RunDirectory(config.run.directory), arguments.host
+        setup_logging(name_of(number), directory.logs, console=True)
+        command = module_argv("asyncrl.launch.learner_process", FLAG, HOST, str(number))
         command += ["--store", arguments.store, "--config", str(arguments.config)]
         command += [MEMORY_SHARE, str(arguments.memory_share)]
-        wait = wait_until_needed if arguments.standby else lambda: None
-        sys.exit(run_ranks(command, config.learner.ranks, directory.lock, wait))
+        bind, each = config.control.bind, config.ranks_per_host
+        several = config.cluster.learner_hosts > 1
+        status = run_ranks(
+            command,
+            config.learner.ranks,
+            learner_host(config, directory, number, arguments.learner),
+            wait_until_needed if arguments.standby else lambda: None,
+            here=range(number * each, (number + 1) * each),
+            address=arguments.learner or (host_of(bind) if several and bind else ADDRESS),
+        )
+        sys.exit(status)
 
     run_role(role)
 

@@ -56,7 +56,7 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     idle, width = idle_gpus(placement, gpus), config.generator.tensor_parallel
     if not idle:
         return
-    ranks, free = config.learner.ranks, gpus - config.learner.ranks
+    ranks, free = config.learner.ranks, gpus - config.ranks_per_host
     cures = []
     if generators and len(placement.generators) < free // width:
         cures.append(f"leave generator.count null, which means {free // width}")
@@ -75,7 +75,7 @@ def _cores(config: Config) -> Iterator[str]:
     if count_gpus() and config.learner.device != "cpu":
         return
     cores = len(os.sched_getaffinity(0))
-    counts = {"learner.ranks": config.learner.ranks, "generator.count": config.generator.count or 0}
+    counts = {"learner.ranks": config.ranks_per_host, "generator.count": config.generator.count or 0}
     for key, count in counts.items():
         if count > cores:
             yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"

@@ -79,6 +79,13 @@ class RunKeys:
         """The keys of the side that listens on the control plane."""
         return LearnerKeys(secret=self._control_secret, generators=public_key(self.join.control.secret))
 
+    @property
+    def ranks(self) -> tuple[LearnerKeys, GeneratorKeys]:
+        """The keys with which the first host of a learner listens, and its other hosts call."""
+        lead, host = _derive(self.secret, "rank lead"), _derive(self.secret, "rank host")
+        listening = LearnerKeys(secret=lead, generators=public_key(host))
+        return listening, GeneratorKeys(secret=host, learner=public_key(lead))
+
     def store_password(self, user: str) -> str:
         """Return a user's password for the run's own store."""
         return self.join.store_password(user) or _derive(self.secret, f"store {user}").hex()

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -27,9 +27,20 @@ class Ranks:
         self._context = context
 
     def run(
-        self, ranks: int, model: Path, scenarios: list[dict[str, Any]], out: Path, *, timeout_s: float = 240
+        self,
+        ranks: int,
+        model: Path,
+        scenarios: list[dict[str, Any]],
+        out: Path,
+        *,
+        timeout_s: float = 240,
+        networks: Sequence[Path] = (),
+        address: str = "127.0.0.1",
     ) -> Results:
-        """Fails with the output of a rank that failed. No process is left."""
+        """Fails with the output of a rank that failed. No process is left.
+
+        With `networks`, each rank runs in one of them, and rank 0 has the `address` there.
+        """
         out.mkdir(parents=True, exist_ok=True)
         ports = free_ports(len(scenarios))
         job = {
@@ -37,12 +48,16 @@ class Ranks:
             "model": str(model),
             "scenarios": [scenario | {"port": port} for scenario, port in zip(scenarios, ports, strict=True)],
             "out": str(out),
+            "address": address,
         }
+        places: list[dict[str, Any]] = [{"rank": rank} for rank in range(ranks)]
+        for place, network in zip(places, networks, strict=False):
+            place["network"] = str(network)
         with tempfile.TemporaryDirectory() as directory:
             logs = [Path(directory) / str(rank) for rank in range(ranks)]
             processes = [
-                self._context.Process(target=trainer_worker.work, args=(job | {"rank": rank}, log))
-                for rank, log in enumerate(logs)
+                self._context.Process(target=trainer_worker.work, args=(job | place, log))
+                for place, log in zip(places, logs, strict=True)
             ]
             try:
                 for process in processes:

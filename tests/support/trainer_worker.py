@@ -3,6 +3,7 @@
 Each scenario writes what rank 0 saw to `<out>/<name>.safetensors` and `<name>.json`.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -49,6 +50,7 @@ KEY = b"5" * 64
 RATES: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine", "final_share": 0.1}
 RUN_STEPS = 8
 CPU = torch.device("cpu")
+CLONE_NEWNET = 0x40000000  # of sched.h
 
 
 def sequences(number: int = 7, seed: int = 3) -> list[TrainSample]:
@@ -146,7 +148,9 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         temperature=0.7,
         optimizer_steps=1,
         device=choose_device(learner, job["rank"], auto="cpu"),
-        rendezvous=Rendezvous(rank=job["rank"], ranks=job["ranks"], port=scenario["port"], timeout_s=60),
+        rendezvous=Rendezvous(
+            rank=job["rank"], ranks=job["ranks"], address=job["address"], port=scenario["port"], timeout_s=60
+        ),
         reference=_reference_of(model, scenario.get("reference")),
         critic=CriticConfig(optimizer=OptimizerConfig(**optimizer)) if scenario.get("critic") else None,
     )
@@ -649,6 +653,12 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}
 
 
+def enter(network: str) -> None:
+    """Move this process into a network, whose file is given."""
+    with open(network) as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
+
+
 def work(job: dict[str, Any], log: Path) -> None:
     """Run the scenarios of `job`; the output goes to `log`."""
     die_with_parent(os.getppid())
@@ -656,6 +666,8 @@ def work(job: dict[str, Any], log: Path) -> None:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
     torch.set_num_threads(1)
+    if "network" in job:
+        enter(job["network"])
     for scenario in job["scenarios"]:
         tensors, report = globals()[scenario["run"]](job, scenario)
         if job["rank"] == 0:

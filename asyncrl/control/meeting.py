@@ -1,0 +1,325 @@
+"""Where the hosts of a learner meet: a socket between the processes that start their ranks, without torch.
+
+    host 0    lead = LeadHost(terms, keys)
+    host 1..  host = FollowerHost(terms, keys, number)
+    each      port = host.meet()       all are there and agree; their ranks meet at this port of host 0
+              host.look()              continually: None, or the status with which other hosts have ended
+              host.finish(status)      the ranks here have ended
+
+One attempt to train is one object on each host. It is over on all as soon as a rank fails on one of them, or
+one is silent for too long. Then the supervisor of each host starts the next one, and all meet again.
+"""
+
+import contextlib
+import logging
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import zmq
+
+from asyncrl.config.addresses import host_of
+from asyncrl.control.base import Refused
+from asyncrl.control.curve import GeneratorKeys, LearnerKeys
+from asyncrl.control.listening import connect, listen
+from asyncrl.control.messages import MAX_REPORT_BYTES, Rejections
+from asyncrl.errors import ControlError, RunError, WireError
+from asyncrl.files import with_cure
+from asyncrl.hosting.progress import Attention, beat, begin
+from asyncrl.hosting.rank_group import free_port
+from asyncrl.hosting.workers import ending
+from asyncrl.version import __version__
+from asyncrl.wire.typed_messages import MessageCodec
+
+log = logging.getLogger(__name__)
+
+OVER = 1  # status of an attempt that other hosts have ended: it is started again
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_PAUSE_S = 0.05
+# A connection that is closed while its other end sends loses what has not been read there.
+_FAREWELL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the hosts of a learner agree on."""
+
+    endpoint: str  # at which host 0 listens
+    wire_key: bytes
+    config: str  # hash of what ranks read
+    hosts: int
+    # Returns the path of a file beside the checkpoints, with which a host proves that these are shared.
+    probe: Callable[[str], Path]
+    heartbeat_s: float
+    silent_s: float
+    pending_s: float
+    release: str = __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """host -> lead, until the meeting."""
+
+    host: int
+    where: str
+    release: str
+    config: str
+    token: str  # names its file
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Both ways."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """lead -> hosts: all are there, and their ranks meet at this port."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Both ways: the ranks of the sender have ended with this status."""
+
+    status: int
+
+
+Message = Arrival | Beat | Meeting | Ended | Refused
+CODEC: MessageCodec[Message] = MessageCodec(get_args(Message))
+
+
+@dataclass(slots=True)
+class _Host:
+    """A host that has arrived."""
+
+    number: int
+    where: str
+    peer: bytes
+    heard_s: float
+
+
+class LeadHost:
+    """The end of host 0, which has rank 0."""
+
+    def __init__(self, terms: Terms, keys: LearnerKeys) -> None:
+        """Listen. Raises ControlError if that is not possible."""
+        self._terms, self._hosts = terms, dict[int, _Host]()
+        self._has_met, self._over, self._status = False, "", OVER
+        self._attention, self._rejections = Attention(), Rejections()
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._router, self._authenticator = listen(self._context, terms.endpoint, keys)
+        except ControlError:
+            self._context.term()
+            raise
+
+    def meet(self) -> int:
+        """Wait until all hosts are there, and let all begin. Raises RunError after `pending_s`."""
+        begin("wait for the learner's other hosts")
+        begun_s, endpoint = time.monotonic(), self._terms.endpoint
+        while missing := [f"learner-{n}" for n in range(1, self._terms.hosts) if n not in self._hosts]:
+            if time.monotonic() > begun_s + self._terms.pending_s:
+                raise RunError(
+                    f"{', '.join(missing)} did not come to {endpoint} within {self._terms.pending_s:g} s; "
+                    "see RUN/logs, check that it reaches that address, or raise cluster.pending_s"
+                )
+            beat()
+            time.sleep(_PAUSE_S)
+            self._read()
+            self._hosts = {n: host for n, host in self._hosts.items() if not self._is_silent(host)}
+        port = free_port(host_of(endpoint))
+        for host in self._hosts.values():
+            self._send(host.peer, Meeting(port))
+        self._has_met = True
+        return port
+
+    def look(self) -> int | None:
+        """Return `OVER` once another host has ended the attempt."""
+        self._read()
+        for host in self._hosts.values():
+            if self._is_silent(host):
+                silent_s = self._attention.now_s - host.heard_s
+                self._over = f"learner-{host.number} ({host.where}) has been silent for {silent_s:.0f} s"
+        if not self._over:
+            return None
+        log.error("%s: the ranks of all hosts end, and meet again", self._over)
+        return OVER
+
+    def finish(self, status: int) -> int:
+        """Tell the others in the end that the ranks here have ended with `status`, and return that."""
+        self._status = status
+        return status
+
+    def _is_silent(self, host: _Host) -> bool:
+        return self._attention.look() - host.heard_s > self._terms.silent_s
+
+    def _read(self) -> None:
+        while True:
+            try:
+                peer, data = self._router.recv_multipart(zmq.NOBLOCK)
+                self._handle(peer, CODEC.decode(data, self._terms.wire_key))
+            except zmq.Again:
+                return
+            except (WireError, ValueError) as error:
+                self._rejections.add(error)
+
+    def _handle(self, peer: bytes, message: Message) -> None:
+        host = next((host for host in self._hosts.values() if host.peer == peer), None)
+        match message:
+            case Beat() | Arrival() if host is not None:
+                host.heard_s = self._attention.look()
+                self._send(peer, Beat())
+            case Arrival(host=number):
+                if refused := self._unfit(message):
+                    log.warning("a host was refused: %s", refused)
+                    self._send(peer, Refused(reason=refused))
+                elif self._has_met:
+                    self._over = f"learner-{number} has started again"
+                else:
+                    self._hosts[number] = _Host(number, message.where, peer, self._attention.look())
+                    self._send(peer, Beat())
+            case Ended(status=status) if host is not None and self._has_met:
+                self._over = f"the ranks of learner-{host.number} have ended ({ending(status)})"
+            case Ended() if host is not None:
+                del self._hosts[host.number]
+            case _:  # it comes from an attempt that is over
+                self._send(peer, Ended(OVER))
+
+    def _unfit(self, arrival: Arrival) -> str:
+        """Say why a host cannot take part; empty if it can."""
+        who, known = f"learner-{arrival.host} ({arrival.where})", self._hosts.get(arrival.host)
+        if arrival.release != self._terms.release:
+            return (
+                f"{who} has asyncrl {arrival.release}, learner-0 has {self._terms.release}; install the same"
+            )
+        if arrival.config != self._terms.config:
+            return f"{who} has another config than learner-0; give both the same file"
+        probe = self._terms.probe(arrival.token) if _TOKEN.fullmatch(arrival.token) else None
+        if probe is None or not probe.is_file():
+            return (
+                f"{who} has written {probe}, which learner-0 does not see; set run.root to a directory that "
+                "the hosts of the learner share"
+            )
+        # The connection of a host that has ended is closed.
+        if known is not None and self._send(known.peer, Beat()):
+            return f"{who} is there already, at {known.where}; give each host a --host of its own"
+        return ""
+
+    def _send(self, peer: bytes, message: Message) -> bool:
+        """Send to a host; False if it is not connected."""
+        try:
+            self._router.send_multipart([peer, CODEC.encode(message, self._terms.wire_key)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._hosts.values():
+            self._send(host.peer, Ended(self._status))
+        time.sleep(_FAREWELL_S)
+        self._router.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+class FollowerHost:
+    """The end of every other host."""
+
+    def __init__(self, terms: Terms, keys: GeneratorKeys, number: int) -> None:
+        """Call host 0, which may come later."""
+        self._terms, self._number, self._token = terms, number, secrets.token_hex(16)
+        self._heard: Message = Beat()
+        self._heard_s, self._spoken_s, self._status = 0.0, float("-inf"), OVER
+        self._attention = Attention()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        connect(self._socket, terms.endpoint, keys, max_bytes=MAX_REPORT_BYTES)
+
+    def meet(self) -> int:
+        """Wait for host 0 to let all begin. Raises RunError if it refuses, or is silent for `pending_s`."""
+        begin("wait for the learner's first host")
+        arrival = Arrival(
+            host=self._number,
+            where=socket.gethostname(),
+            release=self._terms.release,
+            config=self._terms.config,
+            token=self._token,
+        )
+        probe = self._terms.probe(self._token)
+        try:
+            while not isinstance(self._heard, Meeting):
+                probe.touch()
+                self._exchange(arrival)
+                if isinstance(self._heard, Refused):
+                    raise RunError(self._heard.reason)
+                if self._silent_s > self._terms.pending_s:
+                    raise RunError(
+                        f"no learner answered at {self._terms.endpoint} for {self._terms.pending_s:g} s; "
+                        "check that it runs and that this host reaches it, or raise cluster.pending_s"
+                    )
+                time.sleep(_PAUSE_S)
+        except OSError as error:
+            raise RunError(f"learner-{self._number} cannot write {with_cure(error, probe)}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return self._heard.port
+
+    def look(self) -> int | None:
+        """Return the status of the ranks of host 0 once they have ended, or `OVER` if it is silent."""
+        self._exchange(Beat())
+        if isinstance(self._heard, Ended):
+            return self._heard.status
+        if self._silent_s <= self._terms.silent_s:
+            return None
+        log.error("learner-0 has been silent for %.0f s: the ranks here end", self._silent_s)
+        return OVER
+
+    def finish(self, status: int) -> int:
+        """End the attempt with a status of the ranks here; after 0, with that of the ranks of host 0."""
+        while not status and (over := self.look()) is None:
+            time.sleep(_PAUSE_S)
+        self._status = status or over or 0
+        return self._status
+
+    @property
+    def _silent_s(self) -> float:
+        return self._attention.look() - self._heard_s
+
+    def _exchange(self, message: Message) -> None:
+        """Send the message if it is time for the next one, and read what host 0 has sent."""
+        beat()
+        if self._attention.look() >= self._spoken_s + self._terms.heartbeat_s:
+            self._spoken_s = self._attention.now_s
+            self._send(message)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                heard = CODEC.decode(self._socket.recv(zmq.NOBLOCK), self._terms.wire_key)
+                self._heard_s = self._attention.now_s
+                if not isinstance(heard, Beat):
+                    self._heard = heard
+                    return
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(zmq.Again):  # host 0 is away
+            self._socket.send(CODEC.encode(message, self._terms.wire_key), zmq.NOBLOCK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send(Ended(self._status))
+        time.sleep(_FAREWELL_S)
+        self._socket.close()
+        self._context.term()
