@@ -44,12 +44,25 @@ class PairsFile:
             if most == least:
                 continue
             prompt = self._prompts[tuple(best.prompt_ids.tolist())]
-            texts = [self._decode(one.response_ids.tolist()) for one in (best, worst)]
+            answers = [one.response_ids.tolist() for one in (best, worst)]
             chosen, rejected = (
-                [{"role": "assistant", "content": text}] if prompt.messages else text for text in texts
+                [{"role": "assistant", "content": self._decode(ids)}]
+                if prompt.messages
+                else text_after(self._decode, best.prompt_ids.tolist(), ids)
+                for ids in answers
             )
             asked = list(prompt.messages) or prompt.text
             yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
+
+
+def text_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that the tokens add to those before them.
+
+    Tokenizers such as Llama 2's drop the blank that begins a text, so a response decoded alone would be glued
+    to the last word of its prompt.
+    """
+    start, whole = decode(before), decode([*before, *ids])
+    return whole[len(start) :] if whole.startswith(start) else decode(ids)
 
 
 def _forget(path: Path, step: int) -> None:

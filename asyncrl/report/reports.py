@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.evaluation import EvalResult
 from asyncrl.learner import Step
-from asyncrl.report.pairs import PairsFile
+from asyncrl.report.pairs import PairsFile, text_after
 from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.report.timeline import Timeline
 from asyncrl.run.directory import RunDirectory
@@ -234,7 +234,7 @@ def _judgements(group: Group, rollout: Rollout) -> list[dict[str, Any]]:
 def _conversation(rollout: Rollout, decode: Decode) -> str:
     """Return the response, with marks before what its environment wrote and before the next answer."""
     if rollout.action_mask.all():
-        return decode(rollout.response_ids.tolist())
+        return text_after(decode, rollout.prompt_ids.tolist(), rollout.response_ids.tolist())
     changes = np.flatnonzero(np.diff(rollout.action_mask)) + 1
     speakers = rollout.action_mask[[0, *changes]]
     return "".join(

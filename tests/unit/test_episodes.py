@@ -504,4 +504,4 @@ def test_a_sample_shows_where_the_environment_spoke():
     [record] = eval_records([group], 3, lambda ids: " ".join(map(str, ids)), 1)
     assert record.response == "[model] 1\n[environment] 2 3\n[model] 4 5"
     plain = replace(group, rollouts=(batch.rollout(1.0, [5] * 2),))
-    assert eval_records([plain], 3, lambda ids: " ".join(map(str, ids)), 1)[0].response == "6 7"
+    assert eval_records([plain], 3, lambda ids: "".join(f"{one} " for one in ids), 1)[0].response == "6 7 "

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
 
 from asyncrl.errors import RunError
 from asyncrl.learner import Step
 from asyncrl.report.pairs import PairsFile
+from asyncrl.report.reports import eval_records
 from asyncrl.results.samples import pairs_of
 from asyncrl.types import Prompt
 from tests.support.steps import group, step
@@ -69,6 +73,21 @@ def test_a_conversation_is_written_as_messages(tmp_path: Path) -> None:
     assert row["prompt"] == [*asked]
     assert row["chosen"] == [{"role": "assistant", "content": "3 tokens"}]
     assert row["rejected"] == [{"role": "assistant", "content": "4 tokens"}]
+
+
+def test_prompt_and_answer_together_are_the_text_that_was_sampled(tmp_path: Path) -> None:
+    """Pairs and samples become rows of a stage, which tokenises a prompt and its answer as one text."""
+    words = Tokenizer(WordLevel({f"\u2581w{one}": one for one in range(64)}, unk_token="\u2581w0"))
+    words.decoder = Metaspace()  # as Llama 2's: without the blank that begins a text
+    path, found = tmp_path / "pairs.jsonl", of(1, [1.0, 0.0])
+    PairsFile(path, {(1,): replace(PROMPT, text=words.decode([1]))}, words.decode, step=0).write(found)
+    (row,) = rows(path)
+    samples = [sample.response for sample in eval_records(found.collected.groups, 1, words.decode, 1)]
+    best, worst = found.collected.groups[0].rollouts
+    texts = [words.decode([1, *one.response_ids.tolist()]) for one in (best, worst)]
+    assert [f"{row['prompt']}{row[name]}" for name in ("chosen", "rejected")] == texts
+    assert [f"{row['prompt']}{text}" for text in samples] == texts[:1]
+    assert texts[0].startswith("w1 w")
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 4, "pro', b'{"step": 4, "prompt": "x"}\n{"st'])
