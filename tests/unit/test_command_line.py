@@ -70,10 +70,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "generator --store localhost:6379": ("localhost:6379", "redis://"),
     # arguments that are missing, or too many
     "up": ("found no config", "give the YAML file", "here are task.yaml"),
-    "learner learner.steps=5": (
-        "problems in the command line",
-        "model: found nothing; it is needed",
-        "data: found nothing; it is needed",
+    "learner model.path=m data.train=rows.jsonl": (
+        "1 problem in the command line",
+        "reward: found nothing; it is needed",
     ),
     "train task.yaml": ("found no command `train`", "did you mean `up`?"),
     "validate": ("found no config", "give the YAML file", "here are task.yaml"),

@@ -466,7 +466,7 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
     ("override", "key", "count"),
     [
         ("environment.command='python my_agent.py'", "environment.command", 1),
-        ("reward.functions=[task.py:f]", "reward.functions.0", 1),
+        ("reward.functions=[3]", "reward.functions.0", 1),
         ("environment={command: 'python a.py', max_turns: 3}", "environment.command", 1),
         ("batch.group_size=one", "batch.group_size", 1),
         ("staleness.max_lag=none", "staleness.max_lag", 1),
