@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.cluster import kubernetes
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EPISODE_COLUMNS, EnvironmentConfig
@@ -64,11 +65,15 @@ def validated_config(
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_adapter_problems(config.model)]
         found += [*_function_problems(config, root), *_row_problems(config)]
-        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+        is_here = config.cluster.kind != "kubernetes"  # else this machine only prints
+        if is_here:
+            found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+        else:
+            found += kubernetes.problems(config)
         if generators:
             found += [*_program_problems(config.environment), *_key_problems(config)]
         sandbox = sandbox_of(config.reward, config.run.root)
-        if sandbox and (problem := sandbox.problem()):
+        if is_here and sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
         if resumes:
             reported = {mistake.keys for mistake in found}  # for example a missing file
