@@ -10,7 +10,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cluster import kubernetes
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EPISODE_COLUMNS, EnvironmentConfig
@@ -65,10 +64,12 @@ def validated_config(
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_adapter_problems(config.model)]
         found += [*_function_problems(config, root), *_row_problems(config)]
-        is_here = config.cluster.kind != "kubernetes"  # else this machine only prints
+        is_here = config.cluster.kind != "kubernetes"
         if is_here:
             found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
         else:
+            from asyncrl.cluster import kubernetes  # it imports what keys are made with
+
             found += kubernetes.problems(config)
         if generators:
             found += [*_program_problems(config.environment), *_key_problems(config)]
