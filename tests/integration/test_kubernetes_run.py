@@ -1,9 +1,11 @@
 """The manifests of a run without a cluster: schemas accept them, and processes with what a pod mounts train.
 
-bubblewrap stands in for the kubelet: a process sees the system, its volumes, and the learner's name.
+bubblewrap stands in for the kubelet: a process sees the system, its volumes, and the learner's name. If root
+runs the test, the process has the pod's user, and what is mounted has the owner and mode that a kubelet gives.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,6 +75,7 @@ class Pod:
         self.name, self.output = name, aside / f"{name}.out"
         (aside / "hosts").write_text("127.0.0.1 localhost whole-learner\n")
         self.volumes = aside / name
+        group = template["spec"]["securityContext"]["fsGroup"] if os.geteuid() == 0 else None
         by_name = {f"{one['kind']} {one['metadata']['name']}": one for one in objects}
         for volume in template["spec"]["volumes"]:
             place = self.volumes / volume["name"]
@@ -85,18 +88,34 @@ class Pod:
                 files = by_name[f"Secret {volume['secret']['secretName']}"]["stringData"]
             for file, text in files.items():
                 (place / file).write_text(text)
-                (place / file).chmod(mode)
+                (place / file).chmod(mode | (0o040 if group else 0))
+                os.chown(place / file, -1, group or -1)
+            os.chown(place, -1, group or -1)
+            place.chmod(0o2775 if "secret" not in volume else 0o2755)
         self.argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--proc", "/proc", "--dev", "/dev"]
-        self.argv += ["--tmpfs", "/tmp", "--bind", str(project), self.container["workingDir"]]
-        own = [sys.base_prefix, sys.prefix, str(Path(asyncrl.__file__).parent), str(Path.home() / ".cache")]
+        self.argv += [
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/tmp",
+            "--bind",
+            str(project),
+            self.container["workingDir"],
+        ]
+        own = [sys.base_prefix, sys.prefix, str(Path(asyncrl.__file__).parents[1])]
         etc = ["/etc/passwd", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/ssl"]
         for path in ["/sys", "/usr", "/bin", "/sbin", "/lib", "/lib64", *etc, *own]:
+            for above in [*Path(path).parents][-2::-1]:  # else they are root's alone
+                self.argv += ["--perms", "0755", "--dir", str(above)]
             self.argv += ["--ro-bind-try", path, path]
         self.argv += ["--ro-bind", str(aside / "hosts"), "/etc/hosts"]
         for mount in self.container["volumeMounts"]:
             how = "--ro-bind" if mount.get("readOnly") else "--bind"
             self.argv += [how, str(self.volumes / mount["name"]), mount["mountPath"]]
         self.argv += ["--chdir", self.container["workingDir"], "--"]
+        if group:
+            user = str(template["spec"]["securityContext"]["runAsUser"])
+            self.argv += ["setpriv", "--reuid", user, "--regid", str(group), "--clear-groups"]
 
     def start(self) -> None:
         env = {one["name"]: one.get("value", self.name) for one in self.container["env"]}
@@ -105,7 +124,7 @@ class Pod:
             self.process = subprocess.Popen(
                 [*self.argv, *ASYNCRL, *args],
                 # The route to the other pods is that of this machine to itself.
-                env=os.environ | env | {"ASYNCRL_PEERS": "127.0.0.1"},
+                env=os.environ | env | {"ASYNCRL_PEERS": "127.0.0.1", "HOME": "/tmp"},
                 stdout=output,
                 stderr=output,
             )
@@ -118,7 +137,7 @@ class Pod:
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[tuple[Pod, Pod]]:
     project, aside = tmp_path / "project", tmp_path / "aside"
-    project.mkdir()
+    project.mkdir(mode=0o755)
     aside.mkdir()
     with tiny_run(project) as config:
         values = yaml.safe_load(config.read_text().replace(f"{project}/", "./"))
@@ -133,6 +152,9 @@ def pods(tmp_path: Path) -> Iterator[tuple[Pod, Pod]]:
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         objects = [*yaml.safe_load_all(done.stdout)]
+        shutil.rmtree(project / "runs")  # which has run.key, and is not in the image
+        for path in project.rglob("*"):
+            path.chmod(path.stat().st_mode | 0o444)
         templates = [one["spec"]["template"] for one in objects if one["kind"] in ("Job", "Deployment")]
         made = [
             Pod(name, objects, template, project, aside)
@@ -155,6 +177,7 @@ def test_processes_with_what_the_manifests_mount_train_together(pods: tuple[Pod,
         return "\n".join(pod.output.read_text()[-3000:] for pod in pods)
 
     def is_over() -> bool:
+        assert not any(pod.process.poll() for pod in pods), said()
         ready.append(learner.is_ready())
         members.update(
             path.stem for path in (generators.volumes / "runs" / "whole" / "metrics").glob("*.jsonl")
@@ -163,7 +186,6 @@ def test_processes_with_what_the_manifests_mount_train_together(pods: tuple[Pod,
 
     ready, members = list[bool](), set[str]()
     wait_until(is_over, WAIT_S, said)
-    assert [pod.process.returncode for pod in pods] == [0, 0], said()
     assert steps(run) == [*range(1, 7)]
     assert ready[0] is False and True in ready
     assert members == {"whole-generators-1-y.g0", "whole-generators-1-y.g1"}
