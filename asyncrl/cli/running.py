@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +57,10 @@ def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: boo
 
 
 def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
-    """Run on this machine, or on the hosts of `cluster.kind`; return the exit status."""
+    """Run on this machine, or on the hosts of `cluster.kind`; return the exit status.
+
+    For Kubernetes print manifests instead.
+    """
     from asyncrl.config.load import read_draft
     from asyncrl.config.schema import Config
     from asyncrl.errors import ConfigError
@@ -69,10 +73,20 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.plans import described
+    from asyncrl.commands.hosts import manifests
     from asyncrl.hosting.gpus import count_gpus
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(file, overrides, resumes=not fresh, generators=False)
+    is_here = draft.cluster.kind != "kubernetes"
+    checked = validated_config(file, overrides, resumes=is_here and not fresh, generators=False)
+    if not is_here:
+        if not dry_run and sys.stdout.isatty():
+            raise ConfigError(
+                "the manifests hold the run's keys, and standard output is a terminal that would show them; "
+                "add `| kubectl apply -f -`, or --dry-run, which leaves the keys out"
+            )
+        typer.echo(manifests(checked, fresh=fresh, with_keys=not dry_run), nl=False)
+        return 0
     if dry_run:
         for line in described(checked, on_gpus=bool(count_gpus()) and checked.learner.device != "cpu"):
             typer.echo(line)
@@ -102,7 +116,7 @@ def up(
 ) -> None:
     """Train on this machine: store, learner, generators, dashboard. The same command resumes a run.
 
-    With cluster.kind: on many hosts.
+    With cluster.kind: on many hosts. For kubernetes, print what `kubectl apply -f -` takes.
     """
     file, overrides = required_config(words, config)
     raise typer.Exit(_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run))

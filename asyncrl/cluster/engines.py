@@ -13,5 +13,5 @@ def open_cluster(config: Config, gpus: Sequence[int]) -> Cluster:
             from asyncrl.cluster.local import LocalCluster
 
             return LocalCluster(gpus)
-        case None:
-            raise ValueError("a run without cluster.kind has no engine")
+        case "kubernetes" | None:
+            raise ValueError("a run without hosts that we start has no engine")

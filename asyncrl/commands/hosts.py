@@ -1,4 +1,7 @@
-"""`asyncrl up` with `cluster.kind`: starts one command on each host, and restarts hosts that are lost."""
+"""`asyncrl up` with `cluster.kind`: starts one command on each host, and restarts hosts that are lost.
+
+Kubernetes does both itself, so that for it there is only a text to print.
+"""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,6 +12,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.engines import open_cluster
+from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
@@ -83,6 +87,25 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
         yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
+
+
+def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
+    """Return what `kubectl apply -f -` takes. Raises RunError.
+
+    The run's secret stays in the run directory on this machine, so that the next manifests have the same.
+    """
+    if fresh:
+        raise RunError(
+            "found --fresh, but each start of a pod would delete the run's files; delete their claim instead "
+            f"(kubectl delete pvc {config.cluster.claim or config.run.name}), or choose another run.name"
+        )
+    directory = RunDirectory(config.run.directory)
+    if not with_keys:
+        return rendered(config, None)
+    with needing(directory.path):
+        directory.make()
+        directory.draw_secret()
+    return rendered(config, directory.keys())
 
 
 def _tending(

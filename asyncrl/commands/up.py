@@ -39,7 +39,14 @@ from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
-from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys
+from asyncrl.run.keys import (
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    JoinKeys,
+    RunKeys,
+    is_given,
+    run_keys,
+)
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.run.starts import code_variables
@@ -97,7 +104,8 @@ def started(
         def refuse() -> None:
             refuse_changes(config, directory, saved, DataFiles(config.data))
 
-        keys = stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh))
+        given = run_keys(os.environ) if not generators and is_given(os.environ) else None
+        keys = stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh, given=given))
         members = stack.enter_context(family())
         setup_logging("supervisor", directory.logs, console=console)
         os.environ[RUN_VARIABLE] = str(directory.path.resolve())  # the store belongs to the run too
@@ -165,11 +173,18 @@ def supervised(
 
 @contextmanager
 def claimed(
-    directory: RunDirectory, config: Root, refuse: Callable[[], None], may_fail: BestEffort, *, fresh: bool
+    directory: RunDirectory,
+    config: Root,
+    refuse: Callable[[], None],
+    may_fail: BestEffort,
+    *,
+    fresh: bool,
+    given: RunKeys | None = None,
 ) -> Iterator[RunKeys]:
     """Lock the run directory until the run, or stage, ends, and write its config there.
 
     `refuse` raises what speaks against going on with an earlier start. After an error, no file has changed.
+    The run's secret is that of `given`, or drawn.
     """
     with needing(directory.path):
         if directory.was_up and (supervisor := directory.supervisor()) is not None:
@@ -187,7 +202,7 @@ def claimed(
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
             directory.create(fresh=fresh)
-            directory.draw_secret()
+            directory.draw_secret(given)
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
             replace_text(directory.config, dump_config(config), durable=True)
         with may_fail("removal of what an earlier start left"):

@@ -299,15 +299,21 @@ class ControlConfig(Part):
 class ClusterConfig(Part):
     """The hosts of a run."""
 
-    kind: Literal["local"] | None = None
+    kind: Literal["local", "kubernetes"] | None = None
     """Engine that places hosts. `local` makes them on this machine, each with a network of its own, as a
-    rehearsal. By default `asyncrl up` uses this machine only."""
+    rehearsal. For `kubernetes`, `asyncrl up` prints manifests. By default it uses this machine only."""
     learner_hosts: PositiveInt = 1
     """Hosts of the learner, which divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1
     """Hosts with `generator.count` generators each."""
     pending_s: Positive = 300.0
     """Seconds to wait for a host, and generators for the learner, before the run stops with the reason."""
+    image: Annotated[str, Field(min_length=1, examples=["ghcr.io/you/asyncrl:0.1.0"])] | None = None
+    """Image of every pod; Kubernetes needs one."""
+    claim: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the persistent volume claim for the learner's run directory; by default one is made."""
+    claim_gib: PositiveInt = 100
+    """Size in GiB of the claim that is made; `asyncrl plan` says what checkpoints take."""
 
 
 class EvalConfig(Part):

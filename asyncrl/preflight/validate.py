@@ -64,11 +64,17 @@ def validated_config(
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_adapter_problems(config.model)]
         found += [*_function_problems(config, root), *_row_problems(config)]
-        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+        is_here = config.cluster.kind != "kubernetes"
+        if is_here:
+            found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+        else:
+            from asyncrl.cluster import kubernetes  # it imports what keys are made with
+
+            found += kubernetes.problems(config)
         if generators:
             found += [*_program_problems(config.environment), *_key_problems(config)]
         sandbox = sandbox_of(config.reward, config.run.root)
-        if sandbox and (problem := sandbox.problem()):
+        if is_here and sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
         if resumes:
             reported = {mistake.keys for mistake in found}  # for example a missing file

@@ -26,7 +26,14 @@ from asyncrl.files import (
 )
 from asyncrl.hosting.processes import find_holder
 from asyncrl.run.checkpoint import UNFINISHED
-from asyncrl.run.keys import JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
+from asyncrl.run.keys import (
+    SECRET_FILE_VARIABLE,
+    JoinKeys,
+    MalformedSecret,
+    RunKeys,
+    parse_keys,
+    read_secret,
+)
 from asyncrl.run.lock import holder_of, is_locked
 
 RESTORE = "restore it from a copy, or begin again with --fresh"
@@ -168,17 +175,26 @@ class RunDirectory:
             )
         return found
 
-    def draw_secret(self) -> None:
-        """Make the run's secret unless it exists. Raises RunError if it is lost and signed checkpoints."""
+    def draw_secret(self, given: RunKeys | None = None) -> None:
+        """Make the run's secret unless it exists; it is that of `given`, or drawn.
+
+        Raises RunError if it is lost and signed checkpoints, or if it is not that of `given`.
+        """
         if os.path.lexists(self.secret_path):
+            if given is not None and self.keys() != given:
+                raise RunError(
+                    f"{self.secret_path} is not the run.key that {SECRET_FILE_VARIABLE} names: the directory "
+                    "is that of another run; name the run.key of that one, or choose another run.name"
+                )
             return
-        if saved := self._saved:
+        if given is None and (saved := self._saved):
             names = ", ".join(sorted(saved)[:3])
             raise RunError(
                 f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...) can be "
                 f"loaded without it; {RESTORE}"
             )
-        replace_text(self.secret_path, secrets.token_hex(32), durable=True, private=True)
+        secret = given.secret if given else secrets.token_bytes(32)
+        replace_text(self.secret_path, secret.hex(), durable=True, private=True)
 
     def secret(self) -> str:
         """Return the run's secret, from which all keys in `run.keys` are derived. Raises RunError."""

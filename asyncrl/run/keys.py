@@ -121,7 +121,10 @@ def read_secret(path: Path) -> str:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if path.stat().st_mode & 0o077:
+        status = path.stat()
+        # Of another user's file our group may be the only reader: so Kubernetes mounts a secret.
+        others = 0o077 if status.st_uid == os.geteuid() else 0o007
+        if status.st_mode & others:
             raise RunError(
                 f"{path} holds a secret that others can read; make another one, or chmod 600 if none has"
             )

@@ -18,7 +18,7 @@ PAGES = sorted(
     ]
 )
 PROGRAMS = {
-    "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "make", "mkdir", "mypy", "pip", "pytest", "python",
+    "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "kubectl", "make", "mkdir", "mypy", "pip", "pytest", "python",
     "ruff", "sbatch", "sed", "source", "tensorboard", "trackio", "vllm", "wandb",
 }  # fmt: skip
 """What a line begins with that a reader is told to type."""
@@ -33,8 +33,10 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell splits it, from the program on."""
+        """As a shell splits it, from the program on, up to a pipe."""
         words = shlex.split(self.text, comments=True)
+        if "|" in words[1:]:
+            words = words[: words.index("|")]
         while words and (words[0] == "time" or re.match(r"[A-Z_]+=", words[0])):
             words.pop(0)
         return words

@@ -1,6 +1,7 @@
 """The secrets of a run: derived from one, given by environment or file, and inherited by nobody who has no
 use for them."""
 
+import os
 import stat
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_secret_may_come_in_a_file_that_is_the_owners_alone(tmp_path):
         read_keys(given)
     file.chmod(0o600)
     assert isinstance(read_keys(given), JoinKeys)
+
+
+def test_what_another_user_lends_our_group_is_read_and_what_all_can_read_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "run.key"
+    file.write_text(KEYS.secret.hex())
+    given = {SECRET_FILE_VARIABLE: str(file)}
+    owner = file.stat().st_uid
+    for mode, reader, is_read in (
+        (0o440, owner + 1, True),
+        (0o440, owner, False),
+        (0o444, owner + 1, False),
+    ):
+        file.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda reader=reader: reader)
+        if is_read:
+            assert read_keys(given) == KEYS
+        else:
+            with pytest.raises(RunError, match="others can read"):
+                read_keys(given)
 
 
 @pytest.mark.parametrize("text", ["", "zz", "ab" * 31, "ab" * 65])

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock, is_locked
 
 HOLD = (
@@ -38,6 +39,19 @@ def test_no_key_is_drawn_beside_what_was_saved(tmp_path: Path, left: str) -> Non
     directory.create(fresh=True)
     directory.draw_secret()
     assert directory.keys() != before
+
+
+def test_a_key_that_is_given_stands_for_one_that_is_drawn_and_is_never_exchanged(tmp_path: Path) -> None:
+    directory, given = begun(tmp_path), RunKeys(bytes(32))
+    directory.draw_secret(given)
+    (directory.checkpoints / "step-000001").mkdir()
+    directory.draw_secret(given)
+    assert directory.keys() == given and directory.secret_path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RunError, match=r"run\.key is not the run\.key that ASYNCRL_SECRET_FILE names"):
+        directory.draw_secret(RunKeys(bytes(range(32))))
+    directory.secret_path.unlink()
+    directory.draw_secret(given)
+    assert directory.keys() == given, "what is given is the copy that a lost key is restored from"
 
 
 @pytest.mark.parametrize("damage", ["", "ab" * 31, "zz" * 32, "ab" * 64, "\0" * 64, "\xff" * 64])
