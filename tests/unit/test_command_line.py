@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "generator --store localhost:6379": ("localhost:6379", "redis://"),
     # arguments that are missing, or too many
     "up": ("found no config", "give the YAML file", "here are task.yaml"),
-    "learner model.path=m data.train=rows.jsonl": (
+    "learner model.path=m data.train=train.jsonl": (
         "1 problem in the command line",
         "reward: found nothing; it is needed",
     ),
