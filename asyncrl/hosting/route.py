@@ -1,7 +1,11 @@
 """The address of this host that the other hosts of a run reach, which is that of the route to them."""
 
+import errno
+import os
 import socket
 from collections.abc import Mapping, Sequence
+
+import psutil
 
 from asyncrl.config.addresses import CONTROL_PORT, STORE_PORT, filled_in
 from asyncrl.config.schema import Config
@@ -21,6 +25,15 @@ def address_towards(peer: str) -> str:
     with socket.socket(family, kind) as route:
         route.connect(where)
         return str(route.getsockname()[0])
+
+
+def interface_towards(peer: str) -> str:
+    """Return the name of our interface that reaches `peer`. Raises OSError without a route."""
+    ours = address_towards(peer)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == ours for one in addresses):
+            return str(name)
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), ours)
 
 
 def peers_in(environment: Mapping[str, str]) -> list[str]:

@@ -3,9 +3,11 @@
 import os
 from contextlib import nullcontext
 
+from asyncrl.config.addresses import is_loopback
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.route import interface_towards
 from asyncrl.hosting.standby import name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.training import train
@@ -34,6 +36,9 @@ def main() -> None:
         forget_secrets(os.environ)
         store = join_store(config.store, arguments.store, keys)
         rendezvous = Rendezvous.of(config, os.environ)
+        if not is_loopback(rendezvous.address):
+            # By default NCCL takes any interface that is up. (`trainer.collectives` chooses for Gloo.)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_towards(rendezvous.address)}")
         device = choose_device(config.learner, rendezvous.local_rank, auto=resolve_device(config))
         limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started those of host 0 holds the lock.

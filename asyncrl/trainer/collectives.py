@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from asyncrl.config.addresses import is_loopback
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.route import address_towards
@@ -118,16 +117,11 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 
 def _keep_to_interface(address: str) -> None:
-    """Let ranks use the interface of the route to `address`.
-
-    By default Gloo uses that of the host's name, and NCCL any that is up.
-    """
+    """Let Gloo use the interface of the route to `address`; by default it uses that of the host's name."""
     ours = address_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            if not is_loopback(ours):
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def _bytes_tensor(value: bytes) -> Tensor:

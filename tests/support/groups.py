@@ -54,10 +54,11 @@ def files_of(name: str) -> list[Path]:
     own = {pattern.removeprefix("!").partition("::")[0] for pattern in GROUPS[name]["tests"]}
     files: set[Path] = set()
     for pattern in (*sorted(own), *GROUPS[name]["sources"]):
-        found = {path for path in ROOT.glob(pattern) if path.is_file() and "__pycache__" not in path.parts}
+        places = ROOT.glob(pattern.removeprefix("!"))
+        found = {path for path in places if path.is_file() and "__pycache__" not in path.parts}
         if not found:
             raise LookupError(f"tests/groups.toml, {name}: {pattern!r} matches no file; correct or delete it")
-        files |= found
+        files = files - found if pattern.startswith("!") else files | found
     return sorted(files)
 
 
