@@ -15,9 +15,10 @@ import zmq
 
 from asyncrl.config.addresses import host_of
 from asyncrl.config.sections import ControlConfig
-from asyncrl.control.base import Heartbeat, Hello
+from asyncrl.control.base import Heartbeat, Hello, Welcome
 from asyncrl.control.client import ControlClient
-from asyncrl.control.membership import RunIdentity
+from asyncrl.control.membership import Membership, RunIdentity
+from asyncrl.control.messages import CODEC
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
@@ -533,3 +534,29 @@ def test_nobody_answers(tmp_path):
     client = ControlClient(f"ipc://{tmp_path}/none", heartbeat_s=0.2, timeout_s=5.0, join_s=1.0)
     with pytest.raises(ControlError, match="no learner answered"):
         asyncio.run(client.join(hello_of("a")))
+
+
+def test_the_learner_does_not_look_at_all_members_for_each_message_of_one(stage, monkeypatch):
+    looks, statuses = [], Membership.statuses
+
+    def look(membership, now_s):
+        looks.append(now_s)
+        return statuses(membership, now_s)
+
+    monkeypatch.setattr(Membership, "statuses", look)
+    make_learner, _ = stage
+    learner, context = make_learner(), zmq.Context()
+    hello = Hello(generator_id="a", incarnation="1", release="1.0", config_hash="abc", version=0)
+    beat = Heartbeat(generator_id="a", incarnation="1", version=0, state="sampling")
+    try:
+        with context.socket(zmq.DEALER) as socket:
+            socket.connect(learner.hub.endpoint)
+            messages, begun_s, looked = 150, time.monotonic(), len(looks)
+            for message in (hello, *[beat] * messages):
+                socket.send(CODEC.encode(message))
+                assert socket.poll(LONG_S * 1000) and isinstance(CODEC.decode(socket.recv()), Welcome)
+        passed_s = time.monotonic() - begun_s
+        assert len(looks) - looked <= passed_s / 0.05 + 2, "and not one for each message"
+        assert passed_s / 0.05 + 2 < messages, "this machine was too slow to tell"
+    finally:
+        context.destroy(linger=0)
