@@ -2,7 +2,8 @@
 
 A command that ends with 0 has done its work, but generators start again if the run is not over. After 1 to
 128 the host is not restarted: its own supervisor has given up, or the user must act. After a signal, or if
-the host was lost, it is restarted, at most `control.max_restarts` times in ten minutes.
+the host was lost, it is restarted, at most `control.max_restarts` times in ten minutes. So is one that was
+given the address of the learner, when that has moved.
 """
 
 import logging
@@ -80,6 +81,7 @@ class _Command:
     plan: HostPlan
     output: Path
     _is_begun: bool = False
+    _learner: str = ""  # the address that it was started with
     _is_released: bool = False
 
     @property
@@ -90,15 +92,15 @@ class _Command:
         return {self.plan.name: Sign(0, Pace.SLOW, self._state.phase)}
 
     def poll(self) -> int | None:
+        learner = self.hosts.cluster.states().get(LEARNER, NOT_STARTED).address
         if not self._is_begun:
-            learner = self.hosts.cluster.states().get(LEARNER, NOT_STARTED).address
             if self.plan.role != "learner" and not learner:
                 return None
             argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
             self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
-            self._is_begun = True
-        state = self._state
-        if state.phase == "lost":
+            self._is_begun, self._learner = True, learner
+        state, names_it = self._state, any(LEARNER_ADDRESS in word for word in self.plan.argv)
+        if state.phase == "lost" or (names_it and learner not in ("", self._learner)):
             return -signal.SIGKILL
         if state.phase != "ended" or state.status is None:
             return None

@@ -97,6 +97,7 @@ def open_lead_run(
         taking=taking,
         reporting=reporting,
         mark_saved=directory.mark_saved,
+        is_shared=config.cluster.kind is not None,
     )
     page = open_page(
         config,

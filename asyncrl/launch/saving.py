@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
@@ -51,6 +52,9 @@ class Saving:
         """Return what the checkpoint holds besides the trainer's files; empty except on rank 0."""
         return {}
 
+    def _require_run(self, version: int) -> None:
+        """Called before a checkpoint becomes valid. Raises BufferFenced if another learner has the run."""
+
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
         """Called after a save that began at `started_s`; `oldest` is the oldest step that is kept."""
 
@@ -79,7 +83,8 @@ class Saving:
 
     def _save(self, version: int) -> None:
         started_s = time.perf_counter()
-        oldest = self.checkpoints.save(version, self.trainer, self._state(version))
+        owns = partial(self._require_run, version)
+        oldest = self.checkpoints.save(version, self.trainer, self._state(version), owns)
         self._saved(version, oldest, started_s)
 
 
@@ -93,11 +98,16 @@ class LeadSaving(Saving):
     taking: Taking
     reporting: Reporting
     mark_saved: Callable[[], None]
+    is_shared: bool = False  # other hosts see the directory, and may not see the run's lock
 
     def _state(self, version: int) -> dict[str, Any]:
         ledger, evaluation, curriculum = self.taking.settled
         now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
         return replace(now, coefficients=self.coefficients.state(), curriculum=curriculum).to_dict()
+
+    def _require_run(self, version: int) -> None:
+        if self.is_shared:
+            self.taking.open(version)  # it is open already
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
         seconds = time.perf_counter() - started_s

@@ -7,6 +7,7 @@ verifies. Order of a save, each line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
+    (on several hosts, a call to the store proves that no other learner has the run)
     rename to step-000012/        ... and the parent directory
     NEWEST                        the number of the step, which shows whether a directory is gone
     removal of the oldest
@@ -70,19 +71,25 @@ class CheckpointStore:
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
         self._name, self._prefix = form.format, form.partition("{")[0]
 
-    def save(self, step: int, trainer: Saveable, state: dict[str, Any]) -> int:
+    def save(
+        self,
+        step: int,
+        trainer: Saveable,
+        state: dict[str, Any],
+        require_run: Callable[[], object] = lambda: None,
+    ) -> int:
         """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step.
 
         `state` must be JSON values. A step that has a valid checkpoint is not written again. Raises
         CheckpointError on every rank if one cannot write; then older checkpoints are unchanged, and the
-        attempt leaves no files.
+        attempt leaves no files. Rank 0 calls `require_run` last; if that raises, nothing is saved.
         """
         writing = self._directory / f"{UNFINISHED}{self._name(step)}"
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
                 trainer.export(writing / EXPORT)
-                self._on_rank_0(trainer, lambda: self._commit(step, writing, state))
+                self._on_rank_0(trainer, lambda: self._commit(step, writing, state, require_run))
             except CheckpointError:
                 if trainer.rank == 0 and writing.exists():
                     self._discard(writing)
@@ -272,9 +279,12 @@ class CheckpointStore:
         except OSError as error:
             log.warning("%s could not be removed (%s); the next save removes it", writing, error)
 
-    def _commit(self, step: int, writing: Path, state: dict[str, Any]) -> bool:
+    def _commit(
+        self, step: int, writing: Path, state: dict[str, Any], require_run: Callable[[], object]
+    ) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
         self._seal(step, writing)
+        require_run()
         self._files.rename(writing, self._directory / self._name(step))
         self._files.fsync(self._directory)
         return True

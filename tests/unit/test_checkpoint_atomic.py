@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import CheckpointError, CheckpointsRefused, RunError
+from asyncrl.errors import BufferFenced, CheckpointError, CheckpointsRefused, RunError
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.lock import RunLock
@@ -293,3 +293,17 @@ def test_the_lock_of_a_killed_learner_is_free(tmp_path: Path) -> None:
         finally:
             holder.kill()
     RunLock(tmp_path / "lock").release()
+
+
+def test_a_learner_that_has_lost_the_run_saves_nothing(tmp_path):
+    checkpoints = CheckpointStore(tmp_path, KEY, 2)
+    checkpoints.save(1, FakeTrainer("a"), {"version": 1}, lambda: None)
+
+    def fenced() -> None:
+        assert (tmp_path / ".writing-step-000002" / "MANIFEST.json").exists(), "it is asked last of all"
+        raise BufferFenced("another learner has the run")
+
+    with pytest.raises(BufferFenced):
+        checkpoints.save(2, FakeTrainer("b"), {"version": 2}, fenced)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
+    assert checkpoints.load(FakeTrainer("c")) == {"version": 1}

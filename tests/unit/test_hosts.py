@@ -8,9 +8,11 @@ from pydantic import ValidationError
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.plans import described, generators_plan, learner_plan, reachable, store_url
+from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.keys import RunKeys
 
@@ -24,6 +26,9 @@ PLAIN = {
     "learner": {"ranks": 2},
     "cluster": {"kind": "local", "generator_hosts": 2},
 }
+
+
+TWO = {"kind": "local", "learner_hosts": 2}
 
 
 def config(**parts) -> Config:
@@ -49,6 +54,68 @@ def test_what_the_user_sets_stays():
     assert reachable(own) == own and store_url(own, "10.9.9.9") == "redis://generator@10.0.0.1:7000/0"
     other = config(store={"url": "rediss://s:6379/0"})
     assert reachable(other).store.bind is None and store_url(other, "10.9.9.9") == "rediss://s:6379/0"
+
+
+def test_the_ranks_of_a_learner_are_divided_among_its_hosts(tmp_path):
+    ours = reachable(config(learner={"ranks": 8, "sequence_parallel": 2}, cluster=TWO))
+    learner, (ranks,) = (
+        plans(ours, tmp_path / "hosts.yaml", on_gpus=True) for plans in (learner_plan, rank_plans)
+    )
+    assert (learner.gpus, ranks.gpus, ranks.name, ranks.role, ranks.keys) == (
+        4,
+        4,
+        "learner-1",
+        "ranks",
+        None,
+    )
+    assert ranks.argv[0] == "rank" and " ".join(ranks.argv[3:]) == "--host 1 --learner {learner}"
+    assert [line.split(":")[0] for line in described(ours, on_gpus=False)][1:3] == ["learner-0", "learner-1"]
+    assert placement_of(ours, 4, generators=0).learner_gpus == (0, 1, 2, 3)
+    found = [mistake.text for mistake in misplaced(ours, 3, generators=False)]
+    assert found[0].startswith("found 4 ranks, but this machine shows 3 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("learner", "cluster", "said"),
+    [
+        (
+            {"ranks": 3},
+            TWO,
+            r"cluster\.learner_hosts is 2, which does not divide learner\.ranks \(3\); set one",
+        ),
+        (
+            {"ranks": 4, "sequence_parallel": 4},
+            TWO,
+            r"with 2 ranks each.*sequence_parallel \(4\) would divide a sequence over two hosts; set one of \[1, 2\]",
+        ),
+        ({"ranks": 2}, {"learner_hosts": 2}, r"cluster\.learner_hosts is 2, but cluster\.kind is not set"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_refused(learner, cluster, said):
+    with pytest.raises(ValidationError, match=said):
+        config(learner=learner, cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "number", "said"),
+    [
+        (1, 1, r"found --host 1, but cluster\.learner_hosts is 1; allowed is none: host 0 has the command"),
+        (2, 2, r"found --host 2, but cluster\.learner_hosts is 2; allowed is 1 to 1"),
+        (2, 0, r"found --host 0, .* allowed is 1 to 1"),
+        (
+            2,
+            1,
+            r"run\.key is not on this host: the hosts of a learner share its run directory; set run\.root",
+        ),
+    ],
+)
+def test_a_host_of_ranks_that_is_called_wrongly_says_how(tmp_path, hosts, number, said):
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={**TWO, "learner_hosts": hosts})
+    with (
+        pytest.raises((ConfigError, RunError), match=said),
+        started_ranks(ours, tmp_path / "run.yaml", number, learner="10.0.0.1"),
+    ):
+        pass
 
 
 def test_the_number_of_generators_of_a_host_must_be_known():
@@ -152,6 +219,25 @@ def test_a_command_that_gave_up_is_not_started_again(run, tmp_path, status):
     with pytest.raises(RunError, match="its GPU is broken"):
         play({5: give_up})
     assert [name for name, _ in engine.started] == ["learner-0", "generators-0"]
+
+
+def test_generators_follow_a_learner_that_moves(run):
+    engine, play = run
+
+    def move():
+        engine.start = lambda plan, output: (
+            Engine.start(engine, plan, output)
+            or engine.found.update({plan.name: HostState(phase="running", address="10.0.0.2")})
+        )
+        engine.end("learner-0", "lost")
+
+    play({5: move})
+    assert engine.started == [
+        ("learner-0", "learn"),
+        ("generators-0", "at 10.0.0.1"),
+        ("learner-0", "learn"),
+        ("generators-0", "at 10.0.0.2"),
+    ]
 
 
 def test_the_end_of_the_learner_is_the_end_of_the_run(run):
