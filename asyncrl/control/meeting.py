@@ -12,7 +12,6 @@ one is silent for too long. Then the supervisor of each host starts the next one
 
 import contextlib
 import logging
-import re
 import secrets
 import socket
 import time
@@ -39,7 +38,6 @@ from asyncrl.wire.typed_messages import MessageCodec
 log = logging.getLogger(__name__)
 
 OVER = 1  # status of an attempt that other hosts have ended: it is started again
-_TOKEN = re.compile(r"[0-9a-f]{32}")
 _PAUSE_S = 0.05
 # A connection that is closed while its other end sends loses what has not been read there.
 _FAREWELL_S = 0.25
@@ -61,7 +59,7 @@ class Terms:
     release: str = __version__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """host -> lead, until the meeting."""
 
@@ -201,12 +199,9 @@ class LeadHost:
             )
         if arrival.config != self._terms.config:
             return f"{who} has another config than learner-0; give both the same file"
-        probe = self._terms.probe(arrival.token) if _TOKEN.fullmatch(arrival.token) else None
-        if probe is None or not probe.is_file():
-            return (
-                f"{who} has written {probe}, which learner-0 does not see; set run.root to a directory that "
-                "the hosts of the learner share"
-            )
+        if not (probe := self._terms.probe(arrival.token)).is_file():
+            found = f"{who} has written {probe}, which learner-0 does not see"
+            return f"{found}; set run.root to a directory that the hosts of the learner share"
         # The connection of a host that has ended is closed.
         if known is not None and self._send(known.peer, Beat()):
             return f"{who} is there already, at {known.where}; give each host a --host of its own"
@@ -249,13 +244,8 @@ class FollowerHost:
     def meet(self) -> int:
         """Wait for host 0 to let all begin. Raises RunError if it refuses, or is silent for `pending_s`."""
         begin("wait for the learner's first host")
-        arrival = Arrival(
-            host=self._number,
-            where=socket.gethostname(),
-            release=self._terms.release,
-            config=self._terms.config,
-            token=self._token,
-        )
+        terms, where = self._terms, socket.gethostname()
+        arrival = Arrival(self._number, where, terms.release, terms.config, self._token)
         probe = self._terms.probe(self._token)
         try:
             while not isinstance(self._heard, Meeting):

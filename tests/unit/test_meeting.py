@@ -136,16 +136,6 @@ def test_a_host_that_does_not_fit_is_told_why_and_one_that_fits_may_come(hosts, 
     assert fits() == lead()
 
 
-def test_a_token_that_is_a_path_proves_nothing(hosts, tmp_path):
-    (tmp_path / ".writing-").mkdir()
-    (tmp_path / "secret").touch()
-    host = hosts(1)
-    host._token = "/../secret"
-    Meets(hosts(0))
-    with pytest.raises(RunError, match="which learner-0 does not see"):
-        raise Meets(host)()
-
-
 @pytest.mark.parametrize("has_met", [False, True])
 def test_a_number_that_is_taken_is_refused_but_free_after_its_host(hosts, has_met):
     lead = hosts(0, hosts=2 + (not has_met))
