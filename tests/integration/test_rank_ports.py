@@ -35,9 +35,11 @@ def test_the_store_of_the_ranks_listens_on_their_address_alone():
 
 
 def test_gloo_listens_on_the_interface_of_that_address(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
     _keep_to_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in os.environ
     before = listening()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -61,9 +63,10 @@ def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it
     network += "; ip address add 192.0.2.7/24 dev wan"
     network += "; ip address add 10.9.0.2/24 dev lan; ip link set wan up; ip link set lan up"
     code = "import os; from asyncrl.trainer.collectives import _keep_to_interface as keep; keep('10.9.0.1')"
-    script = f"{network}; exec {sys.executable} -c \"{code}; print(os.environ.get('GLOO_SOCKET_IFNAME'))\""
-    without = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    code += "; print(*(os.environ.get(f'{one}_SOCKET_IFNAME') for one in ('GLOO', 'NCCL')))"
+    script = f'{network}; exec {sys.executable} -c "{code}"'
+    without = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     told = subprocess.run(
         ["unshare", "--net", "sh", "-ec", script], env=without, capture_output=True, text=True, timeout=120
     )
-    assert told.stdout.strip() == "lan", told.stderr
+    assert told.stdout.strip() == "lan =lan", told.stderr

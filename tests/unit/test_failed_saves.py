@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import BufferFenced, CheckpointError
 from asyncrl.launch import saving
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
@@ -115,3 +115,16 @@ def test_after_a_failed_write_the_others_are_left_out() -> None:
     for write in (lambda: done.append(1), fail, lambda: done.append(2)):
         writes.attempt(write)
     assert done == [1] and "No space left" in writes.failure
+
+
+def test_on_several_hosts_a_checkpoint_becomes_valid_only_while_the_run_is_this_learners(
+    tmp_path: Path,
+) -> None:
+    run, around = run_on(tmp_path, FileOps())
+    run.is_shared, around.open = True, mock.Mock()  # type: ignore[attr-defined]
+    run.checkpoint(2, last=False)
+    around.open.assert_called_once_with(2)  # type: ignore[attr-defined]
+    around.open.side_effect = BufferFenced("another learner has the run")  # type: ignore[attr-defined]
+    with pytest.raises(BufferFenced):
+        run.checkpoint(4, last=False)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
