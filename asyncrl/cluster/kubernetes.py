@@ -46,6 +46,11 @@ def problems(config: Config) -> Iterator[Mistake]:
         if bind is not None and filled_in(bind, "pod", 0) == bind:
             text = f"found {bind}, but a pod has an address only when it starts; set tcp://auto:PORT"
             yield Mistake((key,), text)
+    if (hosts := config.cluster.learner_hosts) > 1:
+        text = (
+            f"found {hosts}, but under Kubernetes the learner is one pod; leave it out, with GPUs of one node"
+        )
+        yield Mistake(("cluster.learner_hosts",), text)
     if config.store.url is not None:
         text = f"found {config.store.url}, but under Kubernetes the learner's pod has the store; leave it out"
         yield Mistake(("store.url",), text)

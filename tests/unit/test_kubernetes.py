@@ -154,7 +154,8 @@ def test_what_a_pod_would_not_find_is_named_with_its_key(tmp_path, monkeypatch):
     for name in ("rows.jsonl", "rewards.py"):
         (tmp_path / name).touch()
     far = config(
-        cluster={"kind": "kubernetes"},
+        cluster={"kind": "kubernetes", "learner_hosts": 2},
+        learner={"ranks": 2},
         data={"train": str(tmp_path / "rows.jsonl"), "eval": "../rows.jsonl"},
         reward={"functions": [{"function": f"{tmp_path}/rewards.py:odd"}]},
         control={"bind": "tcp://10.0.0.1:7000"},
@@ -163,7 +164,7 @@ def test_what_a_pod_would_not_find_is_named_with_its_key(tmp_path, monkeypatch):
     )
     keys = {mistake.keys[0] for mistake in problems(far)}
     places = {"data.train", "data.eval", "reward.functions.0.function"}
-    assert keys == {"cluster.image", "control.bind", "store.url"} | places
+    assert keys == {"cluster.image", "cluster.learner_hosts", "control.bind", "store.url"} | places
     assert not [*problems(config())]
 
 
