@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -119,6 +120,12 @@ def test_ranks_and_hosts_die_and_cables_are_cut_and_the_run_goes_on(run):
     run.goes_on_after(lambda: run.rank(1).kill(), "the ranks of learner-1 have ended (killed by SIGKILL)")
     before = [run.rank(0), run.rank(1)]
     run.cable(1, "down")
+    until_s, done = time.monotonic() + TIMEOUT_S / 2, len(steps(directory))
+    wait_until(lambda: time.monotonic() > until_s)
+    run.cable(1, "up")
+    run.wait(lambda: len(steps(directory)) >= done + 2)
+    assert alive(before) == before, "a short interruption costs no attempt"
+    run.cable(1, "down")
     wait_until(lambda: not alive(before), TIMEOUT_S + 20)
     assert "has been silent for" in run.log("learner") and "learner-0 has been silent" in run.log("ranks-1")
     done = len(steps(directory))
@@ -128,6 +135,9 @@ def test_ranks_and_hosts_die_and_cables_are_cut_and_the_run_goes_on(run):
         lambda: os.kill(run.host(1)["pid"], signal.SIGKILL), "learner-1 died (killed by SIGKILL)"
     )
     run.goes_on_after(lambda: run.rank(0).kill(), "learner died (exit status 247)")
+    run.goes_on_after(
+        lambda: os.kill(run.host(0)["pid"], signal.SIGKILL), "learner-0 died (killed by SIGKILL)"
+    )
     said = call("down", str(directory))
     assert "no process is left" in said and "is saved" in said
     assert not processes_of(directory)
