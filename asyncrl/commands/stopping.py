@@ -55,7 +55,7 @@ def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
     saved, trained = _saved_and_trained(directory)
     lost = trained - (saved or 0)
     what = f"saving step {trained}" if doing in BETWEEN else f"finishing step {trained + 1}, then saving"
-    force = f"lose {steps(lost)}" if lost else "end immediately"
+    force = f"lose {steps(lost)}" if lost > 0 else "end immediately"
     return Stop(within_s, f"{what}, within {duration(within_s)} (Ctrl-C again: {force})")
 
 
