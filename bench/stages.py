@@ -193,7 +193,7 @@ DEMONSTRATIONS: dict[str, dict[str, Row]] = {
     "pipeline": {
         "lora-sft": stage("sft", "best", 2, 2e-3, **ADAPTER),
         "lora-dpo": stage("dpo", "pairs", 1, 5e-4, **ADAPTER),
-        "lora-grpo": run(STOPS, "grpo", 12, 3e-4, model=ADAPTER, algorithm={"kl": {"coefficient": 0.05}}),
+        "lora-grpo": run(STOPS, "grpo", 12, 1e-3, model=ADAPTER, algorithm={"kl": {"coefficient": 0.05}}),
     },
     "experts": {"experts": run(EXPERTS, "grpo", 20, 5e-3)},
     "images": {"images": run(IMAGES, "grpo", 20, 5e-3, model={"chat_template": True}, data=SEEN)},
