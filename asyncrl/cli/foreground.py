@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.commands.hosts import started_on_hosts
+from asyncrl.commands.hosts import started_on_hosts, submitted
 from asyncrl.commands.stage import started_stage
 from asyncrl.commands.stopping import what_is_saved
 from asyncrl.commands.up import StartedRun, started
@@ -48,12 +48,19 @@ def run_here(
         return _watched(run, directory, lines=lines)
 
 
-def run_on_hosts(config: Config, *, fresh: bool, plain: bool) -> int:
-    """Run as `commands.hosts` does until the end or a stop, and return the exit status. Raises RunError."""
+def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[str] | None) -> int:
+    """Run as `commands.hosts` does until the end or a stop, and return the exit status. Raises RunError.
+
+    With `command` only submit the job that does so.
+    """
     directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
     saved = None if fresh else read_saved(directory)
     if not fresh and (reason := nothing_left(config, directory, saved)):
         typer.echo(reason)
+        return 0
+    if command is not None:
+        for line in submitted(config, command, fresh=fresh):
+            typer.echo(line)
         return 0
     with started_on_hosts(config, fresh=fresh, console=lines) as run:
         return _watched(run, directory, lines=lines)

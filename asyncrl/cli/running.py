@@ -73,6 +73,7 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.plans import described
+    from asyncrl.cluster.slurm_jobs import allocation, run_script
     from asyncrl.commands.hosts import manifests
     from asyncrl.hosting.gpus import count_gpus
     from asyncrl.preflight.validate import validated_config
@@ -87,11 +88,16 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
             )
         typer.echo(manifests(checked, fresh=fresh, with_keys=not dry_run), nl=False)
         return 0
+    submits = checked.cluster.kind == "slurm" and not allocation()
+    command = module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(file), *overrides)
     if dry_run:
-        for line in described(checked, on_gpus=bool(count_gpus()) and checked.learner.device != "cpu"):
+        if submits:
+            typer.echo(run_script(checked, command))
+        on_gpus = (submits or count_gpus() > 0) and checked.learner.device != "cpu"
+        for line in described(checked, on_gpus=on_gpus):
             typer.echo(line)
         return 0
-    return run_on_hosts(checked, fresh=fresh, plain=plain)
+    return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 
 def _stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:

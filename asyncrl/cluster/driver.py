@@ -49,10 +49,13 @@ class Hosts(ThisHost):
     on_change: Callable[[Mapping[str, HostState]], None]
     plans: dict[str, HostPlan] = field(default_factory=dict)
     _states: Mapping[str, HostState] = field(default_factory=dict)
+    _may_wait: set[str] = field(default_factory=set)
     _pending_since_s: dict[str, float] = field(default_factory=dict)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
         """Place the host of that name. Raises OSError."""
+        if spec.is_extra:
+            self._may_wait.add(spec.name)
         started = _Command(self, self.plans[spec.name], spec.log_path)
         started.poll()
         return started
@@ -61,9 +64,15 @@ class Hosts(ThisHost):
         """Tell changes to `on_change`. Raises RunError for a host that is not there within `pending_s`."""
         now_s, states = time.monotonic(), dict(self.cluster.states())
         if states != self._states:
+            for name, state in states.items():
+                if state.why and state != self._states.get(name):
+                    log.warning("%s is %s: %s", name, state.phase, state.why)
             self._states = states
             self.on_change(states)
+        # A run goes on without a host that was lost, or that was added.
+        self._may_wait |= {name for name, state in states.items() if state.phase == "running"}
         waiting = {name: state for name, state in states.items() if state.phase == "pending"}
+        waiting = {name: state for name, state in waiting.items() if name not in self._may_wait}
         self._pending_since_s = {name: self._pending_since_s.get(name, now_s) for name in waiting}
         for name, since_s in self._pending_since_s.items():
             if now_s - since_s > self.pending_s:

@@ -13,5 +13,9 @@ def open_cluster(config: Config, gpus: Sequence[int]) -> Cluster:
             from asyncrl.cluster.local import LocalCluster
 
             return LocalCluster(gpus)
+        case "slurm":
+            from asyncrl.cluster.slurm import SlurmCluster
+
+            return SlurmCluster(config)
         case "kubernetes" | None:
             raise ValueError("a run without hosts that we start has no engine")

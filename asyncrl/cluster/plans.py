@@ -66,6 +66,6 @@ def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
     plans = [*rank_plans(config, file, on_gpus=on_gpus), *plans]
     for plan in [learner_plan(config, file, on_gpus=on_gpus), *plans]:
         gpus = f" ({plan.gpus} GPUs)" if plan.gpus else ""
-        key = ", join.key on standard input" if plan.role == "generators" else ""
+        key = ", with join.key" if plan.role == "generators" else ""
         words = " ".join(word if LEARNER_ADDRESS in word else shlex.quote(word) for word in plan.argv)
         yield f"{plan.name}{gpus}: asyncrl {words}{key}"

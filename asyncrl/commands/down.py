@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
+from asyncrl.cluster.slurm_jobs import end_jobs
 from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
 from asyncrl.hosting.environment import RUN_VARIABLE
@@ -32,7 +33,10 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
 
     `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
     """
-    was_up, supervisor = False, _leader(directory)
+    was_up = directory.job.exists() and end_jobs(directory.path, _Patience(directory, report).is_over)
+    if was_up and not directory.was_up:
+        return Ended(was_up, 0)  # its jobs had not begun, or ran on other machines
+    supervisor = _leader(directory)
     while True:
         members = processes_of(directory.path)
         if supervisor is not None:

@@ -4,7 +4,7 @@ Kubernetes does both itself, so that for it there is only a text to print.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 
@@ -14,6 +14,7 @@ from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.engines import open_cluster
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
+from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.up import StartedRun
@@ -106,6 +107,32 @@ def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
         directory.make()
         directory.draw_secret()
     return rendered(config, directory.keys())
+
+
+def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterator[str]:
+    """Submit the job in which `command` starts the run; yield how to follow it, by line. Raises RunError."""
+    directory = RunDirectory(config.run.directory)
+    try:
+        for job in jobs_of(directory.path):
+            raise RunError(
+                f"run {directory.path} is up already, or waits: job {job.id} is {job.state}; stop it with "
+                f"`asyncrl down {directory.path}`, or choose another run.name"
+            )
+        with needing(directory.path):
+            if fresh:
+                directory.require_run()
+            directory.make()
+        with RunLock(directory.driver_lock), needing(directory.path):
+            directory.create(fresh=fresh)
+            if not directory.config.exists():  # by which other commands know a run
+                replace_text(directory.config, dump_config(config))
+            replace_text(directory.job, script := run_script(config, command))
+        job_id = submit(script)
+    except OSError as error:
+        raise RunError(f"cluster.kind is slurm, but {error}; see cluster.sbatch") from error
+    yield f"job {job_id} is submitted, and writes to {directory.logs}/job.out once it has its nodes"
+    yield f"what it waits for: squeue --job={job_id}; how it goes: asyncrl status {directory.path}"
+    yield f"end it: asyncrl down {directory.path}"
 
 
 def _tending(

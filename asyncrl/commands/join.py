@@ -40,8 +40,8 @@ class _Found(NamedTuple):
 
     url: str
     keys: JoinKeys
-    record: StoredRun
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
+    config: Config
 
 
 @contextmanager
@@ -66,14 +66,9 @@ def joined(
     # Read once: the file may be a pipe. A failure is not kept.
     given = functools.cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
     found = _wait_for_run(lambda: _find(store_url, own, given), wait_s, report)
-    if own is not None:
-        config = own
-    elif found.learners is not None:
-        config = load_config(found.learners.config)
-    else:
-        config = Config.model_validate_json(found.record.config_json)
+    config = found.config
+    if own is None and found.learners is None:
         check_allowed(config, allowed)
-    _check_membership(found.record, config)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
@@ -141,7 +136,11 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
-        return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
+        record = RunRecord(connection, keys.record).read()
+    if own is None:
+        own = load_config(learners.config) if learners else Config.model_validate_json(record.config_json)
+    _check_membership(record, own)
+    return _Found(url, keys, learners, own)
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:
@@ -168,14 +167,17 @@ def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
 
 
 def _check_membership(record: StoredRun, config: Config) -> None:
-    """Raise RunError for a release or config that the learner would refuse, before a model is loaded."""
+    """Raise RunNotUp for a release or config that the learner would refuse, before a model is loaded.
+
+    The store may still hold the record of an earlier start, which the learner replaces.
+    """
     if record.release != __version__:
-        raise RunError(
+        raise RunNotUp(
             f"run {record.name} is of asyncrl {record.release}, this is {__version__}; "
             "install the same release"
         )
     if record.config_hash != config_hash(config):
-        raise RunError(
+        raise RunNotUp(
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "
             "leave out --config to use the run's own"
         )

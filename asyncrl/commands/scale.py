@@ -119,7 +119,7 @@ def scale_run(change: str, run: Path | None) -> Scaling:
         allowed = "generators=+2 (more), generators=-1 (fewer) or generators=4 (that many)"
         raise RunError(f"found `{change}`; allowed is {allowed}")
     now = read_wanted(directory.scale)
-    if now is None or directory.supervisor() is None:
+    if now is None or not (is_locked(directory.driver_lock) or directory.supervisor()):
         raise RunError(
             f"{directory.path} starts no generators here now: `asyncrl up` does; with `asyncrl learner`, or "
             "from another host, they join with `asyncrl generator --count N`"
@@ -139,15 +139,21 @@ def scale_run(change: str, run: Path | None) -> Scaling:
             found_now = f"{len(after)} generators run after {FOLLOW_S:.0f} s instead of {wanted}"
             raise RunError(f"{found_now}; see {directory.logs / 'supervisor.jsonl'}")
         time.sleep(0.1)
-    return Scaling(now, wanted, sorted(after - before, key=_index), sorted(before - after, key=_index))
+    started = [f"{name}{after[name]}" for name in sorted(after.keys() - before.keys(), key=_index)]
+    return Scaling(now, wanted, started, sorted(before.keys() - after.keys(), key=_index))
 
 
-def _running(directory: RunDirectory) -> set[str]:
-    """Return the names of generators that run, or of the hosts that run them."""
+def _running(directory: RunDirectory) -> dict[str, str]:
+    """Return the generators that run, or the hosts for them, by name, with what to say of those that wait."""
     if is_locked(directory.driver_lock):
-        hosts = (read_record(directory.hosts) or {}).items()
-        return {name for name, state in hosts if state["phase"] == "running" and name.startswith(GENERATORS)}
-    return {name for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
+        said = {"running": "", "pending": " when there is a host for it"}
+        hosts = {name: one["phase"] for name, one in (read_record(directory.hosts) or {}).items()}
+        return {
+            name: said[phase]
+            for name, phase in hosts.items()
+            if phase in said and name.startswith(GENERATORS)
+        }
+    return {name: "" for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
 
 
 def _index(name: str) -> int:

@@ -299,9 +299,10 @@ class ControlConfig(Part):
 class ClusterConfig(Part):
     """The hosts of a run."""
 
-    kind: Literal["local", "kubernetes"] | None = None
+    kind: Literal["local", "slurm", "kubernetes"] | None = None
     """Engine that places hosts. `local` makes them on this machine, each with a network of its own, as a
-    rehearsal. For `kubernetes`, `asyncrl up` prints manifests. By default it uses this machine only."""
+    rehearsal. `slurm` submits a job, whose nodes are the hosts. For `kubernetes`, `asyncrl up` prints
+    manifests. By default it uses this machine only."""
     learner_hosts: PositiveInt = 1
     """Hosts of the learner, which divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1
@@ -314,6 +315,9 @@ class ClusterConfig(Part):
     """Name of the persistent volume claim for the learner's run directory; by default one is made."""
     claim_gib: PositiveInt = 100
     """Size in GiB of the claim that is made; `asyncrl plan` says what checkpoints take."""
+    sbatch: tuple[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")], ...] = ()
+    """Options of sbatch for each job of the run, such as `--partition=gpu`: one a word. They come after ours,
+    and the last of an option counts."""
 
 
 class EvalConfig(Part):

@@ -83,6 +83,7 @@ class RunDirectory:
     driver_lock = _Below("driver.lock")
     hosts_config = _Below("hosts.yaml")
     hosts = _Below("hosts.json")
+    job = _Below("job.sh")  # what was submitted to Slurm
     secret_path = _Below("run.key")  # the file of the run's secret
 
     def target(self, process: str) -> Path:

@@ -99,7 +99,6 @@ NOT_TYPED = {
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
     "python examples/one_process.py": "a file of the clone: tests/unit/test_whole_loop.py runs it",
     "ruff": "a part of `make test`",
-    "sbatch": "Slurm: tests/integration/test_slurm_script.py has one of three lines",
     "sed": "tests/unit/test_deploy.py, as `cp`",
     "source .venv/bin/activate": "`make install` makes it",
     "tensorboard": "serves until it is stopped; tests/integration/test_trackers.py reads its files",

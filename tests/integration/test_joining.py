@@ -165,20 +165,25 @@ def join_here(server, host, monkeypatch):
     return join
 
 
-def test_a_run_that_is_not_there_yet_is_waited_for(record, host, join_here, capsys):
+def test_a_run_that_is_not_there_yet_is_waited_for(server, record, host, join_here, capsys):
     (host / "join.key").rename(host / "later")
-    with pytest.raises(RunError, match=r"is of asyncrl 0\.0"):  # found, and then refused for another reason
+    foreign = RunRecord(StoreConnection(server.url), b"another")
+    with pytest.raises(ForeignRunError, match="another secret"):  # found, and then refused for that
         join_here(
             lambda: None,
             lambda: (host / "later").rename(host / "join.key"),
             lambda: None,
+            # Of an earlier start, until the learner has its own there.
             lambda: record.renew(replace(record_of(config()), release="0.0")),
+            lambda: record.renew(replace(record_of(config()), config_hash="of another config")),
+            lambda: foreign.renew(replace(record_of(config()), key_id="x")),
         )
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all("waiting for the run" in line for line in lines), (
+    assert len(lines) == 4 and all("waiting for the run" in line for line in lines), (
         "told when it changes, not each time"
     )
     assert "join.key, which does not exist" in lines[0] and "serves no run yet" in lines[1]
+    assert "is of asyncrl 0.0" in lines[2] and "has another config" in lines[3]
 
 
 def test_a_config_of_the_hosts_own_needs_no_consent(server, record, host, join_here):

@@ -9,6 +9,7 @@ from asyncrl.cli.app import run as typed
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
@@ -245,6 +246,22 @@ def test_the_end_of_the_learner_is_the_end_of_the_run(run):
     assert play({5: lambda: engine.end("learner-0", status=0)}).is_over
 
 
+def test_a_run_goes_on_without_a_host_that_is_added_or_was_lost_and_says_what_it_waits_for(caplog, tmp_path):
+    engine = Engine()
+    engine.found["generators-0"] = HostState(phase="running")
+    plan = HostPlan(name="generators-1", role="learner", argv=[], gpus=0)
+    hosts = Hosts(engine, 0.0, lambda states: None, {"generators-1": plan})
+    hosts.start(host_spec(plan, tmp_path, is_extra=True))
+    hosts.tend()
+    for name in engine.found:
+        engine.found[name] = HostState(phase="pending", why="job 7: Resources")
+    hosts.tend()
+    hosts.tend()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"generators-{index} is pending: job 7: Resources" for index in (0, 1)
+    ]
+
+
 def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():
     engine = Engine()
     engine.found["generators-0"] = HostState(phase="pending", why="it waits for 8 GPUs; free: 6")
@@ -252,3 +269,33 @@ def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():
     hosts.tend()
     with pytest.raises(RunError, match=r"generators-0 has no host after 0 s: it waits for 8 GPUs; free: 6"):
         hosts.tend()
+
+
+def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):
+    ours = config(
+        run={"name": "far", "root": str(tmp_path / "my runs")},
+        cluster={"kind": "slurm", "generator_hosts": 2, "sbatch": ["--time=24:00:00", "--nodes=4"]},
+    )
+    run = f"{tmp_path}/my runs/far"
+    assert run_script(ours, ["asyncrl", "up", "--config", "my task.yaml"]).splitlines() == [
+        "#!/bin/sh",
+        "#SBATCH --job-name=far",
+        f"#SBATCH '--comment={run}'",
+        "#SBATCH --nodes=3",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH '--output={run}/logs/job.out'",
+        "#SBATCH --no-kill",
+        "#SBATCH --signal=B:USR1@300",
+        "#SBATCH --time=24:00:00",
+        "#SBATCH --nodes=4",
+        "exec asyncrl up --config 'my task.yaml'",
+    ]
+    on_cpu = run_script(
+        ours.model_copy(update={"learner": ours.learner.model_copy(update={"device": "cpu"})}), []
+    )
+    assert "gpus" not in on_cpu

@@ -1,0 +1,219 @@
+"""Hosts on the nodes of a Slurm allocation: each is a step, or a job of its own if no node is free."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster.plans import LEARNER
+from asyncrl.cluster.slurm_jobs import (
+    LIMIT,
+    LOST,
+    Job,
+    allocation,
+    ask,
+    environment,
+    hosts_of,
+    jobs_of,
+    rendered,
+    submit,
+)
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.route import PEERS_VARIABLE
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import SECRET_FILE_VARIABLE
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+END_S = 60.0  # longer than Slurm's usual KillWait
+# Leaves the process id of a command in a file, which ends it from another step.
+_NAMED, _TERMINATED = 'echo $$ > "$0"; exec "$@"', 'kill -TERM "$(cat "$0")"'
+# Prints which of the files a node does not have.
+_LOOK = 'for file; do [ -e "$file" ] || echo "node $SLURMD_NODENAME has no $file"; done'
+SUBMITTED = HostState(phase="pending")
+
+
+@dataclass(slots=True)
+class _Placed:
+    node: str = ""
+    step: "subprocess.Popen[bytes] | None" = None  # srun, on our node
+    job: str = ""
+    last: HostState = SUBMITTED
+
+
+@dataclass(slots=True)
+class SlurmCluster:
+    """Implements `cluster.base.Cluster` in an allocation. It is made in the main thread, for a signal."""
+
+    config: Config
+    addresses: Mapping[str, str] = field(init=False)  # of the nodes, by name
+    _run: RunDirectory = field(init=False)
+    _placed: dict[str, _Placed] = field(default_factory=dict)
+    _look_at_s: float = 0.0
+    _is_at_limit: bool = False
+
+    def __post_init__(self) -> None:
+        self._run = RunDirectory(self.config.run.directory)
+        try:
+            nodes, hosts = self._nodes(), hosts_of(self.config)
+            if len(nodes) < hosts:
+                raise RunError(
+                    f"job {allocation()} has {len(nodes)} nodes, but cluster.learner_hosts and cluster."
+                    f"generator_hosts are {hosts}; ask for more, or leave the job, and `asyncrl up` submits one"
+                )
+            lines = ask("scontrol", "show", "node", "--oneliner", ",".join(nodes)).splitlines()
+            found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+            self.addresses = {node["NodeName"]: node["NodeAddr"] for node in found}
+            self._end_other_jobs()  # of a driver that was killed
+            needed = (str(self._run.hosts_config.resolve()), module_argv("")[0])
+            each = (f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1")
+            lacking = ask("srun", *each, "sh", "-c", _LOOK, "sh", *needed).splitlines()
+        except OSError as error:
+            raise RunError(f"cluster.kind is slurm, but {error}") from error
+        if lacking:
+            cure = "run.root and Python's environment must be in a file system that all nodes share"
+            raise RunError(f"{', '.join(sorted(lacking))}; {cure}")
+        signal.signal(LIMIT, self._save_at_limit)
+
+    def start(self, plan: HostPlan, output: Path) -> None:
+        command, secret = module_argv("asyncrl.cli.main", *plan.argv), dict[str, str]()
+        if plan.keys is not None:
+            secret[SECRET_FILE_VARIABLE] = str(self._run.write_join_key(plan.keys).resolve())
+        taken = {one.node for one in self._placed.values() if one.step and one.step.poll() is None}
+        node = next((node for node in self._nodes() if node not in taken), None)
+        if node is None:
+            if plan.name == LEARNER:
+                raise OSError(f"no node of job {allocation()} is free")
+            words = ["env", *(f"{name}={value}" for name, value in secret.items()), *command]
+            made = submit(rendered(self.config, plan.name, words, output, gpus=plan.gpus))
+            self._placed[plan.name] = _Placed(job=made)
+            return
+        peers = {PEERS_VARIABLE: " ".join(at for name, at in self.addresses.items() if name != node)}
+        words = ["sh", "-c", _NAMED, str(self._pid_file(plan.name)), *command]
+        with output.open("ab") as file:
+            self._placed[plan.name] = _Placed(
+                node,
+                _step(plan.name, node, words, file, peers | secret),
+                last=HostState(phase="running", address=self.addresses[node]),
+            )
+
+    def states(self) -> Mapping[str, HostState]:
+        if (now_s := time.monotonic()) >= self._look_at_s:
+            with contextlib.suppress(OSError):  # Slurm's controller may be away; its nodes work on
+                self._look()
+            self._look_at_s = now_s + LOOK_S
+        return {name: placed.last for name, placed in self._placed.items()}
+
+    def _look(self) -> None:
+        live = [one for one in self._placed.values() if one.last.phase in ("pending", "running")]
+        jobs = (
+            {one.id: one for one in jobs_of(self._run.path, "--states=all")}
+            if any(one.job for one in live)
+            else {}
+        )
+        for one in live:
+            if one.step is None:
+                one.last = _state_of(jobs[one.job]) if one.job in jobs else one.last
+            elif (status := one.step.poll()) is not None:
+                # Of a node that fails, srun reports the status 0.
+                if one.node in self._nodes():
+                    one.last = HostState(phase="ended", address=one.last.address, status=status)
+                else:
+                    one.last = HostState(phase="lost", why=f"node {one.node} has failed")
+
+    def stop(self, name: str, *, kill: bool) -> None:
+        placed = self._placed[name]
+        if placed.last.phase not in ("pending", "running"):
+            return
+        is_job = placed.step is None
+        with contextlib.suppress(OSError):  # it has ended by itself
+            # What `scancel` sends to a step reaches all of its processes, also a store that the learner needs
+            # to save. To the command of a job it can send something alone.
+            if is_job and (kill or placed.last.phase == "pending"):
+                ask("scancel", placed.job)
+            elif is_job:
+                ask("scancel", "--batch", "--signal=TERM", placed.job)
+            elif kill:
+                ask("scancel", "--signal=KILL", *self._steps(name))
+            else:
+                words = ["sh", "-c", _TERMINATED, str(self._pid_file(name))]
+                _step("stop", placed.node, words, subprocess.DEVNULL, {})
+
+    def close(self) -> None:
+        until_s = time.monotonic() + END_S
+        try:
+            while left := [*self._end_other_jobs(), *self._steps(*self._placed)]:
+                if time.monotonic() > until_s:
+                    log.error("Slurm does not end %s; look at them with squeue", ", ".join(left))
+                    break
+                for name in self._placed:
+                    self.stop(name, kill=True)
+                time.sleep(LOOK_S / 4)
+            learner = self.states().get(LEARNER)
+            if self._is_at_limit and learner and learner.status != 0:
+                log.warning("at its time limit the job is queued again; the run then goes on")
+                ask("scontrol", "requeue", allocation())
+        except OSError as error:
+            log.error("%s; `asyncrl down %s` ends what is left", error, self._run.path)
+
+    def _save_at_limit(self, number: int, frame: FrameType | None) -> None:
+        self._is_at_limit = True
+        signal.raise_signal(signal.SIGTERM)
+
+    def _pid_file(self, name: str) -> Path:
+        return self._run.logs.resolve() / f"{name}.pid"
+
+    def _nodes(self) -> list[str]:
+        """Return the nodes of the allocation without those that have failed. Raises OSError."""
+        names = ask("squeue", "--noheader", f"--jobs={allocation()}", "--format=%N").strip()
+        return ask("scontrol", "show", "hostnames", names).split()
+
+    def _steps(self, *names: str) -> list[str]:
+        """Return the ids of hosts that are steps, on nodes that have not failed. Raises OSError."""
+        words = ask("squeue", "--steps", "--noheader", f"--jobs={allocation()}", "--format=%i %j %N").split()
+        steps, nodes = zip(words[::3], words[1::3], words[2::3], strict=True), self._nodes()
+        return [step for step, name, node in steps if name in names and node in nodes]
+
+    def _end_other_jobs(self) -> list[str]:
+        others = [job.id for job in jobs_of(self._run.path) if job.id != allocation()]
+        if others:
+            ask("scancel", *others)
+        return others
+
+
+def _step(
+    name: str, node: str, words: Sequence[str], output: IO[bytes] | int, env: dict[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Run a command on a node of the allocation. srun ends with its status."""
+    where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", "--overlap"]
+    return subprocess.Popen(
+        ["srun", *where, "--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL", *words],
+        env=environment() | env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _state_of(job: Job) -> HostState:
+    match job.state:
+        case "COMPLETED" | "FAILED":
+            return HostState(phase="ended", status=os.waitstatus_to_exitcode(int(job.status)))
+        case "RUNNING" | "COMPLETING" | "SUSPENDED":
+            return HostState(phase="running")
+        case state if state in LOST:
+            return HostState(phase="lost", why=f"job {job.id}: {state}")
+        case _:
+            return HostState(phase="pending", why=f"job {job.id}: {job.why}")

@@ -1,0 +1,130 @@
+"""The jobs of a run that Slurm knows. Each has the run's directory as its comment."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.cluster.plans import generators_plan, learner_plan
+from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.keys import SECRET_VARIABLE
+
+# Slurm sends it to `asyncrl up` before the time limit. `scancel` sends others, so the two are not confused.
+LIMIT, LIMIT_S = signal.SIGUSR1, 300
+ASK_S, AGAIN_S = 60.0, 0.5
+# States of a job whose command Slurm has ended.
+LOST = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+_FIELDS = "--Format=JobID:|,State:|,exit_code:|,Reason:|,Comment:|"
+
+
+class Job(NamedTuple):
+    """What Slurm says of a job."""
+
+    id: str
+    state: str
+    status: str  # as wait() has it
+    why: str  # it waits
+    run: str  # the run's directory
+
+
+def allocation() -> str:
+    """Return the id of the job that this process belongs to; empty outside of jobs."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def environment() -> dict[str, str]:
+    """Return our environment, without the run's secret."""
+    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+
+
+def ask(*words: str, text: str = "") -> str:
+    """Return what a command of Slurm prints. Raises OSError with what it says."""
+    try:
+        done = subprocess.run(
+            words, input=text, env=environment(), capture_output=True, text=True, timeout=ASK_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise OSError(f"there is no {words[0]} on PATH; use a host from which jobs are submitted") from error
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{words[0]} has not answered within {ASK_S:g} s") from error
+    if done.returncode:
+        raise OSError("; ".join(done.stderr.split("\n")).strip("; ") or f"{words[0]} has failed")
+    return done.stdout
+
+
+def jobs_of(run: Path, *which: str) -> list[Job]:
+    """Return the jobs of a run: those that have not ended, or `which` as squeue has it. Raises OSError."""
+    said = ask("squeue", "--noheader", f"--user={os.getuid()}", _FIELDS, *which)
+    found = [Job(*line.strip().removesuffix("|").split("|", 4)) for line in said.splitlines()]
+    return [job for job in found if job.run == str(run.resolve())]
+
+
+def hosts_of(config: Config) -> int:
+    """Return the number of nodes that a run needs."""
+    return config.cluster.learner_hosts + config.cluster.generator_hosts
+
+
+def rendered(
+    config: Config,
+    name: str,
+    command: Sequence[str],
+    output: Path,
+    *,
+    gpus: int,
+    nodes: int = 1,
+    more: Sequence[str] = (),
+) -> str:
+    """Return the script of a job."""
+    words = [f"--job-name={name}", f"--comment={config.run.directory.resolve()}", f"--nodes={nodes}"]
+    words += ["--ntasks-per-node=1", "--exclusive", "--mem=0", *([f"--gpus-per-node={gpus}"] if gpus else [])]
+    words += ["--requeue", "--open-mode=append", f"--output={output.resolve()}", *more]
+    lines = [f"#SBATCH {shlex.quote(word)}" for word in [*words, *config.cluster.sbatch]]
+    return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}", ""])
+
+
+def run_script(config: Config, command: Sequence[str]) -> str:
+    """Return the script of the job that has the nodes of all hosts, and runs `command` on the first."""
+    run, on_gpus = RunDirectory(config.run.directory), config.learner.device != "cpu"
+    learner = learner_plan(config, run.hosts_config, on_gpus=on_gpus)
+    generators = generators_plan(config, run.hosts_config, 0, None, on_gpus=on_gpus)
+    return rendered(
+        config,
+        config.run.name,
+        command,
+        run.logs / "job.out",
+        gpus=max(learner.gpus, generators.gpus),
+        nodes=hosts_of(config),
+        more=("--no-kill", f"--signal=B:{LIMIT.name.removeprefix('SIG')}@{LIMIT_S}"),
+    )
+
+
+def submit(script: str) -> str:
+    """Submit a job and return its id. Raises OSError."""
+    return ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
+
+
+def end_jobs(run: Path, is_over: Callable[[], bool]) -> bool:
+    """Let the jobs of a run save and end, and cancel those that are left when `is_over()`.
+
+    Returns whether there were any. Raises RunError.
+    """
+    asked: set[str] = set()
+    try:
+        while found := jobs_of(run):
+            waiting = [job.id for job in found if job.state == "PENDING"]
+            running = [job.id for job in found if job.state == "RUNNING" and job.id not in asked]
+            if ids := [job.id for job in found] if is_over() else waiting:
+                ask("scancel", *ids)
+            elif running:
+                ask("scancel", "--batch", "--signal=TERM", *running)
+            asked |= {*running, *waiting}
+            time.sleep(AGAIN_S)
+    except OSError as error:
+        raise RunError(f"the jobs of {run}: {error}; end them with scancel") from error
+    return bool(asked)
