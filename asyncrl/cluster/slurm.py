@@ -69,8 +69,8 @@ class SlurmCluster:
             nodes, hosts = self._nodes(), hosts_of(self.config)
             if len(nodes) < hosts:
                 raise RunError(
-                    f"job {allocation()} has {len(nodes)} nodes, but cluster.learner_hosts and cluster."
-                    f"generator_hosts are {hosts}; ask for more, or leave the job, and `asyncrl up` submits one"
+                    f"job {allocation()} has {len(nodes)} nodes, but cluster.learner_hosts and "
+                    f"cluster.generator_hosts are {hosts}; ask for more, or leave it, and `up` submits one"
                 )
             lines = ask("scontrol", "show", "node", "--oneliner", ",".join(nodes)).splitlines()
             found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]

@@ -40,8 +40,8 @@ class _Found(NamedTuple):
 
     url: str
     keys: JoinKeys
+    record: StoredRun
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
-    config: Config
 
 
 @contextmanager
@@ -65,10 +65,12 @@ def joined(
     own = load_config(config_path) if config_path else None
     # Read once: the file may be a pipe. A failure is not kept.
     given = functools.cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
-    found = _wait_for_run(lambda: _find(store_url, own, given), wait_s, report)
-    config = found.config
-    if own is None and found.learners is None:
-        check_allowed(config, allowed)
+
+    def find() -> tuple[_Found, Config]:
+        found = _find(store_url, own, given)
+        return found, _config_of(found, own, allowed)
+
+    found, config = _wait_for_run(find, wait_s, report)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
@@ -93,7 +95,9 @@ def joined(
         yield StartedRun(supervisor, (), tend)
 
 
-def _wait_for_run(find: Callable[[], _Found], wait_s: float, report: Callable[[str], object]) -> _Found:
+def _wait_for_run(
+    find: Callable[[], tuple[_Found, Config]], wait_s: float, report: Callable[[str], object]
+) -> tuple[_Found, Config]:
     """Try until the run is found. Errors that waiting cannot cure are raised immediately."""
     until_s, reported = time.monotonic() + wait_s, ""
     while True:
@@ -136,11 +140,7 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
-        record = RunRecord(connection, keys.record).read()
-    if own is None:
-        own = load_config(learners.config) if learners else Config.model_validate_json(record.config_json)
-    _check_membership(record, own)
-    return _Found(url, keys, learners, own)
+        return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:
@@ -164,6 +164,18 @@ def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
             if hmac.compare_digest((path / "join.key").read_bytes(), text.encode()):
                 return RunDirectory(path)
     return None
+
+
+def _config_of(found: _Found, own: Config | None, allowed: Collection[str]) -> Config:
+    """Return the config of the generators. Raises ConfigError for code that is not allowed."""
+    config = own
+    if config is None and found.learners is not None:
+        config = load_config(found.learners.config)
+    if config is None:
+        config = Config.model_validate_json(found.record.config_json)
+        check_allowed(config, allowed)
+    _check_membership(found.record, config)
+    return config
 
 
 def _check_membership(record: StoredRun, config: Config) -> None:

@@ -147,12 +147,9 @@ def _running(directory: RunDirectory) -> dict[str, str]:
     """Return the generators that run, or the hosts for them, by name, with what to say of those that wait."""
     if is_locked(directory.driver_lock):
         said = {"running": "", "pending": " when there is a host for it"}
-        hosts = {name: one["phase"] for name, one in (read_record(directory.hosts) or {}).items()}
-        return {
-            name: said[phase]
-            for name, phase in hosts.items()
-            if phase in said and name.startswith(GENERATORS)
-        }
+        found = (read_record(directory.hosts) or {}).items()
+        hosts = {name: one["phase"] for name, one in found if name.startswith(GENERATORS)}
+        return {name: said[phase] for name, phase in hosts.items() if phase in said}
     return {name: "" for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
 
 
