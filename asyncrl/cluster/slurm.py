@@ -100,6 +100,7 @@ class SlurmCluster:
             self._placed[plan.name] = _Placed(job=made)
             return
         peers = {PEERS_VARIABLE: " ".join(at for name, at in self.addresses.items() if name != node)}
+        self._pid_file(plan.name).unlink(missing_ok=True)  # of an earlier command, whose number may be taken
         words = ["sh", "-c", _NAMED, str(self._pid_file(plan.name)), *command]
         with output.open("ab") as file:
             self._placed[plan.name] = _Placed(
@@ -117,14 +118,11 @@ class SlurmCluster:
 
     def _look(self) -> None:
         live = [one for one in self._placed.values() if one.last.phase in ("pending", "running")]
-        jobs = (
-            {one.id: one for one in jobs_of(self._run.path, "--states=all")}
-            if any(one.job for one in live)
-            else {}
-        )
+        found = jobs_of(self._run.path, "--states=all") if any(one.job for one in live) else []
+        jobs = {job.id: _state_of(job) for job in found}
         for one in live:
             if one.step is None:
-                one.last = _state_of(jobs[one.job]) if one.job in jobs else one.last
+                one.last = jobs.get(one.job, one.last)
             elif (status := one.step.poll()) is not None:
                 # Of a node that fails, srun reports the status 0.
                 if one.node in self._nodes():
