@@ -13,6 +13,7 @@ from types import FrameType
 from typing import IO
 
 from asyncrl.cluster.base import HostPlan, HostState
+from asyncrl.cluster.driver import SIGNALS
 from asyncrl.cluster.plans import LEARNER
 from asyncrl.cluster.slurm_jobs import (
     LIMIT,
@@ -209,6 +210,8 @@ def _state_of(job: Job) -> HostState:
     match job.state:
         case "COMPLETED" | "FAILED":
             return HostState(phase="ended", status=os.waitstatus_to_exitcode(int(job.status)))
+        case "CANCELLED":  # by us, or by the user
+            return HostState(phase="ended", status=SIGNALS + signal.SIGTERM)
         case "RUNNING" | "COMPLETING" | "SUSPENDED":
             return HostState(phase="running")
         case state if state in LOST:

@@ -19,7 +19,7 @@ from asyncrl.run.keys import SECRET_VARIABLE
 LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
 # States of a job whose command Slurm has ended.
-LOST = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 _FIELDS = "--Format=JobID:|,State:|,exit_code:|,Reason:|,Comment:|"
 
 
