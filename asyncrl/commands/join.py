@@ -19,7 +19,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
-from asyncrl.commands.up import StartedRun, generator_maker, limits_of
+from asyncrl.commands.up import StartedRun, generator_maker
 from asyncrl.config.addresses import insecurities
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
@@ -28,6 +28,7 @@ from asyncrl.config.store import StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
 from asyncrl.hosting.family import family
+from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
@@ -84,7 +85,7 @@ def joined(
     specs = [make(index, count, ()) for index in range(count)]
     if own is None:
         specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
-    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits_of(config.control))
+    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=Limits.of(config.control))
     may_fail = BestEffort()
     with family() as members, supervisor:
 

@@ -17,8 +17,13 @@ log = logging.getLogger(__name__)
 LEAST_S = 90.0
 # A step or a checkpoint may take this many times as long as the last one.
 MARGIN = 2.0
-# What a learner reports while nothing is trained that is not saved, and between steps.
+# What a learner or stage reports while nothing is trained that is not saved, and between steps.
 BEFORE, BETWEEN = ("start", "load the model"), ("wait_groups", "report", "checkpoint", "last checkpoint")
+# What a stage reports before its first step and behind its last one.
+AROUND = {
+    "evaluate": "ending the evaluation, which changes nothing",
+    "export": "finishing the export of the model",
+}
 
 
 class Stop(NamedTuple):
@@ -48,7 +53,9 @@ def announce(directory: RunDirectory, doing: str | None, slow_s: float) -> float
 
 def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
     if doing in BEFORE:
-        return Stop(0.0, "ending the learner, which has begun no step")
+        return Stop(0.0, "ending the training, which has begun no step")
+    if doing in AROUND:
+        return Stop(MARGIN * slow_s, AROUND[doing])
     state = read_state(directory.path)
     measured = (state.latest("time/step"), state.latest("time/checkpoint"))
     within_s = max(LEAST_S, MARGIN * sum(slow_s if part_s is None else part_s for part_s in measured))

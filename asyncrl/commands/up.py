@@ -166,7 +166,7 @@ def supervised(
         if not is_recorded:
             record(supervisor.pids())
 
-    limits, most = limits_of(control), control.max_restarts
+    limits, most = Limits.of(control), control.max_restarts
     with Supervisor(specs, max_restarts=most, limits=limits, on_change=record) as supervisor:
         yield supervisor, tend
 
@@ -208,11 +208,6 @@ def claimed(
         with may_fail("removal of what an earlier start left"):
             directory.forget_earlier()
         yield directory.keys()
-
-
-def limits_of(control: ControlConfig) -> Limits:
-    """Return how long a process may be silent before it counts as hung."""
-    return Limits(hang_s=control.hang_s, slow_s=control.slow_s)
 
 
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:

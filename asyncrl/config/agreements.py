@@ -3,7 +3,6 @@
 A setting without any effect is a mistake too, because its author expects one.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -17,7 +16,6 @@ from asyncrl.config.registry import needs
 from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
-    CheckpointConfig,
     ControlConfig,
     EvalConfig,
     GeneratorConfig,
@@ -29,11 +27,8 @@ from asyncrl.config.sections import (
     WeightsConfig,
 )
 from asyncrl.config.store import StoreConfig
+from asyncrl.config.store_room import store_holds_what_is_open
 from asyncrl.config.vllm_settings import transformers_takes_the_settings, vllm_takes_the_settings
-
-# Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group.
-PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES, GROUP_BYTES = 4, 9, 768, 8192
-TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its spans of versions
 
 LAST_PORT = 65535
 
@@ -248,47 +243,6 @@ def _sequences_fit(sampling: SamplingConfig, learner: LearnerConfig) -> Iterator
         )
 
 
-def _store_holds_what_is_open(
-    sampling: SamplingConfig,
-    checkpoint: CheckpointConfig,
-    staleness: StalenessConfig,
-    learner: LearnerConfig,
-    batch: BatchConfig,
-    store: StoreConfig,
-    environment: EnvironmentConfig,
-    reward: RewardConfig,
-) -> Iterator[Mistake]:
-    """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
-    lag = staleness.max_lag
-    saved = min(checkpoint.keep * checkpoint.every, learner.steps)
-    groups = (lag + 1 + saved) * batch.groups
-    prompt_bytes = PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens
-    rollout_bytes = ROLLOUT_BYTES + prompt_bytes + RESPONSE_TOKEN_BYTES * sampling.max_response_tokens
-    rollout_bytes += TURN_BYTES * environment.max_turns if environment.is_used else 0
-    sequences = batch.group_size * environment.sequences
-    group_bytes = GROUP_BYTES + sequences * rollout_bytes
-    group_bytes += batch.group_size * reward.judgement_bytes
-    needed_gib = groups * group_bytes / 2**30
-    if needed_gib > store.max_gib:
-        sizes = ("batch.group_size", "sampling.max_prompt_tokens", "sampling.max_response_tokens")
-        numbers = (
-            "staleness.max_lag",
-            "checkpoint.keep",
-            "checkpoint.every",
-            "batch.groups",
-            "learner.steps",
-        )
-        yield Mistake(
-            ("store.max_gib", *numbers, *sizes),
-            f"store.max_gib is {store.max_gib:g}, but {groups} groups of up to {group_bytes / 2**20:.3g} MiB "
-            f"can be open, {needed_gib:.3g} GiB: {lag + 1} steps under way (staleness.max_lag + 1) and "
-            f"{saved} that the oldest checkpoint lacks (checkpoint.keep * every), of {batch.groups} groups "
-            f"(batch.groups) with {sequences} sequences of sampling.max_prompt_tokens and "
-            "max_response_tokens; a full store would stop the run for good; set store.max_gib: "
-            f"{math.ceil(needed_gib)}, or checkpoint more often",
-        )
-
-
 def _the_optimizer_can_be_offloaded(learner: LearnerConfig) -> Iterator[Mistake]:
     # DeepSpeed's stages 1 and 2 keep a gradient that is not finite in host memory for all later steps.
     if learner.offload_optimizer and learner.zero_stage != 3:
@@ -381,7 +335,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_curriculum_can_judge,
     _one_store,
     _sequences_fit,
-    _store_holds_what_is_open,
+    store_holds_what_is_open,
     _the_optimizer_can_be_offloaded,
     _rates_fall,
     _shards_divide,

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Self
+
+from asyncrl.config.sections import ControlConfig
 
 VARIABLE = "ASYNCRL_PROGRESS"  # its value is "descriptor:place"
 _SIGN = struct.Struct("<QB55s")
@@ -38,7 +41,12 @@ class Limits:
     hang_s: float
     slow_s: float
 
-    def of(self, pace: Pace) -> float:
+    @classmethod
+    def of(cls, control: ControlConfig) -> Self:
+        """The limits of a run's processes."""
+        return cls(hang_s=control.hang_s, slow_s=control.slow_s)
+
+    def at(self, pace: Pace) -> float:
         """Return the limit for one pace."""
         quick_s = min(_QUICK_S, self.hang_s)
         return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: quick_s}[pace]
@@ -105,7 +113,7 @@ class Watch:
                 self._since_s[name] = now_s
         self._last = signs
         silent_s = {name: now_s - since_s for name, since_s in self._since_s.items()}
-        shares = {name: silent_s[name] / self.limits.of(sign.pace) for name, sign in signs.items()}
+        shares = {name: silent_s[name] / self.limits.at(sign.pace) for name, sign in signs.items()}
         if max(shares.values()) <= 1.0:
             return None
         # Processes that wait for the hung one fall silent at the same time, so the message names all of them.

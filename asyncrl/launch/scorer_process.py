@@ -22,7 +22,9 @@ from asyncrl.run.keys import forget_secrets
 from asyncrl.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
-PROBE_S = 1.0
+# Seconds between two proofs that the engine lives. After each, vLLM's worker looks for work for a second
+# without pause, on a core of its own.
+PROBE_S = 10.0
 
 
 def main() -> None:

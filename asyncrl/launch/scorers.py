@@ -63,9 +63,8 @@ def started_scorers(config: Config) -> Iterator[Path]:
             return
         directory.create(fresh=False)
         directory.config.write_text(dump_config(config), encoding="utf-8")
-        limits = Limits(hang_s=config.control.hang_s, slow_s=config.control.slow_s)
-        specs = scorer_specs(config, directory, config.scorers)
-        supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=limits)
+        specs, control = scorer_specs(config, directory, config.scorers), config.control
+        supervisor = Supervisor(specs, max_restarts=control.max_restarts, limits=Limits.of(control))
         failed: list[RunError] = []
 
         def watch() -> None:

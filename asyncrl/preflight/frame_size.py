@@ -1,8 +1,11 @@
 """The size of the largest group in the store."""
 
-import numpy as np
+from typing import Any
 
-from asyncrl.columns import EXPERTS
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.columns import EXPERTS, TEACHER
 from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
 from asyncrl.hosting.machine import routing_sizes
@@ -14,8 +17,9 @@ from asyncrl.wire.group_frames import encode_group
 def frame_bytes(config: Config) -> int:
     """Return the size of an encoded group with full prompts and responses of two policy versions."""
     prompt, response = config.sampling.max_prompt_tokens, config.sampling.max_response_tokens
-    sizes = routing_sizes(config.model)
-    experts = np.zeros((prompt + response, sizes["layers"], sizes["top_k"]), np.int16) if sizes else None
+    recorded: dict[str, NDArray[Any]] = {TEACHER: np.zeros(response, np.float32)} if config.teacher else {}
+    if sizes := routing_sizes(config.model):
+        recorded[EXPERTS] = np.zeros((prompt + response, sizes["layers"], sizes["top_k"]), np.int16)
     rollout = Rollout(
         prompt_ids=np.zeros(prompt, np.int32),
         response_ids=np.zeros(response, np.int32),
@@ -26,12 +30,17 @@ def frame_bytes(config: Config) -> int:
         reward_parts=dict.fromkeys(reward_parts(config.reward, config.environment), 0.0),
         answer="0" * ANSWER_CHARACTERS,
         turns=_full_turns(config),
-        recorded={} if experts is None else {EXPERTS: experts},
+        recorded=recorded,
     )
     rollouts = (rollout,) * (config.batch.group_size * config.environment.sequences)
     said = config.batch.group_size * config.reward.judgement_bytes
-    recorded = {"judgements": np.zeros(said, np.uint8)} if said else {}
-    group = Group(ticket_id=1, rollouts=rollouts, generator_id="g0", finished_version=2, recorded=recorded)
+    group = Group(
+        ticket_id=1,
+        rollouts=rollouts,
+        generator_id="g0",
+        finished_version=2,
+        recorded={"judgements": np.zeros(said, np.uint8)} if said else {},
+    )
     return len(encode_group(group, b"key"))
 
 

@@ -18,7 +18,7 @@ from asyncrl.config.named_files import file_problems, is_local, is_stage, unusab
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import ModelConfig
+from asyncrl.config.store_room import lacking_room
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
@@ -62,7 +62,7 @@ def validated_config(
     if draft.config:
         config, root = draft.config, draft.root
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
-        found += [*file_problems(config), *teacher_problems(config), *_adapter_problems(config.model)]
+        found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]
         is_here = config.cluster.kind != "kubernetes"
         if is_here:
@@ -84,8 +84,11 @@ def validated_config(
     return checked(draft)
 
 
-def _adapter_problems(model: ModelConfig) -> Iterator[Mistake]:
-    """Find an adapter to begin with that cannot be used, and layers that a model on this machine lacks."""
+def _model_problems(config: Config) -> Iterator[Mistake]:
+    """Find an adapter to begin with that cannot be used, layers that a model on this machine lacks, and a
+    store without room for the experts of each token.
+    """
+    model = config.model
     if model.lora is None and not model.router_replay:
         return
     try:
@@ -95,6 +98,11 @@ def _adapter_problems(model: ModelConfig) -> Iterator[Mistake]:
             from asyncrl.hosting.machine import read_model  # it imports torch and transformers
 
             read_model(model)
+            if model.router_replay:
+                from asyncrl.preflight.frame_size import frame_bytes
+
+                parts = config.checkpoint, config.staleness, config.learner, config.batch
+                yield from lacking_room(*parts, config.store, config.environment, frame_bytes(config))
     except ConfigError as error:
         key, _, text = str(error).partition(": ")
         yield Mistake((key,), text)

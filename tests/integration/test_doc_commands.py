@@ -78,6 +78,7 @@ NOT_TYPED = {
     "python -m bench.decoder": "a minute of measuring: tests/unit/test_wire.py decodes such frames",
     "python -m bench.stages": "tens of minutes: tests/integration/test_stages.py and test_run.py are its parts",
     "python bench/stage_overhead.py": "minutes of measuring: tests/integration/test_stages.py has such stages",
+    "python -m bench.scorers": "minutes: two engines; tests/integration/test_scorers.py asks such a scorer",
     "python -m bench.lora": "minutes: two engines under load; tests/integration/test_engine_lora.py has the updates",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_engine.py",
     "python -m pytest": "is what runs this",

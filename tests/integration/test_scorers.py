@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import threading
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from asyncrl.config.schema import Config
 from asyncrl.control import scoring
@@ -17,10 +24,12 @@ from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
 from asyncrl.errors import ConfigError, EngineError, RewardError
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.scorers import scorer_specs, scorers_in
+from asyncrl.preflight.reward_trial import try_rewards
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import Question, RewardInput, Score, Unanswered
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
+from tests.support.command import ASYNCRL
 from tests.support.models import SIZES, tiny_qwen2
 from tests.support.waiting import wait_until
 
@@ -79,6 +88,13 @@ def scores(
     return asyncio.run(run())
 
 
+def right_score(directory: Path, ids: list[int]) -> float:
+    """What transformers computes of token ids."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return float(model(torch.tensor([ids])).logits.item())
+
+
 def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_file, tmp_path):
     reward_model(tmp_path / "rm")
     config, directory = validated_config(config_file), RunDirectory(tmp_path / "runs" / "scored")
@@ -86,9 +102,7 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
     directory.config.write_text(config_file.read_text())
     draw = np.random.default_rng(0)
     groups = [[draw.integers(2, 12, size=n).tolist() for n in (1, 5, 31, 32)] for _ in range(2)]
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32).eval()
-    with torch.no_grad():
-        right = [[model(torch.tensor([ids])).logits.item() for ids in group] for group in groups]
+    right = [[right_score(tmp_path / "rm", ids) for ids in group] for group in groups]
     pids: dict[str, int] = {}
     supervisor = Supervisor(
         scorer_specs(config, directory, config.scorers), max_restarts=3, on_change=pids.update
@@ -110,6 +124,43 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
         supervisor.request_stop("over")
         watching.join()
         supervisor.stop()
+
+
+def test_reward_test_starts_a_scorer_and_stops_it(config_file, tmp_path):
+    reward_model(tmp_path / "rm")
+    words, samples = ("2", "3 is", "eleven"), tmp_path / "samples.jsonl"
+    rows = [json.dumps({"prompt": "1+1=", "response": word}) + "\n" for word in words]
+    samples.write_text("".join(rows))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = [[*tokenizer("1+1=")["input_ids"], *tokenizer(word)["input_ids"], 1] for word in words]
+    trial = try_rewards(config_file, ["reward.timeout_s=300"], count=3, samples=samples)
+    (part,) = trial.parts
+    assert not part.failures and not part.unequal and not trial.unscored
+    assert part.scores["sample"] == pytest.approx(
+        [right_score(tmp_path / "rm", one) for one in ids], abs=1e-5
+    )
+    assert not [
+        one for one in psutil.Process().children(recursive=True) if "scorer_process" in str(one.cmdline())
+    ]
+
+
+def test_eval_starts_a_scorer_beside_the_engine(config_file, tmp_path):
+    reward_model(tmp_path / "rm")
+    prompts = ("1+1=", "is it 7 ?")
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
+    settings = ("generator.engine=transformers", "reward.timeout_s=300", "sampling.max_prompt_tokens=16")
+    command = [*ASYNCRL, "eval", str(tmp_path / "model"), str(config_file), *settings]
+    command.append(f"data.eval={tmp_path / 'eval.jsonl'}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    right = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        whole = policy.generate(ids, do_sample=False, max_new_tokens=24)[0].tolist()
+        right.append(right_score(tmp_path / "rm", whole))
+    assert json.loads(done.stdout)["eval/reward_mean"] == pytest.approx(np.mean(right), abs=1e-5)
 
 
 def test_without_a_scorer_the_reward_fails_and_says_why(config_file, tmp_path, monkeypatch):

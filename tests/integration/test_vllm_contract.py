@@ -7,6 +7,7 @@ import pytest
 import vllm.envs
 from vllm import AsyncEngineArgs
 from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,7 +19,9 @@ from vllm.v1.worker.worker_base import WorkerBase
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.config.vllm_settings import REFUSED, known_settings
 from asyncrl.engine.vllm.args import engine_args, set_environment
+from asyncrl.engine.vllm.classifier import classifier_args
 from asyncrl.engine.vllm.receiver import VersionLoader
+from asyncrl.launch.scorer_process import PROBE_S
 from tests.support.models import tiny_qwen2
 
 pytestmark = pytest.mark.integration
@@ -83,6 +86,19 @@ def test_a_gpu_runs_the_newer_model_runner_whatever_transport_and_settings(tmp_p
     config = AsyncEngineArgs(**arguments).create_engine_config()
     assert config._get_v2_model_runner_unsupported_features() == []
     assert config.model_config.logprobs_mode == "processed_logprobs"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_accepts_the_arguments_of_a_scorer(device):
+    arguments = classifier_args("model", "float32", max_tokens=10_000, device=device)
+    accepted = AsyncEngineArgs(**arguments)
+    assert {name: getattr(accepted, name) for name in arguments} == arguments
+
+
+def test_a_scorer_without_calls_leaves_the_cores_to_others():
+    """A worker takes a core for this long after each call, also if the call only proves that it lives."""
+    busy_s = inspect.signature(SpinCondition).parameters["busy_loop_s"].default
+    assert 0 < 10 * busy_s <= PROBE_S
 
 
 def test_vllm_starts_its_processes_as_the_environment_says(monkeypatch):

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
+from asyncrl.columns import COLUMNS, EXPERTS, TEACHER, of_token
 from asyncrl.commands.up import require_password
-from asyncrl.config import registry
+from asyncrl.config import registry, store_room
 from asyncrl.config.addresses import is_everywhere, is_loopback
 from asyncrl.config.algorithm_rules import GROUP_ADVANTAGES
 from asyncrl.config.base import Part
@@ -115,6 +117,34 @@ def test_a_store_that_cannot_hold_what_is_open_is_refused_with_the_arithmetic() 
     )
     parts["learner"]["steps"] = 10  # a short run never holds more than all of its steps
     assert config(**parts, store={"max_gib": 0.5})
+
+
+def test_the_bytes_of_a_token_in_the_store_are_the_columns_of_its_axis() -> None:
+    def of(axis: str, *recorded: str) -> int:
+        return sum(
+            np.dtype(column.dtype).itemsize
+            for name, column in COLUMNS.items()
+            if column.axes == (axis,) and (name in recorded or not column.optional)
+        )
+
+    assert of("prompt_tokens") == store_room.PROMPT_TOKEN_BYTES
+    assert of("response_tokens") == store_room.RESPONSE_TOKEN_BYTES
+    assert of("response_tokens", TEACHER) == store_room.RESPONSE_TOKEN_BYTES + store_room.TEACHER_TOKEN_BYTES
+    rest = {name for name in COLUMNS if of_token(name)} - {TEACHER, EXPERTS}
+    assert not rest, f"{rest} of a token take room in the store, which config/store_room.py does not count"
+
+
+def test_a_store_without_room_for_the_columns_of_a_teacher_is_refused() -> None:
+    parts: dict[str, Any] = {
+        "batch": {"groups": 64, "group_size": 8},
+        "sampling": {"max_prompt_tokens": 1024, "max_response_tokens": 7168},
+        "learner": {"steps": 10, "tokens_per_microbatch": 8192},
+        "store": {"max_gib": 0.6},
+    }
+    assert config(**parts)
+    teacher = {"reference": {"path": "large", "scorers": 1}, "kl": {"coefficient": 0.1}}
+    with pytest.raises(ValidationError, match=r"store.max_gib is 0.6, but 960 groups of up to 0.756 MiB"):
+        config(**parts, algorithm=teacher)
 
 
 def test_each_shard_gives_a_whole_share_of_every_step_and_of_the_window() -> None:

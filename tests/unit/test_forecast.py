@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from asyncrl.cli.screens import plan_table
+from asyncrl.columns import TEACHER
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
@@ -281,6 +282,11 @@ def test_a_group_in_the_store_is_as_large_as_a_real_one():
     )
     group = Group(ticket_id=12345, rollouts=(rollout,) * 3, generator_id="g12", finished_version=5)
     assert abs(frame_bytes(config) - len(encode_group(group, b"key"))) <= 16
+    taught = replace(rollout, recorded={TEACHER: np.zeros(30, np.float32)})
+    algorithm = {"reference": {"path": "large", "scorers": 1}, "kl": {"coefficient": 0.1}}
+    config = config.model_copy(update={"algorithm": config_of(algorithm=algorithm).algorithm})
+    encoded = encode_group(replace(group, rollouts=(taught,) * 3), b"key")
+    assert abs(frame_bytes(config) - len(encoded)) <= 16
 
 
 def test_a_group_of_episodes_is_as_large_as_a_real_one_and_rewritten_turns_are_sequences():

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
@@ -226,6 +227,18 @@ def test_both_sides_read_the_same_images(task: Path, model: Path) -> None:
     a, b = ((task / f"{name}.png").read_bytes() for name in "ab")
     assert read == [(a,), (a, b), (), (b,)] * 2
     assert all(learner.fault(group(prompts, ticket)) is None for ticket in range(1, 5))
+
+
+def test_a_pack_has_the_pixels_of_each_image_in_the_order_of_its_placeholders(
+    task: Path, model: Path
+) -> None:
+    """Also of an image that comes twice, as in the rollouts of a group."""
+    learner = LearnerImages(config(task, model))
+    a, b = ((task / f"{name}.png").read_bytes() for name in "ab")
+    (alone_a, alone_b) = (learner.inputs([image])["pixel_values"][0] for image in (a, b))
+    assert not torch.equal(alone_a, alone_b)
+    found = learner.inputs([b, a, a, b])["pixel_values"][0]
+    assert torch.equal(found, torch.cat([alone_b, alone_a, alone_a, alone_b]))
 
 
 @pytest.mark.parametrize("change", ["another picture", "gone", "another row", "no digest"])

@@ -1,5 +1,6 @@
 """The learner runs tokens with the experts that the engine chose, and gradients flow as transformers computes them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from asyncrl.columns import EXPERTS
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.hosting.machine import read_model, routing_sizes
+from asyncrl.preflight.frame_size import frame_bytes
+from asyncrl.preflight.validate import validated_config
 from asyncrl.routing import experts_of_tokens, recorded, routers_of, watch
 from asyncrl.routing import routing_sizes as sizes_of
 from asyncrl.trainer.attention import SEGMENTS
@@ -186,6 +189,31 @@ def test_a_column_of_another_length_is_neither_sent_nor_read() -> None:
     lie = {EXPERTS: np.zeros((1, 2, 2), np.int16)}
     with pytest.raises(WireError, match="routed_experts has 1 tokens instead of"):
         decode_group(encode_frame(GROUP_LIMITS, frame.meta, frame.arrays | lie))
+
+
+def test_a_store_without_room_for_the_experts_of_each_token_is_refused(tmp_path: Path) -> None:
+    tiny_moe(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    values = {
+        "run": {"name": "experts", "root": str(tmp_path)},
+        "model": {"path": str(tmp_path / "model"), "router_replay": True},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "sampling": {"max_prompt_tokens": 256, "max_response_tokens": 256},
+        "generator": {"engine": "transformers"},
+        "learner": {"device": "cpu"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    config = validated_config(tmp_path / "run.yaml")
+    token_bytes = SIZES["layers"] * SIZES["top_k"] * 2
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"router_replay": False})})
+    assert frame_bytes(config) - frame_bytes(plain) >= config.batch.group_size * 512 * token_bytes
+    groups = (config.staleness.max_lag + 1 + config.learner.steps) * config.batch.groups
+    limit = f"store.max_gib={0.9 * groups * frame_bytes(config) / 2**30}"
+    short = ["checkpoint.every=100000", limit]
+    assert validated_config(tmp_path / "run.yaml", [*short, "model.router_replay=false"])
+    with pytest.raises(ConfigError, match=r"store\.max_gib: is .*; a full store would stop the run"):
+        validated_config(tmp_path / "run.yaml", short)
 
 
 def test_a_model_without_experts_is_refused_by_name(path: Path, tmp_path: Path) -> None:

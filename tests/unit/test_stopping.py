@@ -60,7 +60,9 @@ def test_the_limit_is_twice_what_the_last_step_and_the_last_checkpoint_took(tmp_
         ("measure", (4, 6), "finishing step 8, then saving, within 7m40s (Ctrl-C again: lose 1 step)"),
         ("wait_groups", (5,), "saving step 7, within 7m40s (Ctrl-C again: lose 2 steps)"),
         ("train", (7,), "finishing step 8, then saving, within 7m40s (Ctrl-C again: end immediately)"),
-        ("load the model", (7,), "ending the learner, which has begun no step"),
+        ("load the model", (7,), "ending the training, which has begun no step"),
+        ("evaluate", (7,), "ending the evaluation, which changes nothing"),
+        ("export", (7,), "finishing the export of the model"),
     ],
 )
 def test_the_text_says_what_is_done_and_what_a_second_ctrl_c_loses(tmp_path, doing, saved, text, caplog):

@@ -6,11 +6,31 @@ from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.base import Device
-from asyncrl.engine.vllm.args import set_environment
+from asyncrl.engine.vllm.args import STEP_TOKENS, set_environment
 from asyncrl.errors import EngineError
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 
 Score = Callable[[list[int]], Awaitable[float]]
+# Sequences of one step of the engine: as many as a generator asks about at the same time.
+CALLS_AT_ONCE = 256
+
+
+def classifier_args(model: str, dtype: str, *, max_tokens: int, device: Device) -> dict[str, Any]:
+    """Keyword arguments of vLLM's engine."""
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "runner": "pooling",
+        "convert": "classify",
+        "max_model_len": max_tokens,
+        # vLLM's defaults for a library are fewer sequences, and on a GPU fewer tokens.
+        "max_num_seqs": CALLS_AT_ONCE,
+        "max_num_batched_tokens": max(STEP_TOKENS[device], max_tokens),
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(CPU_KV_CACHE_GIB * 2**30)}
+    return arguments
 
 
 def open_classifier(
@@ -28,20 +48,8 @@ def open_classifier(
     from vllm.inputs import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments: dict[str, Any] = {}
-    if device == "cpu":
-        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": int(CPU_KV_CACHE_GIB * 2**30)}
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=model,
-            dtype=dtype,
-            runner="pooling",
-            convert="classify",
-            max_model_len=max_tokens,
-            disable_log_stats=True,
-            **arguments,
-        )
-    )
+    arguments = classifier_args(model, dtype, max_tokens=max_tokens, device=device)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     numbers = itertools.count()
 
     async def score(token_ids: list[int]) -> float:
