@@ -1,17 +1,26 @@
 """Opens the engine that `cluster.kind` names."""
 
-from collections.abc import Sequence
-
 from asyncrl.cluster.base import Cluster
 from asyncrl.config.schema import Config
+from asyncrl.extras import from_extra
+from asyncrl.hosting.gpus import count_gpus
 
 
-def open_cluster(config: Config, gpus: Sequence[int]) -> Cluster:
-    """Return the engine of a config, for a driver whose machine has `gpus`. Raises RunError."""
+def wants_gpus(config: Config) -> bool:
+    """Return whether hosts ask for GPUs. Those of Ray do so wherever this machine has none."""
+    return config.learner.device != "cpu" and (config.cluster.kind == "ray" or count_gpus() > 0)
+
+
+def open_cluster(config: Config) -> Cluster:
+    """Return the engine of a config. Raises RunError, MissingLibrary."""
     match config.cluster.kind:
         case "local":
             from asyncrl.cluster.local import LocalCluster
 
-            return LocalCluster(gpus)
+            return LocalCluster(range(count_gpus()))
+        case "ray":
+            with from_extra("ray"):
+                from asyncrl.cluster.ray import RayCluster
+            return RayCluster()
         case "kubernetes" | None:
             raise ValueError("a run without hosts that we start has no engine")
