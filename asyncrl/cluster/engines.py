@@ -2,7 +2,6 @@
 
 from asyncrl.cluster.base import Cluster
 from asyncrl.config.schema import Config
-from asyncrl.extras import from_extra
 from asyncrl.hosting.gpus import count_gpus
 
 
@@ -12,15 +11,15 @@ def wants_gpus(config: Config) -> bool:
 
 
 def open_cluster(config: Config) -> Cluster:
-    """Return the engine of a config. Raises RunError, MissingLibrary."""
+    """Return the engine of a config. Raises RunError."""
     match config.cluster.kind:
         case "local":
             from asyncrl.cluster.local import LocalCluster
 
             return LocalCluster(range(count_gpus()))
         case "ray":
-            with from_extra("ray"):
-                from asyncrl.cluster.ray import RayCluster
+            from asyncrl.cluster.ray import RayCluster
+
             return RayCluster()
         case "kubernetes" | None:
             raise ValueError("a run without hosts that we start has no engine")

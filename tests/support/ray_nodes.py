@@ -16,21 +16,15 @@ TOKEN = "0123456789abcdef" * 2
 class RayNodes:
     cluster: Any
 
-    def add(self, gpus: int) -> None:
-        self.cluster.add_node(num_cpus=1, num_gpus=gpus)
-
     def of(self, pid: int) -> Any:
         """The node below whose raylet a process runs."""
         above = {process.pid for process in psutil.Process(pid).parents()}
         (found,) = [node for node in self.cluster.list_all_nodes() if raylet(node) in above]
         return found
 
-    def replace(self, pid: int) -> None:
-        """The node of a process is gone, and another one like it comes."""
-        node = self.of(pid)
-        gpus = int(node._ray_params.num_gpus)
-        self.cluster.remove_node(node, allow_graceful=False)
-        self.add(gpus)
+    def lose(self, pid: int) -> None:
+        """The node of a process is gone for good."""
+        self.cluster.remove_node(self.of(pid), allow_graceful=False)
 
     def files(self) -> list[Path]:
         """What Ray has written of its nodes and actors."""
@@ -63,11 +57,10 @@ def ray_nodes(directory: Path, gpus: Sequence[int]) -> Iterator[RayNodes]:
 
         first = {"num_cpus": 0, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=first)
-        nodes = RayNodes(cluster)
         try:
             patch.setenv("RAY_ADDRESS", cluster.address)
             for count in gpus:
-                nodes.add(count)
-            yield nodes
+                cluster.add_node(num_cpus=1, num_gpus=count)
+            yield RayNodes(cluster)
         finally:
             cluster.shutdown()
