@@ -32,7 +32,9 @@ def test_a_run_on_ray_trains_loses_a_node_and_leaves_nothing(nodes, tmp_path):
         def members() -> set[str]:
             return {member["generator_id"] for member in status()["members"] if member["silent_s"] < 5}
 
-        up = start(config, *OVERRIDES)
+        # Another run on this machine may have the usual ports.
+        store, control = (f"tcp://auto:{port}" for port in free_ports(2))
+        up = start(config, *OVERRIDES, f"store.bind={store}", f"control.bind={control}")
         try:
             both = {"generators-0.g0", "generators-1.g0"}
             wait(lambda: len(steps(run)) >= 2 and members() == both, up, config, WAIT_S)

@@ -16,15 +16,14 @@ TOKEN = "0123456789abcdef" * 2
 class RayNodes:
     cluster: Any
 
-    def of(self, pid: int) -> Any:
-        """The node below whose raylet a process runs."""
-        above = {process.pid for process in psutil.Process(pid).parents()}
-        (found,) = [node for node in self.cluster.list_all_nodes() if raylet(node) in above]
+    def of(self, pid: int) -> psutil.Process:
+        """The raylet, the first process of a node, below which a process runs."""
+        (found,) = [process for process in psutil.Process(pid).parents() if process.name() == "raylet"]
         return found
 
     def lose(self, pid: int) -> None:
         """The node of a process is gone for good."""
-        self.cluster.remove_node(self.of(pid), allow_graceful=False)
+        self.of(pid).kill()
 
     def files(self) -> list[Path]:
         """What Ray has written of its nodes and actors."""
@@ -39,8 +38,15 @@ class RayNodes:
         return actors + groups
 
 
-def raylet(node: Any) -> int:
-    return node.all_processes["raylet"][0].process.pid
+def add_node(cluster: Any, gpus: int) -> None:
+    """Ray gives a node 30 s to start, which is not enough where others keep the machine busy."""
+    for tries_left in (3, 2, 1, 0):
+        try:
+            cluster.add_node(num_cpus=1, num_gpus=gpus)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not tries_left:
+                raise
 
 
 @contextlib.contextmanager
@@ -60,7 +66,7 @@ def ray_nodes(directory: Path, gpus: Sequence[int]) -> Iterator[RayNodes]:
         try:
             patch.setenv("RAY_ADDRESS", cluster.address)
             for count in gpus:
-                cluster.add_node(num_cpus=1, num_gpus=count)
+                add_node(cluster, count)
             yield RayNodes(cluster)
         finally:
             cluster.shutdown()
