@@ -72,10 +72,10 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
             raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain)
     from asyncrl.cli.foreground import run_on_hosts
+    from asyncrl.cluster.engines import wants_gpus
     from asyncrl.cluster.plans import described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
     from asyncrl.commands.hosts import manifests
-    from asyncrl.hosting.gpus import count_gpus
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
@@ -93,8 +93,7 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
     if dry_run:
         if submits:
             typer.echo(run_script(checked, command))
-        on_gpus = (submits or count_gpus() > 0) and checked.learner.device != "cpu"
-        for line in described(checked, on_gpus=on_gpus):
+        for line in described(checked, on_gpus=wants_gpus(checked)):
             typer.echo(line)
         return 0
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)

@@ -1,18 +1,29 @@
 """Opens the engine that `cluster.kind` names."""
 
-from collections.abc import Sequence
-
 from asyncrl.cluster.base import Cluster
+from asyncrl.cluster.slurm_jobs import allocation
 from asyncrl.config.schema import Config
+from asyncrl.hosting.gpus import count_gpus
 
 
-def open_cluster(config: Config, gpus: Sequence[int]) -> Cluster:
-    """Return the engine of a config, for a driver whose machine has `gpus`. Raises RunError."""
+def wants_gpus(config: Config) -> bool:
+    """Return whether hosts ask for GPUs. Those of other machines do so also if this one has none."""
+    kind = config.cluster.kind
+    is_elsewhere = kind == "ray" or (kind == "slurm" and not allocation())
+    return config.learner.device != "cpu" and (is_elsewhere or count_gpus() > 0)
+
+
+def open_cluster(config: Config) -> Cluster:
+    """Return the engine of a config. Raises RunError."""
     match config.cluster.kind:
         case "local":
             from asyncrl.cluster.local import LocalCluster
 
-            return LocalCluster(gpus)
+            return LocalCluster(range(count_gpus()))
+        case "ray":
+            from asyncrl.cluster.ray import RayCluster
+
+            return RayCluster()
         case "slurm":
             from asyncrl.cluster.slurm import SlurmCluster
 

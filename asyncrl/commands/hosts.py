@@ -11,7 +11,7 @@ from dataclasses import asdict
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.engines import open_cluster
+from asyncrl.cluster.engines import open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
 from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
@@ -24,7 +24,6 @@ from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.family import family
-from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
@@ -37,8 +36,8 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
 
     The learner's host checks the rest of the config, and reads and writes the same run directory.
     """
-    directory, gpus, config = RunDirectory(config.run.directory), range(count_gpus()), reachable(config)
-    on_gpus, may_fail = bool(gpus) and config.learner.device != "cpu", BestEffort()
+    directory, config, may_fail = RunDirectory(config.run.directory), reachable(config), BestEffort()
+    on_gpus = wants_gpus(config)
     with ExitStack() as stack:
         with needing(directory.path):
             if directory.was_up and (supervisor := directory.supervisor()) is not None:
@@ -56,7 +55,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
         setup_logging("driver", directory.logs, console=console)
-        cluster = stack.enter_context(closing(open_cluster(config, gpus)))
+        cluster = stack.enter_context(closing(open_cluster(config)))
 
         def record(states: Mapping[str, HostState]) -> None:
             found = {name: asdict(state) for name, state in states.items()}

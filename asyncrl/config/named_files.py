@@ -43,6 +43,8 @@ def file_problems(config: Config) -> Iterator[Mistake]:
     yield from _scorers(config)
     yield from _division(config)
     yield from _judges(config)
+    if config.cluster.kind == "ray" and importlib.util.find_spec("ray") is None:
+        yield Mistake(("cluster.kind",), f"is ray, but ray is not installed; {install_command('ray')}")
     yield from tracker_problems(config.telemetry)
 
 

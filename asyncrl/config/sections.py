@@ -299,10 +299,10 @@ class ControlConfig(Part):
 class ClusterConfig(Part):
     """The hosts of a run."""
 
-    kind: Literal["local", "slurm", "kubernetes"] | None = None
+    kind: Literal["local", "ray", "slurm", "kubernetes"] | None = None
     """Engine that places hosts. `local` makes them on this machine, each with a network of its own, as a
-    rehearsal. `slurm` submits a job, whose nodes are the hosts. For `kubernetes`, `asyncrl up` prints
-    manifests. By default it uses this machine only."""
+    rehearsal. `ray` is the cluster at RAY_ADDRESS. `slurm` submits a job, whose nodes are the hosts. For
+    `kubernetes`, `asyncrl up` prints manifests. By default it uses this machine only."""
     learner_hosts: PositiveInt = 1
     """Hosts of the learner, which divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1

@@ -99,6 +99,8 @@ NOT_TYPED = {
     "python docs/examples/plain.py": "writes into build/ of a clone: tests/unit/test_tutorial.py runs it elsewhere",
     "python docs/generate.py": "rewrites pages: tests/unit/test_docs.py holds them to what it writes",
     "python examples/one_process.py": "a file of the clone: tests/unit/test_whole_loop.py runs it",
+    "RAY_AUTH_MODE=token ray": "nodes: tests/integration/test_ray.py has some on one machine",
+    "ray": "a cluster and its token: tests/integration/test_ray.py has both",
     "ruff": "a part of `make test`",
     "sed": "tests/unit/test_deploy.py, as `cp`",
     "source .venv/bin/activate": "`make install` makes it",

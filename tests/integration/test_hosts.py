@@ -3,19 +3,13 @@
 import json
 import os
 import signal
-from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncrl import __version__
-from asyncrl.cluster.base import HostPlan
-from asyncrl.cluster.local import LocalCluster
 from asyncrl.cluster.network import obstacle
 from asyncrl.commands.down import processes_of
-from asyncrl.run.keys import JoinKeys, RunKeys
-from tests.support.waiting import wait_until
 from tests.support.whole_run import call, start, steps, tiny_run, wait
 
 pytestmark = [
@@ -76,48 +70,3 @@ def test_a_run_on_three_hosts_trains_loses_a_host_and_leaves_nothing(tmp_path):
         keys = [(run / name).read_text() for name in ("run.key", "join.key")]
         for path in [*run.glob("logs/*"), run / "hosts.yaml", run / "hosts.json", config.parent / "up.out"]:
             assert not any(key in path.read_text() for key in keys), path
-
-
-@pytest.fixture
-def cluster():
-    with closing(LocalCluster([0])) as found:
-        yield found
-
-
-def plan(name: str, *argv: str, gpus: int = 0, keys: JoinKeys | None = None) -> HostPlan:
-    return HostPlan(name=name, role="generators", argv=argv, gpus=gpus, keys=keys)
-
-
-def test_a_host_runs_its_command_is_stopped_is_lost_and_comes_again(cluster, tmp_path):
-    waits = ("generator", "--store", "redis://10.77.0.254:9/0", "--wait", "300")
-    first, second = plan("a", "version"), plan("b", *waits, keys=RunKeys(bytes(32)).join)
-    cluster.start(first, tmp_path / "a")
-    cluster.start(second, tmp_path / "b")
-    wait_until(lambda: cluster.states()["a"].status == 0)
-    assert (tmp_path / "a").read_text().strip() == __version__
-    wait_until(lambda: "waiting for the run" in (tmp_path / "b").read_text())
-    assert cluster.states()["b"].phase == "running", (
-        "it has read its key, and nobody else's network has the store"
-    )
-    namespace, address = cluster.network.hosts["b"], cluster.states()["b"].address
-    assert namespace.processes() == [cluster.states()["b"].pid]
-    cluster.stop("b", kill=False)
-    wait_until(lambda: cluster.states()["b"].phase == "ended")
-    cluster.start(second, tmp_path / "b")
-    assert cluster.states()["b"].address == address != cluster.states()["a"].address
-    wait_until(lambda: namespace.processes())
-    cluster.stop("b", kill=True)
-    wait_until(lambda: cluster.states()["b"].status == -signal.SIGKILL)
-    cluster.start(second, tmp_path / "b")
-    pid = cluster.states()["b"].pid
-    cluster.close()
-    assert not psutil.pid_exists(pid) and not psutil.pid_exists(namespace.holder.pid)
-
-
-def test_a_host_waits_for_its_gpus(cluster, tmp_path):
-    cluster.start(plan("a", "generator", "--wait", "300", gpus=1), tmp_path / "a")
-    cluster.start(plan("b", "version", gpus=1), tmp_path / "b")
-    waiting = cluster.states()["b"]
-    assert (waiting.phase, waiting.why) == ("pending", "it waits for 1 GPUs; free: 0")
-    cluster.stop("a", kill=True)
-    wait_until(lambda: cluster.states()["b"].status == 0)

@@ -44,6 +44,7 @@ OWNERS = {
     "prometheus_client": {"telemetry"},
     "typer": {"cli"},
     "trl": {"stages"},
+    "ray": {"cluster"},
 }
 # An adapter's package, and the module that chooses it.
 OPENS = {
@@ -65,7 +66,7 @@ READS_THE_ENVIRONMENT = {
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
     # what the commands of hosts inherit
-    "cluster/local.py", "cluster/slurm_jobs.py",
+    "cluster/local.py", "cluster/ray.py", "cluster/slurm_jobs.py",
     # keys of services, in the variables that a config names
     "rewards/endpoints.py",
 }  # fmt: skip

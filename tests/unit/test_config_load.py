@@ -462,6 +462,17 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_install_it(
         validated_config(path, fits)
 
 
+def test_an_engine_that_is_not_installed_is_said_with_the_way_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", "cluster.kind=ray", "generator.count=1"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = "cluster.kind: is ray, but ray is not installed; pip install 'asyncrl[ray]'"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validated_config(write(tmp_path, GOOD), fits)
+
+
 @pytest.mark.parametrize(
     ("override", "key", "count"),
     [
