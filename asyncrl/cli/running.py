@@ -74,7 +74,7 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.plans import described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import manifests
+    from asyncrl.commands.hosts import become_host, is_node, manifests
     from asyncrl.hosting.gpus import count_gpus
     from asyncrl.preflight.validate import validated_config
 
@@ -97,6 +97,8 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
         for line in described(checked, on_gpus=on_gpus):
             typer.echo(line)
         return 0
+    if draft.cluster.kind == "local" and is_node():
+        become_host(checked, fresh=fresh)
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 
