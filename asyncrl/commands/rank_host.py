@@ -11,13 +11,14 @@ from asyncrl.buffer.users import LEARNER as STORE_USER
 from asyncrl.cluster.plans import store_url
 from asyncrl.commands.down import PATIENCE_S
 from asyncrl.commands.stopping import MARGIN
-from asyncrl.commands.up import StartedRun, learner_spec, limits_of
+from asyncrl.commands.up import StartedRun, learner_spec
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import placement_of
+from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import workers_of
 from asyncrl.hosting.standby import FLAG, HOST, LEARNER, name_of
 from asyncrl.hosting.supervisor import Supervisor
@@ -59,7 +60,7 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
         log_path=directory.logs / f"{name}.out",
         workers=workers_of(here),
     )
-    may_fail, limits, most = BestEffort(), limits_of(config.control), config.control.max_restarts
+    may_fail, limits, most = BestEffort(), Limits.of(config.control), config.control.max_restarts
     with family() as members, Supervisor([spec], max_restarts=most, limits=limits) as supervisor:
 
         def tend() -> None:
