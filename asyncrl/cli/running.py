@@ -75,7 +75,7 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
     from asyncrl.cluster.engines import wants_gpus
     from asyncrl.cluster.plans import described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import manifests
+    from asyncrl.commands.hosts import become_host, is_node, manifests
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
@@ -96,6 +96,8 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
         for line in described(checked, on_gpus=wants_gpus(checked)):
             typer.echo(line)
         return 0
+    if draft.cluster.kind == "local" and is_node():
+        become_host(checked, fresh=fresh)
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 

@@ -4,9 +4,12 @@ Kubernetes does both itself, so that for it there is only a text to print.
 """
 
 import json
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from typing import NoReturn
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
@@ -14,6 +17,7 @@ from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.engines import open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
+from asyncrl.cluster.skypilot import node_plan, nodes_in
 from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
@@ -24,6 +28,8 @@ from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.family import family
+from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.route import PEERS_VARIABLE
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
@@ -87,6 +93,26 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
         yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
+
+
+def is_node() -> bool:
+    """Return whether this machine is one of several nodes of SkyPilot."""
+    return bool(nodes_in(os.environ))
+
+
+def become_host(config: Config, *, fresh: bool) -> NoReturn:
+    """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
+    if fresh:
+        raise RunError(
+            "found --fresh, but SkyPilot repeats the command of lost nodes; choose another run.name"
+        )
+    directory, config = RunDirectory(config.run.directory), reachable(config)
+    plan = node_plan(config, directory.hosts_config, os.environ)
+    with needing(directory.path):
+        directory.make()
+        replace_text(directory.hosts_config, dump_config(config), durable=True)
+    os.environ.setdefault(PEERS_VARIABLE, " ".join(nodes_in(os.environ)[1:]))
+    os.execv(sys.executable, module_argv("asyncrl.cli.main", *plan.argv))
 
 
 def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
