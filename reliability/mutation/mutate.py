@@ -63,6 +63,7 @@ TESTS = {
     "batch/resolve": "composition measure estimate",
     "batch/packing": "packing composition",
     "./lora": "lora",
+    "engine/vllm/adapter": "integration/test_vllm_adapter",
     "data/images": "images",
     "data/image_processor": "images",
     "config/algorithm_rules": "config_schema",
@@ -392,6 +393,10 @@ MUTANTS = [
     Mutant("./lora", "torch.manual_seed(0)", "torch.seed()"),
     Mutant("./lora", "parameter.data.copy_(found.get_tensor(name))", "parameter.data"),
     Mutant("./lora", '".lora_A." in name or ".lora_B." in name', '".lora_B." in name'),
+    Mutant("engine/vllm/adapter", "self._served.remove_adapter(NUMBER)", "pass"),
+    Mutant("engine/vllm/adapter", "if ignored:", "if False:"),
+    Mutant("engine/vllm/adapter", "NUMBER, tensors,", 'NUMBER, {n: t for n, t in tensors.items() if ".k_proj." not in n},'),
+    Mutant("engine/vllm/adapter", "NUMBER, tensors,", 'NUMBER, {n: t * (2 if ".lora_B." in n else 1) for n, t in tensors.items()},'),
     Mutant("data/images", "beside / place if", "Path(place) if"),
     Mutant("data/images", "if isinstance(content, bytes) and content else", "if content else"),
     Mutant("data/images", "if size > MOST_BYTES:", "if False:"),
@@ -422,7 +427,7 @@ def is_killed(copy: Path, tests: str) -> bool:
         os.dup2(null, 1)
         os.dup2(null, 2)
         sys.path.insert(0, str(copy))
-        files = [f"tests/unit/test_{name}.py" for name in tests.split()]
+        files = [f"tests/{name if '/' in name else f'unit/test_{name}'}.py" for name in tests.split()]
         os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *files]))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code not in (0, 1):
@@ -439,8 +444,10 @@ def main(only: str | None) -> int:
     settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
     settings.load_profile("mutation")
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory)
-        os.environ |= {"PYTHONPATH": directory, "PYTHONDONTWRITEBYTECODE": "1"}
+        copy = Path(directory) / "copy"
+        copy.mkdir()
+        (copy.parent / "shared").symlink_to(ROOT.parent / "shared")  # models that tests load
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         shutil.copytree(ROOT / "asyncrl", copy / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
