@@ -23,7 +23,10 @@ class RayNodes:
 
     def lose(self, pid: int) -> None:
         """The node of a process is gone for good."""
-        self.of(pid).kill()
+        raylet = self.of(pid)
+        raylet.kill()
+        # Workers look whether it exists, and as a zombie it does.
+        raylet.wait(60)
 
     def files(self) -> list[Path]:
         """What Ray has written of its nodes and actors."""
