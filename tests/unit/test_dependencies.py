@@ -29,8 +29,10 @@ NAMES = {
     "wandb_workspaces": "wandb-workspaces",
     "h11": "uvicorn",
     "PIL": "pillow",
+    "math_verify": "math-verify",
+    "sympy": "math-verify",
 }
-"""Distributions whose module has another name; `tokenizers` comes with transformers, `h11` with uvicorn."""
+"""Distributions whose module has another name, or which bring a module: `tokenizers` comes with transformers."""
 BROUGHT = {"verifiers": "httpx"}
 """What the library of an adapter requires itself."""
 
@@ -72,8 +74,8 @@ def test_every_import_is_declared_and_what_is_optional_is_imported_late(path):
             continue  # it runs in the environment's Python, which has the library
         assert name in BASE | OPTIONAL, f"{name} is in no list of pyproject.toml"
         # vLLM comes with the extra `cpu` or `gpu`; its adapters are modules that only the process of an
-        # engine imports.
-        assert name in BASE or name == "vllm" or not early, (
+        # engine imports. So is that of Ray only with `cluster.kind: ray`.
+        assert name in BASE or name in ("vllm", "ray") or not early, (
             f"{name} is imported by everybody who imports this module"
         )
 

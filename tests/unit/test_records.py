@@ -51,7 +51,12 @@ def test_a_dropped_group_is_shown_by_its_best_rollout_and_a_dead_one_by_its_reas
         decode,
         9,
     )
-    assert (stale.kind, stale.reward, stale.response, stale.versions) == ("dropped", 0.9, "0 0 0 0", [(0, 4)])
+    assert (stale.kind, stale.reward, stale.response.strip(), stale.versions) == (
+        "dropped",
+        0.9,
+        "0 0 0 0",
+        [(0, 4)],
+    )
     assert (
         math.isnan(stale.advantage)
         and (dead.response, dead.generator_id) == ("", "g1")
