@@ -44,7 +44,8 @@ def main() -> None:
     model, root, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trainer = worker.build({"rank": 0, "ranks": 1, "model": model}, {"stage": 0, "port": 0}, lr=1e-2)
+    job = {"rank": 0, "ranks": 1, "model": model, "address": "127.0.0.1"}
+    trainer = worker.build(job, {"stage": 0, "port": 0}, lr=1e-2)
     items = worker.sequences()
     store = CheckpointStore(root / "checkpoints", KEY, KEEP)
     (root / "returned").mkdir()

@@ -56,7 +56,7 @@ CANARIES = {
             "OPENAI_API_KEY",
             "GITHUB_TOKEN",
         ),
-        *("ASYNCRL_STORE_PASSWORD", SECRET_VARIABLE),
+        "ASYNCRL_STORE_PASSWORD",
     )
 }
 LEARNERS, GENERATORS = "asyncrl.launch.learner_process", "asyncrl.launch.generator_process"
