@@ -16,9 +16,6 @@ from asyncrl.config.addresses import require_one_interface
 from asyncrl.config.base import Part
 
 ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
-# Further columns in a run with an environment: what was said, as chat messages; the number of the model's
-# answers; the environment's own `reward`, `parts` and `metrics`.
-EPISODE_COLUMNS = ("messages", "turns", "result")
 
 
 class EnvironmentConfig(Part):

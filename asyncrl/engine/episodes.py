@@ -14,14 +14,14 @@ import numpy as np
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.algo.trainable import GroupLimits, trainable
-from asyncrl.config.environment_section import ENVIRONMENT_PART, EPISODE_COLUMNS, EnvironmentConfig
+from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.engine.sampler import finished_version, with_judgements
 from asyncrl.engine.talk import Budget, Read, SessionTalk
 from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
-from asyncrl.rewards.base import ABSTAINED, RewardInput, Score, Scorer
+from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
 from asyncrl.session.base import Renderer, without_stop
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout, Turns

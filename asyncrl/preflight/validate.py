@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
-from asyncrl.config.environment_section import EPISODE_COLUMNS, EnvironmentConfig
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
 from asyncrl.config.outline import kind_at
@@ -29,6 +29,7 @@ from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
+from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of, key_of
 from asyncrl.rewards.forms import Form, form_of

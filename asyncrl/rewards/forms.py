@@ -18,8 +18,11 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from asyncrl.config.environment_section import EPISODE_COLUMNS
 from asyncrl.errors import RewardError
+
+# Further columns in a run with an environment: what was said, as chat messages; the number of the model's
+# answers; the environment's own `reward`, `parts` and `metrics`.
+EPISODE_COLUMNS = ("messages", "turns", "result")
 
 ALLOWED = (
     "(prompt, response, **columns) -> float, or with `responses` -> list for a group; TRL's (completions, "

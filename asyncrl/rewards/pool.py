@@ -72,8 +72,9 @@ class RewardPool:
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """One score per input. The first failure cancels the others and raises RewardError."""
-        calls = [self._call([one], of_group=False) for one in inputs] + [self._call(inputs, of_group=True)]
-        tasks = [asyncio.create_task(call) for call in calls]
+        tasks: list[asyncio.Task[list[Scored]]] = []
+        calls = [([one], False) for one in inputs] + [(inputs, True)]
+        tasks += [asyncio.create_task(self._call(some, tasks, of_group=whole)) for some, whole in calls]
         try:
             *alone, together = await asyncio.gather(*tasks)
         finally:
@@ -96,10 +97,18 @@ class RewardPool:
         """The end of what user code printed in the workers that are running."""
         return "\n".join(text for worker in self._workers if (text := worker.printed))
 
-    async def _call(self, inputs: Sequence[RewardInput], *, of_group: bool) -> list[Scored]:
+    async def _call(
+        self, inputs: Sequence[RewardInput], together: Sequence[asyncio.Task[Any]], *, of_group: bool
+    ) -> list[Scored]:
         worker = await self._idle.get()
         try:
             return await worker.call(inputs, of_group=of_group)
+        except BaseException:
+            # Before the worker is free: one of them would start a process, and be cancelled meanwhile.
+            for task in together:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            raise
         finally:
             self._idle.put_nowait(worker)
 
@@ -115,8 +124,8 @@ class _Worker:
         self._printed = Printed()
         # Whether a function takes `raw_response`, which costs a second decoding.
         self._wants_raw = False
-        # Parts whose functions are called once for a group.
-        self._of_group: frozenset[str] = frozenset()
+        # Parts whose functions are called once for a group; not known before the functions are loaded.
+        self._of_group: frozenset[str] | None = None
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -126,10 +135,13 @@ class _Worker:
         They come from the functions of a group, or from those of one response. A worker that fails is killed.
         """
         in_step = False
-        await self.load()
+        if self._of_group is None:
+            await self.load()
+        assert self._of_group is not None
         parts = [one.part for one in self._config.functions if (one.part in self._of_group) == of_group]
         if not parts:
             return [({}, None) for _ in inputs]
+        await self.load()
         columns = [self._columns(one) for one in inputs]
         responses = [one.response for one in inputs]
         request = _packed(

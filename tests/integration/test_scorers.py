@@ -222,7 +222,7 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
         (["scorers.rm.model={}/other"], "another tokenizer than model.path"),
         (["scorers.rm.model={}/nothing"], "found no "),
         (["reward.functions.0.params={{scorer: judge}}"], "asks the scorer `judge`; scorers has rm"),
-        (["reward.functions=[exact_match]"], "a section with function"),
+        (["reward.functions=[3]"], "a section with function"),
         (["reward.functions=[{{function: exact_match}}]"], "no reward function `model_score` asks it"),
         (["control.bind=tcp://127.0.0.1:5000"], "cannot reach scorers"),
     ],

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.integration
 BEGIN = "import asyncrl.cli.main as ours, sys; print('begun', flush=True); sys.argv[1:] = {}; ours.main()"
 COMMANDS = [
     "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
-    "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30", "validate task.yaml",
+    "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30",
+    "rank --config task.yaml --host 1 --learner 127.0.0.1", "validate task.yaml",
     "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick", "eval model task.yaml", "version",
     "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
 ]  # fmt: skip

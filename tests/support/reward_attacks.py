@@ -250,8 +250,9 @@ def _targets(world):
 def forge_reply(world):
     """The score is written by a program that the reward runs, not by the reward."""
     code = (
-        "import glob, os, stat, struct\nreply = bytes([0x81, 0xa5]) + b'value' + bytes([0xcb]) + "
-        f"struct.pack('>d', 100.0)\nfor path in glob.glob('/proc/{os.getpid()}/fd/*'):\n    try:\n        "
+        "import glob, os, stat, struct\nreply = bytes([0x82, 0xa6]) + b'values' + bytes([0x91, 0xcb]) + "
+        "struct.pack('>d', 100.0) + bytes([0xa7]) + b'answers' + bytes([0x91, 0xc0])\n"
+        f"for path in glob.glob('/proc/{os.getpid()}/fd/*'):\n    try:\n        "
         "if not stat.S_ISFIFO(os.stat(path).st_mode): continue\n        os.write(os.open(path, os.O_WRONLY "
         "| os.O_NONBLOCK), struct.pack('<I', len(reply)) + reply)\n    except OSError: pass\n"
     )
