@@ -62,6 +62,7 @@ NOT_TYPED = {
     "make install": "minutes and network; `make test` begins with it",
     "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
     "asyncrl up model.path=MODEL": "a model: tests/unit/test_command_line.py reads such keys",
+    "asyncrl down /shared/runs/task": "a run on a Ray cluster: tests/integration/test_ray.py ends one",
     "bash .ci/run": "is what runs this",
     "PYTHON=python3.13 make test": "network: the workflow's job pythons installs and tests each of them",
     "make test": "lint, types and other tests than this one",

@@ -53,7 +53,7 @@ def test_a_run_survives_a_judge_that_fails_and_shows_its_words(tmp_path):
         return min(counted()[name] for name in ("reward_retries", "reward_failures_refused")) > 0
 
     def answer(asked: Asked, number: int) -> Reply:
-        if number == 20:  # a short run would end before its generators write their second line
+        if number >= 20:  # a short run would end before its generators write their second line
             wait_until(are_counted, within_s=60.0)
         if number % 10 == 9:
             return Reply({"error": "no"}, 400)
