@@ -50,6 +50,7 @@ NOT_TYPED = {
     "asyncrl stage": "TRL trains: tests/integration/test_stages.py has each kind of stage",
     "asyncrl play": "an engine's start: tests/unit/test_play.py has what it shows of an episode",
     "asyncrl warmup": "a minute each: tests/unit/test_games.py has what these models are shown",
+    "cd /shared/task": "a directory that nodes share: tests/integration/test_ray.py has one",
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
     "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without "
     "containers",
@@ -104,6 +105,7 @@ NOT_TYPED = {
     "RAY_AUTH_MODE=token ray": "nodes: tests/integration/test_ray.py has some on one machine",
     "ray": "a cluster and its token: tests/integration/test_ray.py has both",
     "ruff": "a part of `make test`",
+    "scp": "another machine",
     "sed": "tests/unit/test_deploy.py, as `cp`",
     "source .venv/bin/activate": "`make install` makes it",
     "tensorboard": "serves until it is stopped; tests/integration/test_trackers.py reads its files",
