@@ -58,6 +58,7 @@ NOT_TYPED = {
     "git": "network",
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
     "jq": "its own program, on the reader's machine",
+    "export RAY_AUTH_MODE=token": "says nothing; tests/integration/test_ray.py has the same variable",
     "kubectl": "a cluster: tests/integration/test_kubernetes_run.py starts what the manifests say, without one",
     "make gpu-check": "is `asyncrl doctor --gpu`",
     "make install": "minutes and network; `make test` begins with it",
