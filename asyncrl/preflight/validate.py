@@ -330,8 +330,7 @@ def _forms(config: Config) -> dict[str, Form]:
         except (Missing, RewardError):  # reported by `_function_problems`
             continue
         if form is not None:
-            given = one.params if one.remote is None else {}
-            found[f"reward.functions.{index}.function"] = form.with_params(given)
+            found[f"reward.functions.{index}.function"] = form.with_params({} if one.remote else one.params)
     return found
 
 
