@@ -112,7 +112,8 @@ async def updates_under_load(
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     made = versions(arguments)
-    load = Load(**{name: getattr(arguments, name) for name in ("model", "device", "dtype", "running")})
+    named = {name: getattr(arguments, name) for name in ("model", "device", "dtype", "running")}
+    load = Load(**named, memory_share=0.4 if arguments.device == "cuda" else None)  # two engines
     parts: Any
     model, *parts = load.parts()
     adapted = model.model_copy(update={"lora": LoraConfig(rank=arguments.rank)})

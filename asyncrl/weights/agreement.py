@@ -4,7 +4,7 @@ All begin with the same checkpoint. When a learner starts, its packed sequences 
 transformers, each alone; the floor is the learner's difference on sequences alone. Then each engine is
 compared with the learner: their first difference is the floor. For packed sequences, and after an update,
 
-    mean <= max(limit, 2 * floor mean)    and    largest <= max(limit, 4 * floor largest)
+    mean <= max(limit, 3 * floor mean)    and    largest <= max(limit, 4 * floor largest)
 
 must hold. That the right weights have arrived is not said by the probe, but by checksums.
 """
@@ -50,10 +50,13 @@ class Difference:
 # The largest floor that rounding explains. Measured on CPUs with correct engines, in bfloat16: up to 0.08 on
 # average and 0.47 at most; in float32 up to 5e-5, for which `weights.probe_limit` alone has room.
 EXPLAINED = {"float32": Difference(0.0, 0.0), "bfloat16": Difference(0.25, 1.0)}
-# The same for an engine with FP8, which no GPU has run yet: about twice the differences between FP8, emulated
-# on CPUs, and bfloat16, which were up to 0.52 on average and 2.15 at most (bench.fp8).
+# The same for an engine with FP8: about twice the differences between FP8, emulated on CPUs, and bfloat16,
+# which were up to 0.52 on average and 2.15 at most (bench.fp8). A GPU had 0.57 and 1.31 with the same model.
 QUANTISED = Difference(1.0, 4.0)
-MEANS, LARGEST = 2.0, 4.0  # factors on the floor: a largest value varies more than a mean
+MEANS, LARGEST = (
+    3.0,
+    4.0,
+)  # factors on the floor: 20 updates of a correct engine on a GPU reached 1.96 and 2.1
 OTHER_KERNELS_NATS = 1e-3  # in float32
 FAR_NATS = 10.0  # about ln of a vocabulary: so far from its beginning, a policy knows nothing any more
 

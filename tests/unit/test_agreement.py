@@ -60,14 +60,19 @@ def test_rounding_of_bfloat16_is_accepted_whichever_draw_was_the_floor():
         assert all(accepts(rule, mean, most) for mean in (0.05, 0.068, 0.1) for most in LARGEST)
 
 
+def test_updates_of_a_correct_engine_on_a_gpu_are_well_within_the_allowance():
+    """Mean and largest difference of the worst of 44 updates, an H200, 15 M parameters (bench/results/gpu.json)."""
+    assert accepts(agreement("bfloat16", (0.0403, 0.1124)), 1.4 * 0.0789, 1.4 * 0.2350)
+
+
 @pytest.mark.parametrize(
     ("dtype", "floor", "allowed"),
     [
         ("float32", (1e-5, 5e-5), (0.05, 0.05)),
         ("float32", (0.02, 0.04), (0.05, 0.05)),  # not laxer than the limit, whatever the floor
         ("bfloat16", (0.001, 0.005), (0.05, 0.05)),  # nor stricter than the limit
-        ("bfloat16", (0.07, 0.25), (0.14, 1.0)),
-        ("bfloat16", (0.07, 0.9), (0.14, 3.6)),
+        ("bfloat16", (0.07, 0.25), (0.21, 1.0)),
+        ("bfloat16", (0.07, 0.9), (0.21, 3.6)),
     ],
 )
 def test_the_allowance_is_exact(dtype, floor, allowed):
@@ -84,8 +89,8 @@ def test_the_allowance_is_exact(dtype, floor, allowed):
 def test_a_floor_of_fp8_is_accepted_and_later_versions_are_judged_by_it(dtype, floor):
     rule, (mean, most) = fp8(dtype, floor), floor
     assert accepts(rule, mean, most)
-    assert accepts(rule, 1.99 * mean, 3.99 * most)
-    assert not accepts(rule, 2.01 * mean, 2.5 * most)
+    assert accepts(rule, 2.99 * mean, 3.99 * most)
+    assert not accepts(rule, 3.01 * mean, 3.5 * most)
     assert not accepts(rule, mean, 4.01 * most)
     assert not accepts(fp8(dtype, (1.1, 2.0)), 0.0, 0.0) and not accepts(fp8(dtype, (0.5, 4.1)), 0.0, 0.0)
     assert not accepts(fp8(dtype, (1e-3, 5e-3)), 0.06, 0.1), "an engine that agrees well must go on so"
@@ -185,7 +190,7 @@ def test_the_floor_is_said_once_in_plain_words(caplog):
     rule.judge(scores(0.06, 0.2), order())
     assert [record.getMessage() for record in caplog.records] == [
         "engine and learner score the probe with the same weights and differ by 0.068 nats on average and 0.234 "
-        "at most: rounding of bfloat16; an update may differ by 0.136 nats on average and 0.936 at most"
+        "at most: rounding of bfloat16; an update may differ by 0.204 nats on average and 0.936 at most"
     ]
 
 
