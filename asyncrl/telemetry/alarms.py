@@ -22,9 +22,8 @@ ENTROPY_NATS = 0.02
 # tenth gains little, and a run that is stopped here can continue from a checkpoint that still explores.
 ENTROPY_SHARE = 0.1
 ESS = 0.5
-PROBE_SHARE = (
-    0.75  # share of weights/probe_limit: look before generators reject the weights and stop sampling
-)
+# Of weights/probe_limit: a look before generators reject the weights and stop sampling.
+PROBE_SHARE = 0.75
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
 # Mean length relative to the mean of the window. Reasoning may lengthen responses over a whole run, but
 # should not double them within one window.
