@@ -3,7 +3,8 @@
 A command that ends with 0 has done its work, but generators start again if the run is not over. After 1 to
 128 the host is not restarted: its own supervisor has given up, or the user must act. After a signal, or if
 the host was lost, it is restarted, at most `control.max_restarts` times in ten minutes. So is one that was
-given the address of the learner, when that has moved.
+given the address of the learner, when that has moved. A run goes on without a host of generators that is not
+started again, while it has another one.
 """
 
 import logging
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.cluster.base import LEARNER_ADDRESS, Cluster, HostPlan, HostState
-from asyncrl.cluster.plans import LEARNER
+from asyncrl.cluster.plans import GENERATORS, LEARNER
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
 from asyncrl.hosting.progress import Pace, Sign
@@ -36,6 +37,7 @@ def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool = False, grace_s: fl
         log_path=logs / f"{plan.name}.out",
         ends_run=plan.role == "learner",
         is_extra=is_extra,
+        kind=GENERATORS if plan.role == "generators" else "",
         grace_s=grace_s,
     )
 

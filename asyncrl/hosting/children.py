@@ -26,6 +26,7 @@ class ProcessSpec:
     log_path: Path
     ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
     is_extra: bool = False  # added while the run went on: if it fails too often, the run goes on without it
+    kind: str = ""  # so it does while another one of this kind runs
     standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
     grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
     workers: Sequence[str] = ()  # names of its processes that report progress; default: only itself

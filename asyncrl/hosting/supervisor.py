@@ -246,7 +246,8 @@ class Supervisor:
 
     def _give_up(self, child: _Child, reason: str) -> None:
         """Raise RunError, unless the run can go on without the process."""
-        if not child.spec.is_extra:
+        others = (other for other in self._children.values() if other is not child and other.running)
+        if not child.spec.is_extra and (child.spec.kind or None) not in {other.spec.kind for other in others}:
             raise RunError(reason)
         log.error("%s", reason)
         self._remove(child, "is left out, the run goes on without it")

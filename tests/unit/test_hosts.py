@@ -179,12 +179,14 @@ def run(tmp_path):
         "generators-0": HostPlan(name="generators-0", role="generators", argv=["at {learner}"], gpus=0),
     }
     hosts = Clock(engine, 300.0, lambda states: None, plans)
-    supervisor = Supervisor(
-        [host_spec(plan, tmp_path, is_extra=False) for plan in plans.values()], max_restarts=2, host=hosts
-    )
+    specs = [host_spec(plan, tmp_path, is_extra=False) for plan in plans.values()]
+    supervisor = Supervisor(specs, max_restarts=2, host=hosts)
 
-    def play(events):
+    def play(events, *more):
         ticks = iter(range(10_000))
+        for plan in more:
+            plans[plan.name] = plan
+            supervisor.add(host_spec(plan, tmp_path, is_extra=False))
 
         def tick():
             now = next(ticks)
@@ -220,6 +222,22 @@ def test_a_command_that_gave_up_is_not_started_again(run, tmp_path, status):
     with pytest.raises(RunError, match="its GPU is broken"):
         play({5: give_up})
     assert [name for name, _ in engine.started] == ["learner-0", "generators-0"]
+
+
+def test_a_run_goes_on_without_a_host_of_generators_while_it_has_another(run, tmp_path, caplog):
+    engine, play = run
+    second = HostPlan(name="generators-1", role="generators", argv=["at {learner}"], gpus=0)
+    for name in ("generators-0", "generators-1"):
+        (tmp_path / f"{name}.out").write_text("")
+
+    def give_up(name):
+        (tmp_path / f"{name}.out").write_text(f"RunError: the GPU of {name} is broken\n")
+        engine.end(name, status=1)
+
+    with pytest.raises(RunError, match="the GPU of generators-1 is broken"):
+        play({5: lambda: give_up("generators-0"), 50: lambda: give_up("generators-1")}, second)
+    assert [name for name, _ in engine.started] == ["learner-0", "generators-0", "generators-1"]
+    assert "the GPU of generators-0 is broken" in caplog.text
 
 
 def test_generators_follow_a_learner_that_moves(run):
