@@ -36,7 +36,12 @@ def render(state: DashboardState, width: int, height: int | None = None) -> Grou
     if state.is_stage:
         lines = [*figures, *_of_stage(state, width)]
         return Group(*(lines[:height] if height else lines))
-    figures += [*_figures(state, width), *_episodes(state, width), *_ledger(state, width)]
+    figures += [
+        *_figures(state, width),
+        *_episodes(state, width),
+        *_ledger(state, width),
+        *_hosts(state, width),
+    ]
     left = height - len(figures) if height else UNLIMITED_LINES
     curve_lines = _curves(state, width, min(10, left - 8))
     left -= len(curve_lines)
@@ -184,6 +189,19 @@ def _ledger(state: DashboardState, width: int) -> list[Text]:
     failed = [f"  {name} {control[name]:.0f}" for name in ("died", "updates_failed") if control.get(name)]
     shown = ("  ".join(dropped) or "nothing", ("".join(failed), "yellow"))
     return [one_line(line, width) for line in (*lines, Text.assemble(("dropped  ", "dim"), *shown))]
+
+
+def _hosts(state: DashboardState, width: int) -> list[Text]:
+    """Return one line about the hosts of a run on several: how many run, and what the others wait for."""
+    counts = Counter(phase for phase, _ in state.hosts.values()).most_common()
+    others = [
+        f"  {visible(name)} is {visible(phase)}" + (f": {visible(why)}" if why else "")
+        for name, (phase, why) in sorted(state.hosts.items())
+        if phase != "running"
+    ]
+    running = "  ".join(f"{count} {visible(phase)}" for phase, count in counts)
+    line = Text.assemble(("hosts    ", "dim"), running, (";".join(others), "yellow"))
+    return [one_line(line, width)] if state.hosts else []
 
 
 def _curves(state: DashboardState, width: int, height: int) -> list[Text]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.base import MemberStatus
+from asyncrl.files import read_record
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import History, Row, Series, Tail, growth_share, numbers
@@ -65,6 +66,9 @@ class DashboardState:
     stalled_generators: float | None = None
     notes: tuple[Note, ...] = ()  # newest warnings and errors of all processes, the newest one last
     doing: Mapping[str, str] = field(default_factory=dict)  # newest info line of each process
+    hosts: Mapping[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # phase and why of `HostState`, by name
 
     def series(self, name: str) -> Series:
         """Return all (step, value) pairs of a learner metric."""
@@ -261,6 +265,7 @@ class StateReader:
             stalled_generators=_mean_share(alive, "stalled_s"),
             notes=tuple(self._notes),
             doing=dict(self._note_reader.doing),
+            hosts=_hosts(self.directory / "hosts.json"),
         )
 
 
@@ -287,6 +292,12 @@ def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> t
         MemberStatus(generator_id=name, state="unknown", version=0, silent_s=0.0, metrics=metrics)
         for name, metrics in last.items()
     )
+
+
+def _hosts(path: Path) -> dict[str, tuple[str, str]]:
+    found = (read_record(path) or {}).items()
+    known = {name: host for name, host in found if isinstance(host, dict)}
+    return {name: (str(host.get("phase")), str(host.get("why") or "")) for name, host in known.items()}
 
 
 def _mean_share(generators: Iterable[deque[Row]], name: str) -> float | None:

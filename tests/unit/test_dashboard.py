@@ -268,6 +268,19 @@ def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_pa
     assert read_state(tmp_path / "none").alarms == []
 
 
+def test_hosts_are_counted_and_those_that_do_not_run_are_named(tmp_path: Path) -> None:
+    run, file = run_with(tmp_path, steps=1), tmp_path / "quickstart" / "hosts.json"
+    assert "hosts " not in "\n".join(picture(read_state(run.directory), 120, 24))
+    running = {"phase": "running", "address": "10.0.0.1", "why": "", "status": None, "pid": 7}
+    waiting = running | {"phase": "pending", "why": "job 7: Resources"}
+    file.write_text(json.dumps({"learner-0": running, "generators-0": running, "generators-1": waiting}))
+    (line,) = [one for one in picture(read_state(run.directory), 120, 24) if one.startswith("hosts ")]
+    assert line == "hosts    2 running  1 pending  generators-1 is pending: job 7: Resources"
+    for damaged in ("[]", '{"learner-0": 1}', '{"learner-0": {}}', "{"):
+        file.write_text(damaged)
+        assert picture(read_state(run.directory), 80, 24)
+
+
 def test_missing_ids_are_not_hidden(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=1)
     status = run.status()
