@@ -1,6 +1,7 @@
 """Loads reward functions by name, calls them, and checks what they return."""
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import math
@@ -82,8 +83,14 @@ def _checked(reward: Any, answer: Any) -> tuple[float, str | None]:
 
 
 def checked_reward(value: object) -> float:
-    """`value` as a float, or RewardError: a bool, text, NaN or infinity is a mistake, not a reward."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    """`value` as a float, True as 1, or RewardError: text, NaN or infinity is a mistake, not a reward.
+
+    A number or bool of NumPy, and a tensor of one element, count as what they hold.
+    """
+    if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
+        with contextlib.suppress(ValueError, RuntimeError):  # of several elements
+            value = item()
+    if not isinstance(value, Real):
         found = f"{type(value).__name__} `{str(value)[:80]}`"
         raise RewardError(f"returned {found}; a reward is one finite number, or None to abstain")
     try:

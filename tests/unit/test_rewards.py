@@ -13,6 +13,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,14 +171,17 @@ def test_exact_match_ignores_outer_white_space_only():
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, "1", float("nan"), float("inf"), -float("inf"), [1.0], np.bool_(True), 10**400],
+    ["1", float("nan"), float("inf"), -float("inf"), [1.0], np.ones(2), np.float32("nan"), 10**400],
 )
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(RewardError, match="returned"):
         checked_reward(value)
 
 
-@pytest.mark.parametrize("value", [1, -0.5, np.float32(0.5), np.int64(3), Fraction(1, 4)])
+@pytest.mark.parametrize(
+    "value",
+    [1, -0.5, True, False, np.float32(0.5), np.int64(3), np.bool_(True), torch.tensor([0.5]), Fraction(1, 4)],
+)
 def test_real_numbers_of_any_type_are_rewards(value):
     assert checked_reward(value) == float(value)
 
