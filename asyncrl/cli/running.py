@@ -1,7 +1,6 @@
 """Commands that start, watch and stop a run."""
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Json, RunArgument, StoreOption, Words, required_config
-from asyncrl.hosting.processes import bound_to_us, module_argv
+from asyncrl.hosting.processes import module_argv
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -167,19 +166,14 @@ def quickstart(
     fresh: Fresh = False,
     plain: Plain = False,
 ) -> None:
-    """Make a tiny model that can hardly add, and train it with the whole system, without GPU or download.
+    """Train a tiny model that can hardly add, with the whole system, without GPU or download.
 
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
-    from asyncrl.config.load import load_config
+    from asyncrl.quickstart.shipped import place
 
-    config = Path("configs/quickstart.yaml")
-    load_config(config, words or ())  # report mistakes in the overrides before spending a minute on the model
-    # In a process of its own, so that the supervisor of the run starts without torch.
-    command = bound_to_us(module_argv("asyncrl.cli.main", "warmup", "build/quickstart"))
-    if status := subprocess.run(command, check=False).returncode:
-        raise typer.Exit(status)
-    up(words, config, fresh=fresh, plain=plain)
+    place(Path("build/quickstart"), typer.echo)
+    up(words, Path("configs/quickstart.yaml"), fresh=fresh, plain=plain)
 
 
 @app.command()

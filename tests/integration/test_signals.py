@@ -34,7 +34,7 @@ COMMANDS = [
     "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30",
     "rank --config task.yaml --host 1 --learner 127.0.0.1", "validate task.yaml",
-    "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick", "eval model task.yaml", "version",
+    "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick --seed 0", "eval model task.yaml", "version",
     "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
 ]  # fmt: skip
 """A run is added where one is needed."""
@@ -44,7 +44,7 @@ ENDLESS = (
     "generator --wait 30",
     "doctor",
     "quickstart",
-    "warmup quick",
+    "warmup quick --seed 0",
     "reward test task.yaml",
 )
 """Commands that are not done by the time of the signal."""

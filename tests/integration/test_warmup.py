@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import DataError, RunError
 from asyncrl.quickstart import warmup
+from asyncrl.quickstart.shipped import SHIPPED, place
 from asyncrl.quickstart.smollm2 import convert_smollm2
 from asyncrl.quickstart.warmup import (
     EOS,
@@ -140,7 +141,7 @@ def test_it_is_an_ordinary_hugging_face_directory(tmp_path):
     assert tokenizer("12+34=")["input_ids"] == [1, 4, 5, 13, 6, 7, 14]
     assert tokenizer.decode([1, 4, 5, 13, 6, 7, 14, EOS], skip_special_tokens=True) == "12+34="
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
-    model = AutoModelForCausalLM.from_pretrained(result.model)
+    model = AutoModelForCausalLM.from_pretrained(result.model, dtype=torch.float32)
     assert model.config.tie_word_embeddings is False and model.config.eos_token_id == EOS
     saved = load_file(result.model / "model.safetensors")
     assert saved.keys() == model.state_dict().keys()
@@ -154,17 +155,40 @@ def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
     assert 0.5e6 < model.num_parameters() < 0.7e6
 
 
-@pytest.mark.timeout(1200)
-def test_the_quick_start_model_adds_carelessly(tmp_path):
-    result = build(tmp_path / "q", WarmupSettings(), silent)
-    assert 0.2 < result.accuracy < 0.45
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(result.model),
-        AutoModelForCausalLM.from_pretrained(result.model),
-    )
-    rows = [json.loads(line) for line in result.test.open()]
-    easy = [row for row in rows if careless_sum(row["prompt"]) == row["answer"]]
+def test_the_shipped_model_adds_carelessly_and_has_the_rows_of_its_recipe(tmp_path):
+    lines: list[str] = []
+    for _ in range(2):
+        place(tmp_path / "q", lines.append)
+    assert len(lines) == 2 and lines[0] == lines[1] and "is ready" in lines[0]
+    built = json.loads((tmp_path / "q" / "build.json").read_text())
+    assert built["digest"] == WarmupSettings().digest, "the recipe has changed: make it again"
+    sides = split_sums(0, WarmupSettings().test_rows)
+    rows = [list(map(json.loads, (tmp_path / "q" / f"{name}.jsonl").open())) for name in ("train", "test")]
+    assert (rows[0], rows[1]) == sides
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "q" / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q" / "model", dtype=torch.float32)
+    assert warmup.greedy_accuracy(model, tokenizer, rows[1]) == pytest.approx(built["accuracy"], abs=0.01)
+    assert 0.2 < built["accuracy"] < 0.45
+    easy = [row for row in rows[1] if careless_sum(row["prompt"]) == row["answer"]]
     assert warmup.greedy_accuracy(model, tokenizer, easy) > 0.8
+
+
+def test_the_shipped_model_replaces_one_of_another_recipe_and_nothing_else(tmp_path):
+    build(tmp_path / "q", TINY, silent)
+    place(tmp_path / "q", silent)
+    assert json.loads((tmp_path / "q" / "build.json").read_text())["digest"] == WarmupSettings().digest
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RunError, match="exists without a quick-start model"):
+        place(tmp_path / "other", silent)
+
+
+@pytest.mark.timeout(1200)
+def test_the_recipe_makes_the_shipped_model_again(tmp_path):
+    """Other machines round differently, so the weights are compared by what they answer."""
+    made = build(tmp_path / "q", WarmupSettings(), silent)
+    assert made.accuracy == pytest.approx(
+        json.loads((SHIPPED / "build.json").read_text())["accuracy"], abs=0.1
+    )
 
 
 def test_converting_smollm2_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
