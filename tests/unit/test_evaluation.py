@@ -50,8 +50,10 @@ def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
     assert {name for name in metrics if "maj" in name} == {"eval/maj@4", "eval/maj@6"}
     assert metrics["eval/maj@6"] == 1.0 > metrics["eval/maj@4"] > metrics["eval/accuracy"] == 0.5
     assert metrics["eval/answered_share"] == pytest.approx(5 / 6)
-    (record,) = eval_records([replace(group_of(1, 0.0), rollouts=answered)], 0, str, 1)
-    assert record.answer == "4"
+    records = eval_records([replace(group_of(1, 0.0), rollouts=answered)], 0, str)
+    assert [(record.answer, record.sample_number) for record in records] == [
+        (answer, place) for place, (answer, _) in enumerate(votes, start=1)
+    ]
     silent = tuple(replace(one, answer=None) for one in answered)
     mixed = summarise(
         [replace(group_of(1, 0.0), rollouts=silent), replace(group_of(1, 0.0), rollouts=answered)], 0
