@@ -29,9 +29,9 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.processes import module_argv
 from asyncrl.preflight.validate import validated_config
-from asyncrl.results.archive import read_history, read_samples
+from asyncrl.results.archive import read_history
 from asyncrl.results.export import export_model
-from asyncrl.results.samples import Wanted
+from asyncrl.results.samples import Wanted, recorded
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.status import StatusSnapshot, read_status
@@ -108,9 +108,12 @@ class Run:
         kind: Literal["train", "eval", "dropped"] | None = None,
         order: Literal["newest", "best", "worst"] = "newest",
     ) -> list[SampleRecord]:
-        """Return recorded rollouts, with rewards, advantages and policy versions."""
+        """Return recorded rollouts, with rewards, advantages and policy versions.
+
+        With `kind` "eval" they are those of one evaluation, which keeps all: of `step`, or of the newest.
+        """
         wanted = Wanted(count=count, step=step, kind=kind, order=order)
-        return wanted.choose(read_samples(self._directory.samples))
+        return wanted.choose(recorded(self._directory, wanted))
 
     def evaluate(self, *overrides: str) -> dict[str, float]:
         """Start an engine and return held-out metrics of the newest checkpoint. Raises RunError."""

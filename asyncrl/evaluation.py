@@ -86,16 +86,29 @@ class EvalResult:
     groups: tuple[Group, ...]
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of one value per prompt; None for a single prompt.
+
+    The unit is the prompt, because prompts were drawn: samples of one prompt are averaged before. Where each
+    value is 0 or 1, with a share p of 1, this is the binomial error sqrt(p (1 - p) / (n - 1)).
+
+    Source: Miller 2024, Adding Error Bars to Evals (arXiv:2411.00640).
+    """
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
 def summarise(groups: Sequence[Group], version: int) -> EvalResult:
     """Return the metrics of a round; a sample counts as solved if its reward is 1 or more.
 
-    `eval/se/<name>` is the standard error of `eval/<name>`. Prompts were drawn, so its unit is the prompt,
-    however many samples each has.
+    `eval/se/<name>` is the standard error of `eval/<name>` over the `eval/prompts` prompts with a score.
     """
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
     solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
-    metrics: dict[str, float] = {"eval/dead_groups": len(groups) - len(scored)}
+    metrics: dict[str, float] = {
+        "eval/prompts": len(scored),
+        "eval/dead_groups": len(groups) - len(scored),
+    }
     if scored:
         samples = len(rewards[0])
         votes = votes_of(scored)
@@ -110,13 +123,10 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
             },
             **_majorities(votes),
         }
-        metrics |= {name: _mean(values) for name, values in by_prompt.items()}
-        if len(scored) > 1:
-            root = math.sqrt(len(scored))
-            metrics |= {
-                f"eval/se/{name.removeprefix('eval/')}": float(np.std(values, ddof=1)) / root
-                for name, values in by_prompt.items()
-            }
+        for name, values in by_prompt.items():
+            metrics[name] = _mean(values)
+            if (error := standard_error(values)) is not None:
+                metrics[f"eval/se/{name.removeprefix('eval/')}"] = error
         if votes:
             metrics["eval/answered_share"] = _mean(bool(one) for answers, _ in votes for one in answers)
         metrics |= {

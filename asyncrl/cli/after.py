@@ -19,8 +19,13 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint or model on held-out prompts: of the given config, or of the run's own."""
     from asyncrl.results.evaluate import evaluate_model
+    from asyncrl.telemetry.history import score
 
-    typer.echo(json.dumps(evaluate_model(model, *config_and_overrides(words, config)), indent=1))
+    metrics = evaluate_model(model, *config_and_overrides(words, config))
+    for name in metrics:
+        if name.replace("eval/", "eval/se/") in metrics:
+            typer.echo(f"{name}: {score(metrics, name)}", err=True)
+    typer.echo(json.dumps(metrics, indent=1))
 
 
 @app.command()

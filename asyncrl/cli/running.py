@@ -297,7 +297,10 @@ def samples(
     run: RunArgument = None,
     count: Annotated[int, typer.Option(min=1)] = 5,
     step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
-    kind: Annotated[str | None, typer.Option(help="train, eval or dropped.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="train, dropped, or eval: all of one evaluation, by default the newest."),
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards instead of the newest.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards instead of the newest.")] = False,
     dropped: Annotated[bool, typer.Option("--dropped", help="Only untrained ones, with the reason.")] = False,

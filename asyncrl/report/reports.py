@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from asyncrl.buffer.base import kind_of
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.evaluation import EvalResult
+from asyncrl.files import replace_text
+from asyncrl.hosting.progress import beat
 from asyncrl.learner import Step
 from asyncrl.report.pairs import PairsFile, text_after
 from asyncrl.report.step_metrics import step_metrics, usage_metrics
@@ -22,12 +26,13 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.exporter import Exporter, open_exporter
 from asyncrl.telemetry.fanout import Trackers, open_trackers
+from asyncrl.telemetry.jsonl import to_json
 from asyncrl.trainer.base import Usage
 from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
 
 Decode = Callable[[Sequence[int]], str]
-EVAL_SAMPLES = 4
+SHOWN = 4  # of an evaluation: prompts, and failed prompts, that trackers and samples.jsonl get
 
 
 class Reporting:
@@ -38,6 +43,7 @@ class Reporting:
         trackers: Trackers,
         timeline: Timeline,
         decode: Decode,
+        directory: RunDirectory,
         *,
         samples_per_step: int,
         exporter: Exporter | None = None,
@@ -51,6 +57,7 @@ class Reporting:
         self._trackers = trackers
         self._timeline = timeline
         self._decode = decode
+        self._directory = directory
         self._samples_per_step = samples_per_step
         self._pairs = pairs
         self.guard = BestEffort()
@@ -75,12 +82,13 @@ class Reporting:
         self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
-        """Report rounds that have become complete."""
+        """Report rounds that have become complete, and write all of their samples."""
         for result in results:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
-                records = eval_records(result.groups, result.version, self._decode, EVAL_SAMPLES)
-                self._trackers.samples(records)
+                records = eval_records(result.groups, result.version, self._decode)
+                self._trackers.samples(few(records))
+                write_records(self._directory.evaluation(result.version), records)
 
     def checkpoint(self, version: int, seconds: float) -> None:
         """Report a checkpoint that has just been saved."""
@@ -127,6 +135,7 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         trackers,
         Timeline(directory.trace if config.telemetry.trace else None),
         partial(load_tokenizer(config.model).decode, skip_special_tokens=True),
+        directory,
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
         pairs=_open_pairs(config, directory.pairs, step) if config.telemetry.pairs else None,
@@ -167,14 +176,32 @@ def dropped_records(step: Step, decode: Decode, count: int) -> list[SampleRecord
     return [_dropped(group, reason, step.version, decode) for _, group, reason in chosen]
 
 
-def eval_records(groups: Sequence[Group], version: int, decode: Decode, count: int) -> list[SampleRecord]:
-    """Return the first rollout of `count` evaluated prompts, after at most `count` prompts that failed."""
-    lost = [(group, f"held-out, {group.dead_reason}") for group in groups if group.dead_reason is not None]
-    records = [_dropped(group, reason, version, decode) for group, reason in lost[:count]]
-    scored = [group for group in groups if group.rollouts][:count]
-    return records + [
-        _record(group, group.rollouts[0], version, decode, kind="eval", advantage=0.0) for group in scored
-    ]
+def eval_records(groups: Sequence[Group], version: int, decode: Decode) -> list[SampleRecord]:
+    """Return all rollouts of an evaluation, and a record for each prompt that failed."""
+    records: list[SampleRecord] = []
+    for number, group in enumerate(groups, start=1):
+        beat()  # thousands of long answers take longer than a process may be silent
+        if group.dead_reason is not None:
+            lost = _dropped(group, f"held-out, {group.dead_reason}", version, decode)
+            records.append(replace(lost, prompt_number=number))
+        for sample, episode in enumerate(group.by_episode, start=1):
+            for rollout in episode:
+                record = _record(group, rollout, version, decode, kind="eval", advantage=0.0)
+                records.append(replace(record, prompt_number=number, sample_number=sample))
+    return records
+
+
+def few(records: Sequence[SampleRecord]) -> list[SampleRecord]:
+    """Return the first rollout of a few prompts of an evaluation, after a few prompts that failed."""
+    scored = [record for record in records if record.kind == "eval"]
+    firsts = [next(same) for _, same in groupby(scored, key=lambda record: record.prompt_number)]
+    return [record for record in records if record.kind == "dropped"][:SHOWN] + firsts[:SHOWN]
+
+
+def write_records(path: Path, records: Sequence[SampleRecord]) -> None:
+    """Replace a file of JSON lines."""
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, "".join(json.dumps(to_json(asdict(record))) + "\n" for record in records))
 
 
 def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleRecord:

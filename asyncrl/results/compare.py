@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.errors import RunError
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.charts import Chart, lines
+from asyncrl.results.gaps import gaps
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.run_charts import CURVES, by_minute
 from asyncrl.run.directory import find_run, write_text
@@ -31,13 +32,13 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
     archives = labelled([read_archive(directory) for directory in directories.values()])
     if to:
         write_text(to, compare_page(archives))
-    return [results(archives), *differences(archives)]
+    return [results(archives), *gaps(archives), *differences(archives)]
 
 
 def compare_page(archives: Mapping[str, Archive]) -> str:
     """Return tables and overlaid curves as a page."""
     sections = [
-        Section(title="Results", tables=[replace(results(archives), title="")]),
+        Section(title="Results", tables=[replace(results(archives), title=""), *gaps(archives)]),
         Section(title="Curves", charts=overlaid(archives)),
         Section(title="Differences", tables=differences(archives)),
     ]
@@ -61,6 +62,8 @@ def results(archives: Mapping[str, Archive]) -> Table:
         ("eval/accuracy, first", lambda run: _at(run, "eval/accuracy", 0)),
         ("eval/accuracy, last", lambda run: _at(run, "eval/accuracy", -1)),
         ("eval/accuracy, best", lambda run: _best(run, "eval/accuracy")),
+        ("eval/reward_mean, last", lambda run: _at(run, "eval/reward_mean", -1)),
+        ("eval/reward_mean, best", lambda run: _best(run, "eval/reward_mean")),
         ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 0.1)),
         ("reward/mean, best", lambda run: _best(run, "reward/mean")),
         ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 0.1)),

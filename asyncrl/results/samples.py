@@ -72,10 +72,27 @@ def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[Sa
         raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
     if follow:
         return _followed(directory, wanted)
-    if not (chosen := wanted.choose(read_samples(directory.samples))):
-        hint = "telemetry.samples_per_step are written after each step"
-        raise RunError(f"{directory.samples} has no such sample; {hint}")
-    return chosen
+    if chosen := wanted.choose(recorded(directory, wanted)):
+        return chosen
+    if wanted.kind == "eval":
+        steps = ", ".join(map(str, evaluated_steps(directory))) or "none"
+        raise RunError(f"{directory.evaluations} has no such sample; the steps that it has: {steps}")
+    hint = "telemetry.samples_per_step are written after each step"
+    raise RunError(f"{directory.samples} has no such sample; {hint}")
+
+
+def recorded(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
+    """Yield samples of a run: of the kind `eval` all of one evaluation, by default the newest."""
+    if wanted.kind != "eval":
+        return read_samples(directory.samples)
+    steps = evaluated_steps(directory) if wanted.step is None else [wanted.step]
+    return read_samples(directory.evaluation(steps[-1])) if steps else iter(())
+
+
+def evaluated_steps(directory: RunDirectory) -> list[int]:
+    """Return the steps of the evaluations whose samples were written."""
+    names = (path.stem for path in directory.evaluations.glob("step-[0-9]*.jsonl"))
+    return sorted(int(name.removeprefix("step-")) for name in names)
 
 
 def pairs_of(run: Path | None) -> Iterator[str]:
@@ -115,5 +132,6 @@ def sample_head(sample: SampleRecord) -> tuple[str, str]:
         sample.finish_reason,
         sample.generator_id,
         f"ticket {sample.ticket_id}",
+        f"prompt {sample.prompt_number}" if sample.prompt_number else "",
     )
     return head, " · ".join(detail for detail in details if detail)

@@ -58,6 +58,7 @@ class RunDirectory:
     logs = _Below("logs")  # logs, one JSONL file per process
     metrics = _Below("metrics")  # metrics, one JSONL file per process
     samples = _Below("samples.jsonl")  # rollouts for people to read, JSONL
+    evaluations = _Below("evaluations")  # all samples of evaluations, one JSONL file per evaluation
     pairs = _Below("pairs.jsonl")  # preferences, with `telemetry.pairs`, JSONL
     trace = _Below("trace_events.json")  # the timeline, for Perfetto
     starts = _Below("starts.jsonl")  # starts of the learner with their software, JSONL
@@ -89,6 +90,10 @@ class RunDirectory:
     def target(self, process: str) -> Path:
         """The file by which Prometheus discovers a process, in one directory for all runs below a root."""
         return self.path.parent / "prometheus" / f"{self.path.name}@{process}.json"
+
+    def evaluation(self, step: int) -> Path:
+        """The file with all samples of the evaluation of `step`."""
+        return self.evaluations / f"step-{step:06d}.jsonl"
 
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""

@@ -38,6 +38,10 @@ class SampleRecord:
     """The part of the response that a reward function read as the answer."""
     judgements: Sequence[Mapping[str, Any]] = ()
     """Questions to judges and their answers: `part`, `prompt`, `answer` and `score` of each."""
+    prompt_number: int = 0
+    """Place of the prompt among those of an evaluation, from 1."""
+    sample_number: int = 0
+    """Place of the episode among those of its prompt, from 1; an episode may be several records."""
 
 
 class Tracker(Protocol):

@@ -17,6 +17,7 @@ from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.curves import curve
+from asyncrl.telemetry.history import highest
 from asyncrl.telemetry.state import DashboardState
 from asyncrl.telemetry.status import PLACES
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
@@ -103,11 +104,12 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     def percent(name: str) -> str:
         return share(state.latest(name))
 
-    held_out = "-"
+    column, held_out = width // 2 + 1, "-"
     if accuracy := state.series("eval/accuracy"):
-        best, shown = max(accuracy, key=lambda point: point[1]), state.history.score
-        newest = shown("eval/accuracy", accuracy[-1][0])
-        held_out = f"{newest}  best {number(best[1])} at step {best[0]}"
+        held_out = state.history.score("eval/accuracy", accuracy[-1][0])
+        at, value = highest(accuracy)
+        best = f"  best {number(value)} at step {at}"
+        held_out += best if len("held-out ") + cell_len(held_out + best) < column else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
     cut, masked = percent("completions/truncated_share"), percent("staleness/masked_share")
     idle = f"gen {share(state.idle_generators)}  stall {share(state.stalled_generators)}"
@@ -130,7 +132,6 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
         ("compute", compute),
         ("waiting", f"lrn {share(state.idle_learner)}  {idle}"),
     ]
-    column = width // 2 + 1
     lines = []
     for left, right in zip(learning, machinery, strict=True):
         line = one_line(Text.assemble((f"{left[0]:<9}", "dim"), left[1]), column - 1)

@@ -98,7 +98,7 @@ def test_what_a_judge_said_is_shown_below_the_episode_that_it_judged():
         | {"recorded": with_judgements(group, scores)}
     )
     sent = decode_group(encode_group(judged))
-    (first,) = eval_records([sent], 1, str, 1)
+    first, _ = eval_records([sent], 1, str)
     assert first.judgements == []
     second = Group(
         **{name: getattr(sent, name) for name in sent.__slots__} | {"rollouts": sent.rollouts[::-1]}
@@ -108,7 +108,7 @@ def test_what_a_judge_said_is_shown_below_the_episode_that_it_judged():
         **{name: getattr(group, name) for name in group.__slots__}
         | {"recorded": with_judgements(group, scores[::-1])}
     )
-    (record,) = eval_records([swapped], 1, str, 1)
+    record, _ = eval_records([swapped], 1, str)
     assert record.judgements == [asdict(said)] * 2
     lines = [line.plain for line in full_lines(sample_from(json.loads(json.dumps(asdict(record)))))]
     assert (
@@ -122,5 +122,5 @@ def test_a_column_of_judgements_can_hold_any_bytes(column):
     group = Group(
         ticket_id=1, rollouts=(rollout(a=1.0),), generator_id="g0", finished_version=0, recorded=recorded
     )
-    (record,) = eval_records([group], 1, str, 1)
+    (record,) = eval_records([group], 1, str)
     assert record.judgements == [] and not math.isnan(record.reward)

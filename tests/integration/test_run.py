@@ -113,7 +113,12 @@ def test_a_run_survives_kills_resumes_and_leaves_nothing_behind(config: Path) ->
     assert consumed == ledger["trained"] + sum(ledger["rejected"].values())
     audit = json.loads(call("audit", str(run)))
     assert audit["missing"] == 0 and audit["issued"] >= consumed
-    assert {row["step"] for row in rows(run) if "eval/reward_mean" in row} == {0, 3, 6}
+    evaluated = {row["step"]: row["eval/reward_mean"] for row in rows(run) if "eval/reward_mean" in row}
+    assert evaluated.keys() == {0, 3, 6}
+    for step, mean in evaluated.items():
+        lines = (run / "evaluations" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        rewards = [json.loads(line)["reward"] for line in lines]
+        assert len(rewards) == 8 and sum(rewards) / 8 == pytest.approx(mean)
     for row in rows(run):
         assert row.get("staleness/max", 0) <= 2 + 1  # L + ceil((W - 1) / B), and masked beyond L
         assert row.get("weights/probe_max", 0) < 1e-4

@@ -50,7 +50,8 @@ class SyntheticRun:
             step=step,
         )  # fmt: skip
         if step % 10 == 0:
-            self.learner.log({"eval/accuracy": max(0.0, reward - 0.1)}, step=step)
+            score = {"eval/accuracy": max(0.0, reward - 0.1), "eval/se/accuracy": 0.014, "eval/prompts": 1319}
+            self.learner.log(score, step=step)
         self.learner.samples([self.sample(0), self.sample(1)])
         for name, tracker in self.trackers.items():
             tracker.log(self.generator_metrics(name, step))

@@ -31,7 +31,8 @@ def make_run(
         for step, reward in enumerate(rewards, start=1)
     ]
     rows += [
-        {"step": step, "time": 1e6, "eval/accuracy": value} | ({"eval/se/accuracy": 0.0213} if step else {})
+        {"step": step, "time": 1e6, "eval/accuracy": value}
+        | ({"eval/se/accuracy": 0.0213, "eval/prompts": 1319} if step else {})
         for step, value in (accuracy or {}).items()
     ]
     (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -65,8 +66,11 @@ def column(table: Table, index: int) -> dict[str, str]:
 def test_results_are_the_first_best_and_last_of_each_run(runs: list[Path]) -> None:
     archives = labelled([read_archive(RunDirectory(run)) for run in runs])
     a, b = (column(results(archives), index) for index in (1, 2))
-    assert a["eval/accuracy, first"] == "0.1 (step 0)" and a["eval/accuracy, last"] == "0.5 ± 0.021 (step 30)"
-    assert a["eval/accuracy, best"] == "0.7 ± 0.021 (step 10)", "the first of equals"
+    assert (
+        a["eval/accuracy, first"] == "0.1 (step 0)"
+        and a["eval/accuracy, last"] == "0.5 ± 0.021 (n 1,319, step 30)"
+    )
+    assert a["eval/accuracy, best"] == "0.7 ± 0.021 (n 1,319, step 10)", "the first of equals"
     assert a["reward/mean, last tenth"] == f"{(27 + 28 + 29) / 3 / 30:.3g}"
     assert (
         b["eval/accuracy, best"] == "-"

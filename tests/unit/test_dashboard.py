@@ -51,7 +51,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     text = "\n".join(lines)
     assert len(lines) == 24 and max(map(cell_len, lines)) <= 80
     for figure in [
-        "quickstart", "training", "step 100/400", "25%", "v100", "12m0", "s left", "± 0.31", "held-out", "best", "at step 100",
+        "quickstart", "training", "step 100/400", "25%", "v100", "12m0", "s left", "± 0.31", "held-out 0.626 ± 0.014 (n 1,319)",
         "1.31  max 4 of 6", "0.91 in flight + 0.4 in queue", "masked 0.2%", "1,208 tok/s", "1,380 tok/s", "5.12 s/step",
         "lrn 12%  gen 40%  stall 3.0%", "k3 0.0011  ess 0.98", "probe 0.013  1.3 GB/s", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
@@ -62,6 +62,8 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
     ]:  # fmt: skip
         assert figure in text, figure
     assert not [line for line in lines[:-3] if line.rstrip().endswith("…")]
+    wider = "\n".join(picture(read_state(run.directory), 120, 24))
+    assert "held-out 0.626 ± 0.014 (n 1,319)  best 0.626 at step 100  " in wider
 
 
 def test_a_stage_shows_what_trl_reports_and_nothing_of_generators(tmp_path: Path) -> None:

@@ -501,7 +501,7 @@ def test_a_sample_shows_where_the_environment_spoke():
     rollout = batch.rollout(1.0, [5] * 5, tools=[1, 2])
     step = played(0)
     group = replace(step.collected.groups[0], rollouts=(rollout,), episode_of=None)
-    [record] = eval_records([group], 3, lambda ids: " ".join(map(str, ids)), 1)
+    [record] = eval_records([group], 3, lambda ids: " ".join(map(str, ids)))
     assert record.response == "[model] 1\n[environment] 2 3\n[model] 4 5"
     plain = replace(group, rollouts=(batch.rollout(1.0, [5] * 2),))
-    assert eval_records([plain], 3, lambda ids: "".join(f"{one} " for one in ids), 1)[0].response == "6 7 "
+    assert eval_records([plain], 3, lambda ids: "".join(f"{one} " for one in ids))[0].response == "6 7 "

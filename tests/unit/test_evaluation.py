@@ -13,7 +13,7 @@ from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, summarise
+from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, standard_error, summarise
 from asyncrl.report.reports import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -50,8 +50,10 @@ def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
     assert {name for name in metrics if "maj" in name} == {"eval/maj@4", "eval/maj@6"}
     assert metrics["eval/maj@6"] == 1.0 > metrics["eval/maj@4"] > metrics["eval/accuracy"] == 0.5
     assert metrics["eval/answered_share"] == pytest.approx(5 / 6)
-    (record,) = eval_records([replace(group_of(1, 0.0), rollouts=answered)], 0, str, 1)
-    assert record.answer == "4"
+    records = eval_records([replace(group_of(1, 0.0), rollouts=answered)], 0, str)
+    assert [(record.answer, record.sample_number) for record in records] == [
+        (answer, place) for place, (answer, _) in enumerate(votes, start=1)
+    ]
     silent = tuple(replace(one, answer=None) for one in answered)
     mixed = summarise(
         [replace(group_of(1, 0.0), rollouts=silent), replace(group_of(1, 0.0), rollouts=answered)], 0
@@ -80,7 +82,24 @@ def test_a_standard_error_is_the_spread_of_the_mean_over_draws_of_prompts(sample
     for name, spread in expected.items():
         assert metrics[f"eval/se/{name}"] == pytest.approx(spread * math.sqrt(12 / 11), rel=0.03)
     assert {name.removeprefix("eval/se/") for name in metrics if "/se/" in name} >= expected.keys()
-    assert not any("/se/" in name for name in summarise(groups[:1], 0).metrics), "one prompt has no spread"
+    alone = summarise(groups[:1], 0).metrics
+    assert not any("/se/" in name for name in alone), "one prompt has no spread"
+    dead = Group.dead(9, "timed out", generator_id="g", version=0)
+    assert (metrics["eval/prompts"], alone["eval/prompts"]) == (12, 1)
+    assert summarise([*groups, dead], 0).metrics == metrics | {"eval/dead_groups": 1}
+
+
+def test_the_error_of_a_share_is_binomial_and_samples_of_one_prompt_are_not_independent():
+    solved = [1.0] * 30 + [0.0] * 70
+    assert standard_error(solved) == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
+    rollout = group_of(1, 0.0).rollouts[0]
+    twins = [
+        replace(group_of(1, 0.0), rollouts=(replace(rollout, reward=one),) * copies)
+        for copies in (1, 8)
+        for one in solved
+    ]
+    once, eightfold = (summarise(groups, 0).metrics for groups in (twins[:100], twins[100:]))
+    assert once["eval/se/accuracy"] == eightfold["eval/se/accuracy"] == standard_error(solved)
 
 
 LANE = "eval"

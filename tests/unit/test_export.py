@@ -30,6 +30,7 @@ def run_with(directory: Path, config: dict) -> RunDirectory:
         for step in range(1, 61)
     ]
     rows += [{"step": step, "time": 1.0, "eval/accuracy": 0.25 + step / 200} for step in (0, 50, 60)]
+    rows[-2] |= {"eval/se/accuracy": 0.0144, "eval/prompts": 1319}
     (directory / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record_start(directory / "starts.jsonl", 0, None)
     return RunDirectory(directory)
@@ -44,7 +45,7 @@ def card_of(directory: RunDirectory, step: int = 50, **options: bool) -> str:
 def test_figures_are_those_of_the_checkpoint_not_of_the_end_of_the_run(tmp_path: Path) -> None:
     card = card_of(run_with(tmp_path, CONFIG))
     assert (
-        "| eval/accuracy | 0.25 (step 0) | 0.5 (step 50) |" in card
+        "| eval/accuracy | 0.25 (step 0) | 0.5 ± 0.014 (n 1,319, step 50) |" in card
         and "| reward/mean | 0.01 (step 1) | 0.5 (step 50) |" in card
     )
     assert "trained tokens: 50,000" in card and "step 60" not in card and "0.55" not in card

@@ -82,11 +82,11 @@ def test_prompt_and_answer_together_are_the_text_that_was_sampled(tmp_path: Path
     path, found = tmp_path / "pairs.jsonl", of(1, [1.0, 0.0])
     PairsFile(path, {(1,): replace(PROMPT, text=words.decode([1]))}, words.decode, step=0).write(found)
     (row,) = rows(path)
-    samples = [sample.response for sample in eval_records(found.collected.groups, 1, words.decode, 1)]
+    samples = [sample.response for sample in eval_records(found.collected.groups, 1, words.decode)]
     best, worst = found.collected.groups[0].rollouts
     texts = [words.decode([1, *one.response_ids.tolist()]) for one in (best, worst)]
     assert [f"{row['prompt']}{row[name]}" for name in ("chosen", "rejected")] == texts
-    assert [f"{row['prompt']}{text}" for text in samples] == texts[:1]
+    assert [f"{row['prompt']}{text}" for text in samples] == texts
     assert texts[0].startswith("w1 w")
 
 

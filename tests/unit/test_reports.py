@@ -1,20 +1,27 @@
 """What is shown of a run may fail in any of its parts; the step, and all other parts, go on."""
 
+import json
 import logging
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.evaluation import EvalResult
+from asyncrl.errors import RunError
+from asyncrl.evaluation import EvalResult, standard_error, summarise
 from asyncrl.launch.status_page import Ticker
 from asyncrl.report import reports as reports_module
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
+from asyncrl.results.samples import Wanted, samples_of
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
+from asyncrl.types import Group
 from tests.support.steps import rollout, step
 
 
@@ -28,13 +35,14 @@ class Book:
 
     def samples(self, records: Any) -> None:
         self.shown += len(records)
+        self.records = [*records]
 
     def close(self) -> None: ...
 
 
 def reports(book: Book, path: Path) -> Reporting:
     trackers = Trackers([lambda: book], Alarms())
-    return Reporting(trackers, Timeline(path / "trace.json"), str, samples_per_step=4)
+    return Reporting(trackers, Timeline(path / "trace.json"), str, RunDirectory(path), samples_per_step=4)
 
 
 def fail(*args: Any, **more: Any) -> Any:
@@ -80,6 +88,47 @@ def test_a_part_that_fails_is_counted_and_the_others_go_on(part, monkeypatch, tm
         ]
         assert [row for _, row in book.rows[::2]] == expected
     assert book.shown == (0 if part == "samples" else whole.shown)
+
+
+def test_all_samples_of_an_evaluation_are_in_a_file_and_a_few_in_trackers(tmp_path):
+    """Scores made again from the file are those of the metrics; an episode of several sequences is one."""
+    book, number = Book(), count(0)
+    (tmp_path / "config.yaml").write_text("run: {name: run}\n")
+    groups = [
+        Group(
+            ticket_id=12 + place,
+            rollouts=tuple(rollout(a=float(place in solved)) for place in range(3) for _ in range(2)),
+            generator_id="g",
+            finished_version=4,
+            episode_of=np.repeat(np.arange(3, dtype=np.int32), 2),
+        )
+        for place, solved in enumerate([{0}, {1, 2}, {}, {0, 1, 2}, {2}, {0, 2}])
+    ]
+    groups[2] = Group.dead(14, "timed out", generator_id="g", version=4)
+    shown = reports(book, tmp_path)
+    shown._decode = lambda ids: f"text {next(number)}"
+    first, again = summarise(groups[::-1], 4), summarise(groups, 4)
+    shown.evaluation([first, again])
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step-000004.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step-000004.jsonl").open()]
+    assert len(lines) == 5 * 6 + 1 and len({line["response"] for line in lines}) == 31, "of the last round"
+    scores = {}
+    for line in lines:
+        if line["kind"] == "eval":
+            scores.setdefault(line["prompt_number"], {})[line["sample_number"]] = line["reward"]
+    means = [np.mean([*of.values()]) for of in scores.values()]
+    assert [*scores] == [1, 2, 4, 5, 6] and {len(of) for of in scores.values()} == {3}
+    assert np.mean(means) == pytest.approx(again.metrics["eval/reward_mean"])
+    assert standard_error(means) == pytest.approx(again.metrics["eval/se/reward_mean"])
+    assert [(line["prompt_number"], line["reason"]) for line in lines if line["kind"] == "dropped"] == [
+        (3, "held-out, timed out")
+    ]
+    assert [(one.kind, one.prompt_number, one.sample_number) for one in book.records] == [
+        ("dropped", 3, 0), ("eval", 1, 1), ("eval", 2, 1), ("eval", 4, 1), ("eval", 5, 1),
+    ]  # fmt: skip
+    assert len(list(samples_of(tmp_path, Wanted(count=99, kind="eval"), follow=False))) == 30
+    with pytest.raises(RunError, match="the steps that it has: 4"):
+        samples_of(tmp_path, Wanted(count=1, kind="eval", step=5), follow=False)
 
 
 def test_a_tick_that_fails_is_not_the_last():

@@ -205,7 +205,7 @@ def digest(
     read = lambda ids: str(table[torch.tensor(list(ids))].shape)  # noqa: E731 - a tokenizer that refuses unknown ids
     sample_records(step, read, 9)
     dropped_records(step, read, 9)
-    eval_records([*groups, *(one for one, _ in rejected)], 4, read, 9)
+    eval_records([*groups, *(one for one, _ in rejected)], 4, read)
     metrics = step_metrics(step)
     assert {name for name in metrics if name.startswith("reward/") and name.count("/") > 1} <= {
         "reward/a/mean"
@@ -334,7 +334,7 @@ def test_one_poisoned_held_out_group_is_a_dead_one_of_its_round(case):
     (result,) = evaluation.poll()
     assert result.metrics["eval/dead_groups"] == 1
     assert (result.metrics["eval/reward_mean"], result.metrics["eval/pass@2"]) == (0.5, 1.0)
-    reasons = [record.reason for record in eval_records(result.groups, 0, str, 4) if record.kind == "dropped"]
+    reasons = [record.reason for record in eval_records(result.groups, 0, str) if record.kind == "dropped"]
     assert [reason.split(": ")[0] for reason in reasons] == ["held-out, untrainable"]
 
 
