@@ -128,7 +128,7 @@ def require_absent(files: Iterable[Path]) -> None:
 
 
 def write_task(directory: Path, answers: Answers) -> list[Path]:
-    """Write the files of a task and return their paths, the config first. Raises ConfigError if one exists."""
+    """Write the files of a task; return their paths, the config first. Raises ConfigError if one exists."""
     if lacking := obstacle(answers.reward):
         raise ConfigError(f"init: {lacking}")
     text = yaml.safe_dump(answers.config(directory), sort_keys=False, allow_unicode=True)
