@@ -119,7 +119,7 @@ class PromptSource:
         too_long = [*_too_long(self.rows, self.train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
-            _warn_of_overlap(self.train, self._eval, held_out)
+            warn_of_overlap(self.train, self._eval, held_out)
         if too_long:
             longest = max(len(prompt.token_ids) for prompt in (*self.train, *self._eval))
             found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
@@ -229,7 +229,8 @@ def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str
         yield f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})"
 
 
-def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
+def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
+    """Log a warning if held-out prompts occur in the training data."""
     seen = {prompt.text for prompt in train}
     if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
         text = (

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer, make_plan
+from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer, make_plan, warn_of_overlap
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
@@ -97,9 +97,12 @@ def _prompts(config: Config, count: int) -> list[Prompt]:
     if is_light and data.images_key is None and (render := light_renderer(data, model)):
         rows = load_rows(data.train, data.split)
         prompts = render.prompts(rows)
-        held_out = render.prompts(load_rows(data.eval, data.eval_split)) if data.eval else []
+        held_out_rows = load_rows(data.eval, data.eval_split) if data.eval else None
+        held_out = render.prompts(held_out_rows) if held_out_rows else []
         # The policy's own tokenizer, which takes seconds to import, may add one token: it judges the others.
         if max(len(prompt.token_ids) for prompt in (*prompts, *held_out)) < config.sampling.max_prompt_tokens:
+            if held_out_rows:
+                warn_of_overlap(prompts, held_out, held_out_rows)
             plan = make_plan(data, len(rows), seed=config.run.seed)
             return [prompts[plan.at(ticket).row] for ticket in range(1, min(count, len(rows)) + 1)]
     source = PromptSource(data, model, config.sampling, seed=config.run.seed)
