@@ -101,11 +101,22 @@ def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
 class PromptSource:
     """The prompt of every ticket, and the held-out prompts."""
 
-    def __init__(self, data: DataConfig, model: ModelConfig, sampling: SamplingConfig, *, seed: int) -> None:
-        """Load and tokenise all prompts. Raises DataError that names the unusable rows."""
-        self.tokenizer = load_tokenizer(model)
+    def __init__(
+        self,
+        data: DataConfig,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        tokenizer: Any = None,
+    ) -> None:
+        """Load and tokenise all prompts. Raises DataError that names the unusable rows.
+
+        `tokenizer` takes the place of the policy's, which takes seconds to import, if nothing is decoded.
+        """
+        self.tokenizer = tokenizer or load_tokenizer(model)
         require_template(model, self.tokenizer)
-        self.renderer = TemplateRenderer(self.tokenizer, stop_ids(model))
+        self.renderer = TemplateRenderer(self.tokenizer, () if tokenizer else stop_ids(model))
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, model.chat_template)
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
@@ -119,7 +130,7 @@ class PromptSource:
         too_long = [*_too_long(self.rows, self.train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
-            warn_of_overlap(self.train, self._eval, held_out)
+            _warn_of_overlap(self.train, self._eval, held_out)
         if too_long:
             longest = max(len(prompt.token_ids) for prompt in (*self.train, *self._eval))
             found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
@@ -229,8 +240,7 @@ def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str
         yield f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})"
 
 
-def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
-    """Log a warning if held-out prompts occur in the training data."""
+def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
     seen = {prompt.text for prompt in train}
     if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
         text = (
