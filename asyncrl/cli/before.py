@@ -1,9 +1,11 @@
 """Commands that prepare a run."""
 
 import json
+import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,47 @@ reward = typer.Typer(help="Try out reward functions.")
 app.add_typer(reward, name="reward")
 environment = typer.Typer(help="Try out an environment.")
 app.add_typer(environment, name="environment")
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="Default: the current one.", show_default=False)] = Path(),
+    yes: Annotated[bool, typer.Option("--yes", help="Take the defaults, as without a terminal.")] = False,
+) -> None:
+    """Ask five questions, and write a task to begin with: config, example rows, reward.
+
+    No file is written over.
+    """
+    from asyncrl.hosting.gpus import count_gpus
+    from asyncrl.quickstart.first_task import CONFIG, EXAMPLES, OWN, ROWS, Answers, require_absent, write_task
+
+    file, answers = directory / CONFIG, Answers(device="gpu" if count_gpus() else "cpu")
+    require_absent([file])
+    if not yes and sys.stdin.isatty():
+        answers = Answers(
+            model=typer.prompt("Model: a Hugging Face directory or hub name", answers.model),
+            rows=typer.prompt(f"Rows: a file or dataset of yours, or {EXAMPLES}", answers.rows),
+            reward=_asked(f"Reward: {OWN} function, or a built-in one", answers.reward, ROWS),
+            longest=_asked("Longest response in tokens", answers.longest, None),
+            device=_asked("Learner on", answers.device, ("cpu", "gpu")),
+        )
+    for path in write_task(directory, answers):
+        typer.echo(f"wrote {path}")
+    validate([str(file)])
+
+
+def _asked(question: str, default: Any, allowed: Collection[str] | None) -> Any:
+    """Ask until the answer is one of `allowed`, or without these a whole number from 1 on."""
+
+    def value(text: Any) -> Any:
+        if allowed is None and str(text).isdecimal() and int(text) > 0:
+            return int(text)
+        if allowed is not None and text in allowed:
+            return text
+        one_of = "a whole number from 1 on" if allowed is None else ", ".join(allowed)
+        raise typer.BadParameter(f"found {text}; allowed is {one_of}")
+
+    return typer.prompt(question, default, value_proc=value)
 
 
 @app.command()

@@ -55,7 +55,7 @@ def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: boo
     return placed
 
 
-def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
+def run_up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
     """Run on this machine, or on the hosts of `cluster.kind`; return the exit status.
 
     For Kubernetes print manifests instead.
@@ -100,7 +100,7 @@ def _up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: 
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 
 
-def _stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:
+def run_stage(file: Path, overrides: list[str], *, fresh: bool, plain: bool) -> int:
     """Check the config of a stage, and run it; return the exit status."""
     from asyncrl.stages.settings import validated_stage
 
@@ -125,7 +125,7 @@ def up(
     With cluster.kind: on many hosts. For kubernetes, print what `kubectl apply -f -` takes.
     """
     file, overrides = required_config(words, config)
-    raise typer.Exit(_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run))
+    raise typer.Exit(run_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run))
 
 
 @app.command()
@@ -133,28 +133,7 @@ def stage(
     words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
 ) -> None:
     """Train on given data, by TRL: answers, preferences, a reward model. The same command resumes."""
-    raise typer.Exit(_stage(*required_config(words, config), fresh=fresh, plain=plain))
-
-
-@app.command()
-def pipeline(
-    words: Words = None, config: ConfigOption = None, fresh: Fresh = False, plain: Plain = False
-) -> None:
-    """Run stages in order, each from the model of the one before, and at their end a run.
-
-    The same command goes on with the first that is not finished.
-    """
-    from asyncrl.stages.pipeline import planned
-
-    links = planned(*required_config(words, config), fresh=fresh)
-    for number, link in enumerate(links, start=1):
-        typer.echo(f"{number} of {len(links)}: {link.file}")
-        if link.is_stage:
-            status = _stage(link.file, link.overrides, fresh=fresh, plain=plain)
-        else:
-            status = _up(link.file, link.overrides, fresh=fresh, plain=plain)
-        if status:
-            raise typer.Exit(status)
+    raise typer.Exit(run_stage(*required_config(words, config), fresh=fresh, plain=plain))
 
 
 @app.command()

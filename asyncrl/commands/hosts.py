@@ -21,7 +21,7 @@ from asyncrl.cluster.skypilot import node_plan, nodes_in
 from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
-from asyncrl.commands.up import StartedRun
+from asyncrl.commands.up import StartedRun, require_not_up
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -46,11 +46,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
     on_gpus = wants_gpus(config)
     with ExitStack() as stack:
         with needing(directory.path):
-            if directory.was_up and (supervisor := directory.supervisor()) is not None:
-                raise RunError(
-                    f"run {directory.path} is up already (process {supervisor.pid}); stop it with `asyncrl "
-                    f"down {directory.path}`, or choose another run.name"
-                )
+            require_not_up(directory)
             if fresh:
                 directory.require_run()
             directory.make()
@@ -144,6 +140,7 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
                 f"`asyncrl down {directory.path}`, or choose another run.name"
             )
         with needing(directory.path):
+            require_not_up(directory)
             if fresh:
                 directory.require_run()
             directory.make()

@@ -171,6 +171,15 @@ def supervised(
         yield supervisor, tend
 
 
+def require_not_up(directory: RunDirectory) -> None:
+    """Raise RunError if a supervisor is alive in the run directory."""
+    if directory.was_up and (supervisor := directory.supervisor()) is not None:
+        raise RunError(
+            f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl "
+            f"status --watch`, stop it with `asyncrl down {directory.path}`, or choose another run.name"
+        )
+
+
 @contextmanager
 def claimed(
     directory: RunDirectory,
@@ -187,11 +196,7 @@ def claimed(
     The run's secret is that of `given`, or drawn.
     """
     with needing(directory.path):
-        if directory.was_up and (supervisor := directory.supervisor()) is not None:
-            raise RunError(
-                f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl "
-                f"status --watch`, stop it with `asyncrl down {directory.path}`, or choose another run.name"
-            )
+        require_not_up(directory)
         if fresh:
             directory.require_run()
         elif directory.config.exists() and is_stage(directory.config) == isinstance(config, Config):

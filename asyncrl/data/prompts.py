@@ -101,11 +101,22 @@ def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
 class PromptSource:
     """The prompt of every ticket, and the held-out prompts."""
 
-    def __init__(self, data: DataConfig, model: ModelConfig, sampling: SamplingConfig, *, seed: int) -> None:
-        """Load and tokenise all prompts. Raises DataError that names the unusable rows."""
-        self.tokenizer = load_tokenizer(model)
+    def __init__(
+        self,
+        data: DataConfig,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        tokenizer: Any = None,
+    ) -> None:
+        """Load and tokenise all prompts. Raises DataError that names the unusable rows.
+
+        `tokenizer` takes the place of the policy's, which takes seconds to import, if nothing is decoded.
+        """
+        self.tokenizer = tokenizer or load_tokenizer(model)
         require_template(model, self.tokenizer)
-        self.renderer = TemplateRenderer(self.tokenizer, stop_ids(model))
+        self.renderer = TemplateRenderer(self.tokenizer, () if tokenizer else stop_ids(model))
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, model.chat_template)
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)

@@ -4,6 +4,7 @@ Each function is tried alone and scores one response at a time: times are its ow
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
@@ -81,14 +82,26 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
     """Yield wrong answers to the first `count` prompts of the run, and the data's reference answers."""
-    source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    for ticket in range(1, min(count, len(source.rows)) + 1):
+    source = _prompts(config)
+    for ticket in range(1, min(count, len(source.train)) + 1):
         prompt = source.prompt(ticket)
         reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
         if reference is not None:
             yield Case("reference", RewardInput(prompt=prompt.text, response=str(reference), row=prompt.row))
         for text in WRONG:
             yield Case("wrong", RewardInput(prompt=prompt.text, response=text, row=prompt.row))
+
+
+def _prompts(config: Config) -> PromptSource:
+    """Return the prompts of the run. Torch is imported only if one may be too long. Raises DataError."""
+    data, model, sampling, seed = config.data, config.model, config.sampling, config.run.seed
+    is_light = (Path(model.path) / "tokenizer.json").is_file() and not model.trust_remote_code
+    if is_light and data.images_key is None and (render := light_renderer(data, model)):
+        # The policy's own tokenizer may add a token, so it judges prompts that reach the limit.
+        lower = sampling.model_copy(update={"max_prompt_tokens": sampling.max_prompt_tokens - 1})
+        with contextlib.suppress(DataError):
+            return PromptSource(data, model, lower, seed=seed, tokenizer=render.tokenizer)
+    return PromptSource(data, model, sampling, seed=seed)
 
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:

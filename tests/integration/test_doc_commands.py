@@ -47,6 +47,7 @@ NOT_TYPED = {
     "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",
     "asyncrl up --config gpu-task.yaml": "GPU, and a model of the hub",
     "asyncrl pipeline": "TRL trains: tests/integration/test_stages.py has one with a run at its end",
+    "asyncrl sweep": "several runs: tests/integration/test_first_run.py",
     "asyncrl stage": "TRL trains: tests/integration/test_stages.py has each kind of stage",
     "asyncrl play": "an engine's start: tests/unit/test_play.py has what it shows of an episode",
     "asyncrl warmup": "a minute each: tests/unit/test_games.py has what these models are shown",

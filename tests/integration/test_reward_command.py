@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
+from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
 from tests.support.command import ASYNCRL
@@ -206,6 +208,38 @@ def test_prompts_are_those_that_the_run_trains_on_first(config):
         rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)
     ]
     assert len([case for case in generic_cases(loaded, 99) if case.kind == "reference"]) == 8
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_are_the_same_texts_without_torch(chat, config):
+    model = config.parent / "model"
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    # The longest prompt has 6 tokens, and 7 with the template.
+    overrides = [f"model.chat_template={chat}".lower(), "data.shuffle=true"]
+    loaded = load_config(config, overrides)
+    source = PromptSource(loaded.data, loaded.model, loaded.sampling, seed=0)
+    expected = [source.prompt(ticket).text for ticket in range(1, 9)]
+    cases = [case.given for case in generic_cases(loaded, 8) if case.kind == "reference"]
+    assert [case.prompt for case in cases] == expected
+
+    words = ["asyncrl", "reward", "test", str(config), *overrides]
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        f"sys.argv = {words}\nfrom asyncrl.cli.main import main\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (0, ["False"]), done.stderr
+    assert "3 of 3 prompts in data.eval also occur in data.train" in done.stderr
+
+
+def test_a_prompt_that_is_too_long_is_named(config):
+    with (config.parent / "test.jsonl").open("a") as file:
+        file.write('{"prompt": "1234567+1=", "answer": "2", "ground_truth": "2"}\n')
+    status, said = reward_test(config)
+    assert status == 2 and "test.jsonl:4: 10 tokens" in said and "raise it to 10" in said
 
 
 def test_a_file_without_responses_is_refused(config):

@@ -36,6 +36,7 @@ COMMANDS = [
     "rank --config task.yaml --host 1 --learner 127.0.0.1", "validate task.yaml",
     "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick --seed 0", "eval model task.yaml", "version",
     "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
+    "init new", "sweep task.yaml learner.steps=1,2",
 ]  # fmt: skip
 """A run is added where one is needed."""
 ENDLESS = (

@@ -216,12 +216,21 @@ def test_few_functions_are_long():
 
 @pytest.mark.parametrize(
     "module",
-    ["asyncrl.cli.main", "asyncrl.config.load", "asyncrl.hosting.supervisor", "asyncrl.config.registry"],
+    [
+        "asyncrl.cli.main",
+        "asyncrl.cli.screens",
+        "asyncrl.config.load",
+        "asyncrl.config.registry",
+        "asyncrl.hosting.supervisor",
+        "asyncrl.preflight.forecast",
+        "asyncrl.preflight.reward_trial",
+        "asyncrl.preflight.validate",
+        "asyncrl.quickstart.first_task",
+        "asyncrl.results.compare",
+    ],
 )
 def test_commands_that_need_no_model_start_without_torch(module):
-    check = (
-        f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'deepspeed')))"
-    )
+    check = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm', 'deepspeed')))"
     assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from asyncrl.cli.app import app
+from asyncrl.commands.sweep import swept
 from asyncrl.config.load import load
 from asyncrl.config.outline import all_paths
 from asyncrl.config.schema import Config
@@ -79,7 +80,10 @@ def test_our_commands_their_options_configs_and_keys_exist(command, tmp_path, mo
     config = next((word for word in rest if word.endswith(".yaml")), None)
     if config:
         model = {"stage": StageConfig, "pipeline": PipelineConfig}.get(rest[0], Config)
-        load(model, Path(config), [word for word in rest if re.match(r"[\w.]+=", word)])
+        overrides = [word for word in rest if re.match(r"[\w.]+=", word)]
+        assert (
+            swept(Path(config), overrides, 1) if rest[0] == "sweep" else load(model, Path(config), overrides)
+        )
 
 
 @pytest.mark.parametrize(

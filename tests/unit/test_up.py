@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.cli import foreground
-from asyncrl.commands import up
+from asyncrl.commands import hosts, up
 from asyncrl.errors import RunError, StoreError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.placement import placement_of
@@ -17,6 +18,7 @@ from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import own_store
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
+from asyncrl.run.lock import RunLock
 from tests.support.task_config import config_of
 from tests.support.waiting import HANG
 
@@ -129,3 +131,33 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     make = up.generator_maker(config, directory, "unix:///s", keys, learner=placement_of(config, 0).ranks)
     assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
+
+
+def _start(config, directory):
+    with up.claimed(directory, config, lambda: None, BestEffort(), fresh=True):
+        pass
+
+
+def _start_on_hosts(config, directory):
+    with hosts.started_on_hosts(config, fresh=True, console=False):
+        pass
+
+
+def _submit(config, directory):
+    list(hosts.submitted(config, ["true"], fresh=True))
+
+
+@pytest.mark.parametrize("start", [_start, _start_on_hosts, _submit])
+def test_a_run_that_is_up_is_not_begun_again_by_any_way(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "jobs_of", lambda _: [])
+    monkeypatch.setattr(hosts, "submit", lambda _: pytest.fail("it was submitted"))
+    cluster = {"kind": "local", "generator_hosts": 1}
+    config = config_of(run={"name": "r", "root": str(tmp_path)}, generator={"count": 1}, cluster=cluster)
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.config.write_text("run: {}\n")
+    with RunLock(directory.supervisor_lock):
+        before = sorted(directory.path.iterdir())
+        with pytest.raises(RunError, match=rf"r is running already \(process {os.getpid()}\)"):
+            start(config, directory)
+        assert sorted(directory.path.iterdir()) == before
