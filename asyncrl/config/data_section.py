@@ -32,8 +32,9 @@ class DataConfig(Part):
     """Source of the prompts."""
 
     train: Annotated[str, marked(stand_in="no/data", resume=_ROWS)]
-    """JSONL or parquet file, directory, or Hugging Face dataset (`owner/name` or `owner/name:config`); or
-    `seeds:N`, rows with a column `seed` from 0 to N - 1, for an environment that makes its tasks."""
+    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, Hugging Face dataset (`owner/name`
+    or `owner/name:config`), or pattern of files (`data/part-*.jsonl`), read in the order of their names.
+    `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment that makes its tasks."""
     eval: str | None = None
     """Held-out prompts, in the same formats."""
     prompt_field: Annotated[str, PROMPT] = "prompt"

@@ -9,7 +9,6 @@ So no pixel crosses the store. The data's fingerprint covers the rows, but not t
 import hashlib
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class LearnerImages:
     def __init__(self, config: Config) -> None:
         """Read the rows and load the processor. Raises DataError."""
         assert config.data.images_key is not None, "without it there is nothing to read"
-        self._key, self._beside = config.data.images_key, Path(config.data.train).parent
+        self._key = config.data.images_key
         self._rows = load_rows(config.data.train, config.data.split)
         self._plan = SamplePlan(len(self._rows), seed=config.run.seed, shuffle=config.data.shuffle)
         self._processor = ImageProcessor(config.model)
@@ -129,7 +128,7 @@ class LearnerImages:
         """Return the images of a group's row. Raises DataError if the generator has read others."""
         index = self._plan.at(group.ticket_id).row
         where = self._rows.place(index)
-        images = image_bytes(self._rows[index], self._key, where, self._beside)
+        images = image_bytes(self._rows[index], self._key, where, self._rows.directory(index))
         recorded = group.recorded.get(DIGESTS, np.zeros(0, dtype=np.uint64))
         if not np.array_equal(digests_of(images), recorded):
             raise DataError(f"{where}: an image is not the one with which {group.generator_id} sampled")

@@ -17,10 +17,11 @@ from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import Curriculum, rows_of
-from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
+from asyncrl.data.dataset import Rows, fingerprints, load_rows
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
 from asyncrl.data.reader import PromptReader
+from asyncrl.data.row_files import Row
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RenderError
 from asyncrl.session.base import without_stop
@@ -45,8 +46,7 @@ class RowRenderer:
 
     def prompts(self, rows: Rows) -> list[Prompt]:
         """Return the prompt of each row. Raises DataError that names the first row without one."""
-        beside = Path(rows.source).parent
-        return [self._prompt(row, rows.place(index), beside) for index, row in enumerate(rows)]
+        return [self._prompt(row, rows.place(index), rows.directory(index)) for index, row in enumerate(rows)]
 
     def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)

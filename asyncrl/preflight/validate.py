@@ -14,15 +14,16 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
+from asyncrl.config.named_files import file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.store_room import lacking_room
 from asyncrl.config.wording import did_you_mean
-from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
+from asyncrl.data.dataset import SEEDS, DataFiles, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
+from asyncrl.data.row_files import Row
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
@@ -301,12 +302,7 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         ("data.train", config.data.train, config.data.split),
         ("data.eval", config.data.eval, config.data.eval_split),
     ):
-        is_made = source is not None and source.startswith(SEEDS)
-        if source is None or not (is_made or (is_local(source) and Path(source).is_file())):
-            continue
-        if not is_made and (suffix := Path(source).suffix) not in FORMATS:
-            text = f"found the suffix `{suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
-            yield Mistake((key,), text)
+        if source is None or not (source.startswith(SEEDS) or local_files(source)):
             continue
         try:
             rows = load_rows(source, split)
@@ -376,7 +372,7 @@ def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | N
             try:
                 value = reader.read(row, where := rows.place(index))
                 if (images := config.data.images_key) is not None:
-                    for image in image_bytes(row, images, where, Path(rows.source).parent):
+                    for image in image_bytes(row, images, where, rows.directory(index)):
                         picture_of(image, where, whole=False)
                 if chat and not isinstance(value, str):
                     shape = tuple((one["role"], not one["content"], *sorted(one)) for one in value)

@@ -13,7 +13,7 @@ import jinja2
 import yaml
 
 from asyncrl.config.load import load
-from asyncrl.config.named_files import has_chat_template, is_stage, misused_stage
+from asyncrl.config.named_files import has_chat_template, is_local, is_stage, misused_stage
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
@@ -139,8 +139,7 @@ def _front_matter(archive: Archive) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".parquet"))
-    return name.count("/") == 1 and not is_path
+    return name.count("/") == 1 and not is_local(name)
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

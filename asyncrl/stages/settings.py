@@ -35,7 +35,8 @@ class StageData(Part):
     """The rows that a stage trains on, with the columns that TRL gives them (stages.md)."""
 
     train: Annotated[str, marked(stand_in="no/data", resume=_ROWS)]
-    """JSONL or parquet file, or Hugging Face dataset (`owner/name` or `owner/name:config`)."""
+    """File or pattern of files, as in `data.train` of a run, or Hugging Face dataset (`owner/name` or
+    `owner/name:config`)."""
     eval: Annotated[str | None, marked(resume=_ROWS)] = None
     """Held-out rows, in the same formats; measured before and after training."""
     split: str = "train"

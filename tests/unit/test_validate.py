@@ -241,7 +241,7 @@ def test_data_that_cannot_be_data_are_named(place: str, said: str):
     (line,) = said_of(GOOD, f"data.eval={place}")
     assert (
         f"data.eval: found {said}" in line.replace(f"{place}, which is ", "")
-        and "give a JSONL or parquet file" in line
+        and "give a file of rows" in line
     )
 
 
@@ -411,14 +411,24 @@ def test_every_row_is_looked_at_and_named_by_its_line():
     ]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".txt", ".data"])
+@pytest.mark.parametrize("suffix", [".tsv", ".txt", ".json.gz"])
 def test_a_file_of_another_format_is_refused_by_name(suffix: str):
     Path(f"train{suffix}").write_text("question,answer\n1,2\n")
     (line,) = said_of(GOOD, f"data.train=train{suffix}")
     assert (
-        f"data.train: found the suffix `{suffix}`; allowed are .jsonl, .json, .parquet; convert the file"
-        in line
+        f"data.train: train{suffix}: found the suffix `{suffix}`; allowed are .jsonl, .json, .csv, "
+        ".parquet, .jsonl.gz, .csv.gz; convert the file" in line
     )
+
+
+def test_a_pattern_is_looked_at_file_by_file_and_must_match():
+    Path("data/part-1.csv").write_text("question,answer\nq,a\n,b\n")
+    Path("data/part-2.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q"}\n')
+    (line,) = said_of(GOOD, "data.train=data/part-*")
+    for said in ("data/part-1.csv:3: the prompt is empty", "2 rows lack", "data/part-2.jsonl:2"):
+        assert said.replace("2 rows", "1 of 4 rows") in line
+    (line,) = said_of(GOOD, "data.train=data/none-*.jsonl")
+    assert "data.train: found no file that matches data/none-*.jsonl; give a file of rows, a pattern" in line
 
 
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
