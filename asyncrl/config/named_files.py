@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -34,10 +34,11 @@ JUDGES = ("openai", "aiolimiter")
 
 def file_problems(config: Config) -> Iterator[Mistake]:
     """Find mistakes in the files that a config names on this host. Hub names are not checked."""
-    yield from data_problems(config.data.train, config.data.eval)
-    for key, source in (("split", config.data.train), ("eval_split", config.data.eval)):
+    yield from data_problems(config.data.places)
+    for place, source in config.data.places.items():
+        key = "eval_split" if place == "data.eval" else "split"
         value = getattr(config.data, key)
-        if source and local_files(source) and value != DataConfig.model_fields[key].default:
+        if local_files(source) and value != DataConfig.model_fields[key].default:
             text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
             yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
     yield from policy_problems(config.model)
@@ -51,9 +52,9 @@ def file_problems(config: Config) -> Iterator[Mistake]:
     yield from tracker_problems(config.telemetry)
 
 
-def data_problems(train: str, held_out: str | None) -> Iterator[Mistake]:
-    """Find a source of rows that has none on this host."""
-    for key, source in (("data.train", train), ("data.eval", held_out)):
+def data_problems(places: Mapping[str, str | None]) -> Iterator[Mistake]:
+    """Find a source of rows, by its key, that has none on this host."""
+    for key, source in places.items():
         if found := _no_data(source):
             cure = "give a file of rows, a pattern, a directory with some, or a Hugging Face dataset"
             yield Mistake((key,), f"{found}; {cure}")

@@ -34,8 +34,10 @@ class Rows(Sequence[Row]):
         self._files = [(0, source, lines)]
 
     @classmethod
-    def joined(cls, parts: Sequence["Rows"], source: str) -> "Rows":
+    def joined(cls, parts: Sequence["Rows"], source: str = "data.train") -> "Rows":
         """Return the rows of all parts, in order, with the places that they have there."""
+        if len(parts) == 1:
+            return parts[0]
         rows = cls([row for part in parts for row in part], source)
         starts = accumulate((len(part) for part in parts), initial=0)
         rows._files = [
@@ -43,6 +45,12 @@ class Rows(Sequence[Row]):
             for start, part in zip(starts, parts, strict=False)
             for at, name, lines in part._files
         ]
+        return rows
+
+    def first(self, limit: int | None) -> "Rows":
+        """Return the first rows, at most so many; None keeps all."""
+        rows = Rows(self._rows[:limit], self.source)
+        rows._files = self._files
         return rows
 
     def _file(self, index: int) -> tuple[str, int, Sequence[int] | None]:
@@ -84,6 +92,18 @@ class Rows(Sequence[Row]):
         return iter(self._rows)
 
 
+def fingerprint_of(data: DataConfig, train: Sequence[Rows]) -> str:
+    """Return the fingerprint of data.train: that of its rows or, of several sources, also of their shares."""
+    systems = [source.system for source in data.train]
+    if systems == [None]:
+        return train[0].fingerprint
+    found = [[rows.fingerprint, str(share)] for rows, share in zip(train, data.shares, strict=True)]
+    digest = hashlib.blake2b(json.dumps([found, systems]).encode(), digest_size=8).hexdigest()
+    each = ", ".join(f"{share} of {len(rows)} rows" for rows, share in zip(train, data.shares, strict=True))
+    # A message may cut off the end.
+    return f"sources with digest {digest}: {each}"
+
+
 def fingerprints(train: str, held_out: str | None) -> str:
     """Return one fingerprint for the fingerprints of data.train and, if there is one, data.eval."""
     return train if held_out is None else f"{train}, and held out {held_out}"
@@ -104,13 +124,13 @@ class DataFiles:
         return self._train[1]
 
     @cached_property
-    def _train(self) -> tuple[int, str]:
-        rows = load_rows(self._data.train, self._data.split)
-        return len(rows), rows.fingerprint
+    def _train(self) -> tuple[list[int], str]:
+        rows = load_train(self._data)
+        return [len(part) for part in rows], fingerprint_of(self._data, rows)
 
     @property
-    def train_rows(self) -> int:
-        """Number of rows in data.train."""
+    def train_rows(self) -> list[int]:
+        """Number of rows in each source of data.train."""
         return self._train[0]
 
     @property
@@ -131,6 +151,11 @@ class DataFiles:
         return len(rows), rows.fingerprint
 
 
+def load_train(data: DataConfig) -> list[Rows]:
+    """Return the rows of each source of data.train. Raises DataError."""
+    return [load_rows(source.path, data.split).first(source.limit) for source in data.train]
+
+
 def load_rows(source: str, split: str = "train") -> Rows:
     """Read a file, all files that a pattern matches, or `split` of a Hugging Face dataset, or make `seeds:N`.
 
@@ -140,7 +165,7 @@ def load_rows(source: str, split: str = "train") -> Rows:
         return Rows(_seeds(source), source)
     if files := local_files(source):
         parts = [Rows(rows, str(path), lines) for path in files for rows, lines in [read_file(path)]]
-        return Rows.joined(parts, source) if len(parts) > 1 else parts[0]
+        return Rows.joined(parts, source)
     path = Path(source)
     is_path = source.endswith(FORMATS) or (source.startswith((".", "/")) and not path.is_dir())
     if is_path or WILD & set(source):

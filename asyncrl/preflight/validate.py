@@ -5,6 +5,7 @@ import inspect
 import shutil
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -298,19 +299,19 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             chat = light_renderer(config.data, config.model)
     except DataError as error:
         yield Mistake(("model.chat_template",), str(error))
-    for key, source, split in (
-        ("data.train", config.data.train, config.data.split),
-        ("data.eval", config.data.eval, config.data.eval_split),
-    ):
-        if source is None or not (source.startswith(SEEDS) or local_files(source)):
+    data = config.data
+    of = [*map(data.of, data.train), data]
+    limits = [*(source.limit for source in data.train), None]
+    for (key, source), section, limit in zip(data.places.items(), of, limits, strict=False):
+        if not (source.startswith(SEEDS) or local_files(source)):
             continue
         try:
-            rows = load_rows(source, split)
+            rows = load_rows(source).first(limit)
         except DataError as error:
             yield Mistake((key,), str(error))
         else:
             found: dict[tuple[str, ...], list[str]] = {}
-            without = _without_prompt(config, key, rows, chat)
+            without = _without_prompt(config.model_copy(update={"data": section}), key, rows, chat)
             for keys, text in (*_lacking(config, key, rows, forms), *without):
                 found.setdefault(keys, []).append(text)
             # One message per key.
@@ -365,6 +366,7 @@ def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
     """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    chat = chat and replace(chat, reader=reader)
     rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
     for index, row in enumerate(rows):

@@ -133,8 +133,11 @@ def _front_matter(archive: Archive) -> str:
     values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
     if _is_hub_name(model := _setting(archive, "model.path")):
         values["base_model"] = model
-    if _is_hub_name(data := _setting(archive, "data.train").split(":")[0]):
-        values["datasets"] = [data]
+    # A text, or sections with a key `path`.
+    train = archive.config["data"]["train"]
+    paths = [train] if isinstance(train, str) else [one["path"] for one in train]
+    if data := [name for path in paths if _is_hub_name(name := path.partition(":")[0])]:
+        values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
 
 

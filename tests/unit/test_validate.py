@@ -431,6 +431,47 @@ def test_a_pattern_is_looked_at_file_by_file_and_must_match():
     assert "data.train: found no file that matches data/none-*.jsonl; give a file of rows, a pattern" in line
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("weight: 0", "data.train.1.weight: found 0; allowed is a number > 0; correct the value"),
+        ("weight: -0.5", "data.train.1.weight: found -0.5; allowed is a number > 0; correct the value"),
+        (
+            "weigth: 1",
+            "data.train.1.weigth: found an unknown key; allowed are path, weight, limit, system, name",
+        ),
+        ("limit: 0", "data.train.1.limit: found 0; allowed is a whole number >= 1 or null"),
+        ("path: none.jsonl", "data.train.1: found no none.jsonl"),
+        ("path: data/empty.jsonl", "data.train.1: data/empty.jsonl holds no rows; write at least one"),
+        ("path: other/train.csv", "the sources have the names train, train, which must differ; set `name`"),
+        (
+            "system: s",
+            "data.train.1.system: is set, but model.chat_template is false; set it to true, or drop",
+        ),
+        ("name: brief", "data.train.1: brief is also the name of a part of the reward, and both would be"),
+    ],
+)
+def test_a_source_that_cannot_be_mixed_is_named_by_its_number(second: str, said: str):
+    Path("data/second.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    Path("data/empty.jsonl").write_text("\n")
+    given = f"path: data/second.jsonl, {second}" if "path" not in second else second
+    mixed = f"  train:\n    - data/train.jsonl\n    - {{{given}}}\n"
+    (line,) = said_of(GOOD.replace("  train: data/train.jsonl\n", mixed))
+    assert said in line and line.startswith(("  run.yaml:8  data.train.1", "  run.yaml:6  data.train: "))
+
+
+def test_the_rows_of_each_source_are_looked_at_up_to_its_limit():
+    good = '{"question": "q", "answer": "a"}\n'
+    Path("data/second.jsonl").write_text(f'{good}{good}{{"question": "", "answer": "a"}}\n')
+    mixed = "  train: [data/train.jsonl, {path: data/second.jsonl, limit: 3}]\n"
+    (line,) = said_of(GOOD.replace("  train: data/train.jsonl\n", mixed))
+    assert "data.train.1: data/second.jsonl:3: the prompt is empty" in line
+    Path("run.yaml").write_text(GOOD.replace("  train: data/train.jsonl\n", mixed.replace("3", "2")))
+    validated_config(Path("run.yaml"))
+    (line,) = said_of(GOOD, "data.train=[]")
+    assert "data.train: found []; allowed is text or a list" in line
+
+
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
 def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
     (line,) = said_of(GOOD, f"data.train={path}")
