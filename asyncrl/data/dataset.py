@@ -50,7 +50,7 @@ class Rows(Sequence[Row]):
     def first(self, limit: int | None) -> "Rows":
         """Return the first rows, at most so many; None keeps all."""
         rows = Rows(self._rows[:limit], self.source)
-        rows._files = self._files
+        rows._files = [file for file in self._files if file[0] < len(rows)]
         return rows
 
     def _file(self, index: int) -> tuple[str, int, Sequence[int] | None]:

@@ -61,9 +61,9 @@ class Shares:
     def _window(self, source: int) -> tuple[int, int]:
         """Return the first ticket that may be the next one of the source, and the last one."""
         share, had = self.shares[source], len(self._tickets[source]) * self._parts
-        tickets = share.denominator, share.numerator * self._parts
-        first = -(-(had + 1) * tickets[0] // tickets[1])
-        return first, (had + self._parts - 1) * tickets[0] // tickets[1] + 1
+        # (j + 1 / parts) / share, rounded up, and (j + 1 - 1 / parts) / share, rounded down.
+        above, below = share.denominator, share.numerator * self._parts
+        return -(-(had + 1) * above // below), (had + self._parts - 1) * above // below + 1
 
 
 class Mixture:

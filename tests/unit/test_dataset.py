@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.errors import DataError
 
 ROWS = [
@@ -102,6 +102,13 @@ def test_a_pattern_is_its_files_in_the_order_of_their_names(tmp_path):
     ]
     write_jsonl(tmp_path / "sub" / "part-3.jsonl", rows[:1])
     assert load_rows(f"{tmp_path}/**/part-*").directory(5) == tmp_path / "sub"
+    few = Rows.joined([found.first(2), found.first(4), whole.first(9)])
+    assert [few.place(index).rpartition("/")[2] for index in (1, 2, 5, 6)] == [
+        "part-1.csv:4",
+        "part-1.csv:3",
+        "part-2.jsonl:1",
+        "all.jsonl:1",
+    ]
     write_jsonl(tmp_path / "x[1].jsonl", rows[:1])
     assert len(load_rows(f"{tmp_path}/x[1].jsonl")) == 1, "a file of that name is no pattern"
     with pytest.raises(DataError, match=r"none-\*.jsonl does not exist"):
@@ -120,8 +127,6 @@ def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
 
 
 def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
-    from asyncrl.data.dataset import Rows
-
     rows = [{"a": 1, "b": "\ud83d"}, {"a": 2, "b": object()}]
     assert Rows(rows, "x").fingerprint == Rows([rows[0], {"a": 2, "b": object()}], "y").fingerprint
     assert Rows([{"a": 1}], "x").fingerprint == "1 rows with digest c4cb53ce0f4efd04", (
