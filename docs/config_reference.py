@@ -20,14 +20,16 @@ from asyncrl.config.wording import describe
 
 Schema = dict[str, Any]
 
-REQUIRED = {"run.name", "model.path", "data.train", "reward.functions", "reward.functions.function"}
-REQUIRED |= {"algorithm.reference.path"}
+REQUIRED = {"run.name", "model.path", "data.train", "data.train.path", "algorithm.reference.path"}
+REQUIRED |= {"reward.functions", "reward.functions.function"}
 EXTENDS: Schema = {
     "description": "YAML files below this one, paths relative to it; this one wins.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
 }
 OWN: Schema = {"type": "string", "pattern": ":"}
 """A user's own function: `package.module:function` or `path.py:function`."""
+ITEMS = ("RewardFunctionConfig", "DataSource")
+"""Sections in lists."""
 HIDDEN = ("title", "stand_in", "resume")
 """What an editor has no use for."""
 
@@ -71,7 +73,7 @@ def _bare(name: str, schema: Schema) -> Schema:
             for word, what in value.items()
             if word not in HIDDEN and not (is_section and word == "default")
         }
-    required = {"required": schema["required"]} if name == "RewardFunctionConfig" else {}
+    required = {"required": schema["required"]} if name in ITEMS else {}
     return (
         {"type": "object", "description": schema["description"], "properties": properties}
         | required
@@ -141,7 +143,7 @@ def _tables(keys: Keys, part: Any) -> Iterator[str]:
         value = getattr(part, key, None)
         if isinstance(value, Part) and not isinstance(value, Choice):
             below.append((path, value))
-        elif schema.get("items", {}).get("title") == "RewardFunctionConfig":
+        elif schema_at(Config, (*path, 0)).get("title") in ITEMS:
             rows.append(_row(path, schema, None))
             below.append(((*path, 0), value[0]))
         else:
@@ -159,6 +161,7 @@ def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
     name = ".".join(str(key) for key in path if key != 0)
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
+    allowed = "text or a list of sections, see below" if name == "data.train" else allowed
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
     return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(schema)} |".replace(
         "\n", " "

@@ -74,8 +74,12 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
         read_rows(validated_stage(file, overrides))
         typer.echo(f"{file}: fine")
         return
-    for doubt in doubts(validated_config(file, overrides, resumes=True), file, overrides):
+    found = validated_config(file, overrides, resumes=True)
+    for doubt in doubts(found, file, overrides):
         typer.echo(f"! {doubt}")
+    for source, share in zip(found.data.train, found.data.shares, strict=True):
+        if share != 1:
+            typer.echo(f"data.train: {float(share):.1%} of the tickets from {source.path}, `{source.label}`")
     typer.echo(f"{file}: fine")
 
 

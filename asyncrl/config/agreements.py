@@ -13,7 +13,13 @@ from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.host_rules import HOST_RULES
 from asyncrl.config.registry import needs
-from asyncrl.config.reward_section import TEACHER_NAME, ModelScore, RewardConfig, ScorerConfig
+from asyncrl.config.reward_section import (
+    TEACHER_NAME,
+    ModelScore,
+    RewardConfig,
+    ScorerConfig,
+    reward_parts,
+)
 from asyncrl.config.sections import (
     BatchConfig,
     ControlConfig,
@@ -97,9 +103,22 @@ def _each_generator_has_a_port(telemetry: TelemetryConfig, generator: GeneratorC
 
 
 def _system_message_has_a_template(data: DataConfig, model: ModelConfig) -> Iterator[Mistake]:
-    if data.system is not None and not model.chat_template:
-        text = "data.system is set, but model.chat_template is false; set it to true, or drop data.system"
-        yield Mistake(("data.system", "model.chat_template"), text)
+    own = {f"data.train.{index}.system": source.system for index, source in enumerate(data.train)}
+    for key, value in {"data.system": data.system, **own}.items():
+        if value is not None and not model.chat_template:
+            text = f"{key} is set, but model.chat_template is false; set it to true, or drop {key}"
+            yield Mistake((key, "model.chat_template"), text)
+
+
+def _sources_are_no_parts(
+    data: DataConfig, reward: RewardConfig, environment: EnvironmentConfig
+) -> Iterator[Mistake]:
+    parts = reward_parts(reward, environment)
+    for index, source in enumerate(data.train if len(data.train) > 1 else ()):
+        if source.label in parts:
+            found = f"{source.label} is also the name of a part of the reward"
+            text = f"{found}, and both would be reward/{source.label}/mean; set another `name` here"
+            yield Mistake((f"data.train.{index}",), text)
 
 
 def _images_are_rendered(
@@ -323,6 +342,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _each_generator_has_a_port,
     _samples_differ,
     _system_message_has_a_template,
+    _sources_are_no_parts,
     _images_are_rendered,
     _routing_is_recorded,
     _something_scores,

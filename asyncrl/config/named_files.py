@@ -2,7 +2,8 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from asyncrl.config.wording import closest, divisors
 from asyncrl.errors import ConfigError
 from asyncrl.extras import install_command
 
-# Suffixes by which a name is recognised as a file. Only the first three formats can be read.
+# Suffixes by which a name is recognised as a file; not all of them can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+# Characters of a pattern.
+WILD = frozenset("*?[")
 # Name of the Hugging Face directory in the run directory of a stage.
 EXPORT = "hf"
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
@@ -31,10 +34,11 @@ JUDGES = ("openai", "aiolimiter")
 
 def file_problems(config: Config) -> Iterator[Mistake]:
     """Find mistakes in the files that a config names on this host. Hub names are not checked."""
-    yield from data_problems(config.data.train, config.data.eval)
-    for key, source in (("split", config.data.train), ("eval_split", config.data.eval)):
+    yield from data_problems(config.data.places)
+    for place, source in config.data.places.items():
+        key = "eval_split" if place == "data.eval" else "split"
         value = getattr(config.data, key)
-        if source and Path(source).is_file() and value != DataConfig.model_fields[key].default:
+        if local_files(source) and value != DataConfig.model_fields[key].default:
             text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
             yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
     yield from policy_problems(config.model)
@@ -48,11 +52,11 @@ def file_problems(config: Config) -> Iterator[Mistake]:
     yield from tracker_problems(config.telemetry)
 
 
-def data_problems(train: str, held_out: str | None) -> Iterator[Mistake]:
-    """Find a source of rows that has none on this host."""
-    for key, source in (("data.train", train), ("data.eval", held_out)):
+def data_problems(places: Mapping[str, str | None]) -> Iterator[Mistake]:
+    """Find a source of rows, by its key, that has none on this host."""
+    for key, source in places.items():
         if found := _no_data(source):
-            cure = "give a JSONL or parquet file, a directory with some, or a Hugging Face dataset"
+            cure = "give a file of rows, a pattern, a directory with some, or a Hugging Face dataset"
             yield Mistake((key,), f"{found}; {cure}")
 
 
@@ -62,16 +66,24 @@ def _no_data(source: str | None) -> str:
         return ""
     path = Path(source)
     if not path.is_dir():
-        return "" if path.is_file() else unusable(source)
+        return "" if local_files(source) else unusable(source)
     entries = chain(path.glob("*"), path.glob("*/*"))
     has_data = any(entry.suffix in SUFFIXES for entry in entries)
     return "" if has_data else f"found no data in the directory {source}"
 
 
+def local_files(source: str) -> list[Path]:
+    """Return the file of that name or, sorted, the files that match it as a pattern; empty without any."""
+    if Path(source).is_file():
+        return [Path(source)]
+    found = glob(source, recursive=True) if WILD & set(source) else []
+    return [path for path in map(Path, sorted(found)) if path.is_file()]
+
+
 def is_local(source: str) -> bool:
-    """Return whether the source is a path and not a hub name, which has at most one slash."""
+    """Return whether the source is a path or a pattern and not a hub name, which has at most one slash."""
     is_path = source.startswith(("/", ".", "~", "$")) or source.endswith("/") or source.count("/") > 1
-    return is_path or source.endswith(SUFFIXES) or Path(source).is_file()
+    return is_path or source.endswith(SUFFIXES) or bool(WILD & set(source)) or Path(source).is_file()
 
 
 def unusable(source: str) -> str:
@@ -84,6 +96,8 @@ def unusable(source: str) -> str:
         return f"found {source}, which is {kind}"
     if path.is_symlink():
         return f"found {source}, a link to {path.readlink()}, which does not exist"
+    if WILD & set(source):
+        return f"found no file that matches {source}"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = closest(path.name, neighbours)
     hint = f" (did you mean `{path.parent / close}`?)" if close else ""

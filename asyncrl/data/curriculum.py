@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.data.mixture import Mixture
+from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
 
@@ -31,7 +32,10 @@ def verdict(group: Group, solved: float) -> int:
 
 
 class Curriculum:
-    """The learner's side: results come in, and the skipped rows of each epoch go out."""
+    """The learner's side of one source: results come in, and the skipped rows of each epoch go out.
+
+    Tickets are those of the source, counted from 1.
+    """
 
     def __init__(
         self, plan: SamplePlan, *, solved: float, reach: int, window: int, state: Mapping[str, Any]
@@ -46,8 +50,9 @@ class Curriculum:
             state: what `state` returned.
         """
         if plan.size > MOST_ROWS:
-            found = f"data.train has {plan.size} rows; a curriculum can skip rows of at most {MOST_ROWS}"
-            raise DataError(f"{found}; drop data.curriculum, because so many rows are hardly sampled twice")
+            found = f"a source of data.train has {plan.size} rows"
+            text = f"{found}; a curriculum can skip rows of at most {MOST_ROWS}"
+            raise DataError(f"{text}; drop data.curriculum, because so many rows are hardly sampled twice")
         self.plan = plan
         self._solved, self._reach, self._distance = solved, reach, reach + window
         self._verdicts = np.zeros(plan.size, dtype=np.int8)
@@ -61,12 +66,10 @@ class Curriculum:
             self._skipped = {int(epoch): self._mask(rows) for epoch, rows in state["skipped"].items()}
             plan.skip(self._skipped)
 
-    def record(self, groups: Iterable[Group]) -> None:
-        """Take in the groups of a step: trained ones, and those that were rejected."""
-        for group in groups:
-            if group.rollouts:
-                row = self.plan.at(group.ticket_id).row
-                self._results[group.ticket_id] = row, verdict(group, self._solved)
+    def record(self, ticket_id: int, group: Group) -> None:
+        """Take in the group of a ticket: a trained one, or one that was rejected."""
+        if group.rollouts:
+            self._results[ticket_id] = self.plan.at(ticket_id).row, verdict(group, self._solved)
 
     def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
         """Decide every epoch of which a ticket may be issued before the next version.
@@ -76,7 +79,7 @@ class Curriculum:
             unfinished: the oldest id that is not consumed.
 
         Returns:
-            The skipped rows of each epoch from that of `unfinished` on, for `UpdateOrder.skipped`.
+            The skipped rows of each epoch from that of `unfinished` on.
         """
         size = self.plan.size
         while (start := self._decided * size) < consumed + self._reach:
@@ -115,10 +118,50 @@ class Curriculum:
         return rows_of(base64.b64decode(text), self.plan.size)
 
 
-def rows_of(packed: bytes, size: int) -> NDArray[np.bool_]:
-    """Return the mask over `size` rows that `Curriculum.decide` packed."""
-    return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=size).astype(bool)
-
-
 def _text(rows: NDArray[np.bool_]) -> str:
     return base64.b64encode(np.packbits(rows).tobytes()).decode()
+
+
+class Curricula:
+    """The curriculum of every source."""
+
+    def __init__(
+        self, mixture: Mixture, *, solved: float, reach: int, window: int, state: Mapping[str, Any]
+    ) -> None:
+        """Continue from the `state` of a checkpoint; {} is the beginning. Arguments as for `Curriculum`."""
+        self.mixture, most = mixture, mixture.shares.most
+        self._parts = [
+            Curriculum(
+                plan,
+                solved=solved,
+                reach=most(source, reach),
+                window=most(source, window),
+                state=state.get(str(source), {}),
+            )
+            for source, plan in enumerate(mixture.plans)
+        ]
+
+    def record(self, groups: Iterable[Group]) -> None:
+        """Take in the groups of a step: trained ones, and those that were rejected."""
+        for group in groups:
+            source, number = self.mixture.turn(group.ticket_id)
+            self._parts[source].record(number, group)
+
+    def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
+        """Decide epochs as `Curriculum.decide` does; return their skipped rows, by source and epoch."""
+        found: dict[str, bytes] = {}
+        count = self.mixture.shares.count
+        for source, part in enumerate(self._parts):
+            first = count(source, unfinished - 1) + 1
+            decided = part.decide(consumed=count(source, consumed), unfinished=first)
+            found |= {f"{source}:{epoch}": rows for epoch, rows in decided.items()}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for the checkpoint's JSON."""
+        return {str(source): part.state() for source, part in enumerate(self._parts)}
+
+    def metrics(self) -> dict[str, float]:
+        """Count the rows that the newest epochs skip, by reason."""
+        counts = [part.metrics() for part in self._parts]
+        return {name: sum(one[name] for one in counts) for name in counts[0]}

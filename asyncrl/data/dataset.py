@@ -1,23 +1,22 @@
-"""Rows from JSONL, JSON or parquet files or a Hugging Face dataset: mappings from column to value.
-
-A file that cannot be read completely is an error that names the line: with fewer rows, the sample plan would
-be another.
-"""
+"""Rows from files or a Hugging Face dataset: mappings from column to value."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from asyncrl.config.data_section import DataConfig
+from asyncrl.config.named_files import WILD, local_files
+from asyncrl.data.row_files import FORMATS, Row, read_file, with_sparse_messages
 from asyncrl.errors import DataError
 from asyncrl.extras import install_command
 
-Row = Mapping[str, Any]
-FORMATS = (".jsonl", ".json", ".parquet")
 # Begins a source of rows `{seed: 0}`, `{seed: 1}`, ... for environments that make their tasks.
 SEEDS, MOST_SEEDS = "seeds:", 1_000_000
 
@@ -31,11 +30,42 @@ class Rows(Sequence[Row]):
             raise DataError(f"{source} holds no rows; write at least one")
         self._rows = rows
         self.source = source
-        self._lines = lines
+        # Index of the first row of each file, its name, and its line numbers.
+        self._files = [(0, source, lines)]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"], source: str = "data.train") -> "Rows":
+        """Return the rows of all parts, in order, with the places that they have there."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = cls([row for part in parts for row in part], source)
+        starts = accumulate((len(part) for part in parts), initial=0)
+        rows._files = [
+            (start + at, name, lines)
+            for start, part in zip(starts, parts, strict=False)
+            for at, name, lines in part._files
+        ]
+        return rows
+
+    def first(self, limit: int | None) -> "Rows":
+        """Return the first rows, at most so many; None keeps all."""
+        rows = Rows(self._rows[:limit], self.source)
+        rows._files = [file for file in self._files if file[0] < len(rows)]
+        return rows
+
+    def _file(self, index: int) -> tuple[str, int, Sequence[int] | None]:
+        """Return the name of the file with the row, the row's index there, and the file's line numbers."""
+        start, name, lines = self._files[bisect_right(self._files, index, key=itemgetter(0)) - 1]
+        return name, index - start, lines
 
     def place(self, index: int) -> str:
         """Return the position of the row at `index` (from 0) for messages, counted from 1."""
-        return f"{self.source}:{self._lines[index]}" if self._lines else f"{self.source}, row {index + 1}"
+        name, at, lines = self._file(index)
+        return f"{name}:{lines[at]}" if lines else f"{name}, row {at + 1}"
+
+    def directory(self, index: int) -> Path:
+        """Return the directory of the row's file, to which paths in the row are relative."""
+        return Path(self._file(index)[0]).parent
 
     @property
     def fingerprint(self) -> str:
@@ -62,6 +92,18 @@ class Rows(Sequence[Row]):
         return iter(self._rows)
 
 
+def fingerprint_of(data: DataConfig, train: Sequence[Rows]) -> str:
+    """Return the fingerprint of data.train: that of its rows or, of several sources, also of their shares."""
+    systems = [source.system for source in data.train]
+    if systems == [None]:
+        return train[0].fingerprint
+    found = [[rows.fingerprint, str(share)] for rows, share in zip(train, data.shares, strict=True)]
+    digest = hashlib.blake2b(json.dumps([found, systems]).encode(), digest_size=8).hexdigest()
+    each = ", ".join(f"{share} of {len(rows)} rows" for rows, share in zip(train, data.shares, strict=True))
+    # A message may cut off the end.
+    return f"sources with digest {digest}: {each}"
+
+
 def fingerprints(train: str, held_out: str | None) -> str:
     """Return one fingerprint for the fingerprints of data.train and, if there is one, data.eval."""
     return train if held_out is None else f"{train}, and held out {held_out}"
@@ -82,13 +124,13 @@ class DataFiles:
         return self._train[1]
 
     @cached_property
-    def _train(self) -> tuple[int, str]:
-        rows = load_rows(self._data.train, self._data.split)
-        return len(rows), rows.fingerprint
+    def _train(self) -> tuple[list[int], str]:
+        rows = load_train(self._data)
+        return [len(part) for part in rows], fingerprint_of(self._data, rows)
 
     @property
-    def train_rows(self) -> int:
-        """Number of rows in data.train."""
+    def train_rows(self) -> list[int]:
+        """Number of rows in each source of data.train."""
         return self._train[0]
 
     @property
@@ -109,30 +151,27 @@ class DataFiles:
         return len(rows), rows.fingerprint
 
 
+def load_train(data: DataConfig) -> list[Rows]:
+    """Return the rows of each source of data.train. Raises DataError."""
+    return [load_rows(source.path, data.split).first(source.limit) for source in data.train]
+
+
 def load_rows(source: str, split: str = "train") -> Rows:
-    """Read a JSONL, JSON or parquet file, or `split` of a Hugging Face dataset, or make rows of `seeds:N`.
+    """Read a file, all files that a pattern matches, or `split` of a Hugging Face dataset, or make `seeds:N`.
 
     Raises DataError.
     """
     if source.startswith(SEEDS):
         return Rows(_seeds(source), source)
+    if files := local_files(source):
+        parts = [Rows(rows, str(path), lines) for path in files for rows, lines in [read_file(path)]]
+        return Rows.joined(parts, source)
     path = Path(source)
-    if not path.is_file():
-        if path.suffix in FORMATS or (source.startswith((".", "/")) and not path.is_dir()):
-            found = f"dataset {source} does not exist (looked from {Path.cwd()})"
-            raise DataError(f"{found}; give a file, a directory or a dataset's name")
-        return Rows(_load_hub(source, split), f"{source} [{split}]")
-    try:
-        match path.suffix:
-            case ".jsonl":
-                return _read_jsonl(path)
-            case ".json":
-                return Rows(_read_json(path), str(path))
-            case ".parquet":
-                return Rows(_read_parquet(path), str(path))
-    except OSError as error:
-        raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a readable file") from error
-    raise DataError(f"dataset {path} has the suffix `{path.suffix}`; supported are {', '.join(FORMATS)}")
+    is_path = source.endswith(FORMATS) or (source.startswith((".", "/")) and not path.is_dir())
+    if is_path or WILD & set(source):
+        found = f"dataset {source} does not exist (looked from {Path.cwd()})"
+        raise DataError(f"{found}; give a file, a pattern, a directory or a dataset's name")
+    return Rows(_load_hub(source, split), f"{source} [{split}]")
 
 
 def _seeds(source: str) -> list[Row]:
@@ -141,58 +180,6 @@ def _seeds(source: str) -> list[Row]:
         allowed = f"allowed is {SEEDS}N with N from 1 to {MOST_SEEDS:,}, for example {SEEDS}100000"
         raise DataError(f"found {source:.40}; {allowed}")
     return [{"seed": seed} for seed in range(int(count))]
-
-
-def _read_jsonl(path: Path) -> Rows:
-    rows: dict[int, Row] = {}
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                shown = line.strip()[:80].decode("utf-8", "replace")
-                row = _parse(
-                    line,
-                    f"{path}:{number}",
-                    f"found `{shown}`; every line must be one JSON object; correct it",
-                )
-                rows[number] = _as_row(row, f"{path}:{number}")
-    return Rows([*rows.values()], str(path), [*rows])
-
-
-def _read_json(path: Path) -> list[Row]:
-    allowed = "a .json dataset is one array of objects; a .jsonl dataset has one object per line; correct it"
-    rows = _parse(path.read_bytes(), str(path), allowed)
-    if not isinstance(rows, list):
-        raise DataError(f"{path}: found a JSON {type(rows).__name__}; {allowed}")
-    return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
-
-
-def _parse(text: bytes, where: str, expected: str) -> Any:
-    try:
-        return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); {expected}") from error
-
-
-def _as_row(row: object, where: str) -> Row:
-    if not isinstance(row, dict):
-        found = f"found a JSON {type(row).__name__}, `{str(row)[:80]}`"
-        raise DataError(f"{where}: {found}; a row is an object with columns; correct it")
-    return row
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading parquet needs pyarrow; run: {install_command('data')}") from error
-    try:
-        rows: list[Row] = [_with_sparse_messages(row) for row in parquet.read_table(path).to_pylist()]
-    except ArrowInvalid as error:
-        cure = "give a parquet, JSON or JSONL file"
-        raise DataError(f"{path}: not a parquet file ({error}); {cure}") from error
-    return rows
 
 
 def _load_hub(source: str, split: str) -> Sequence[Row]:
@@ -208,19 +195,4 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         rows = datasets.load_dataset(name, part or None, split=split).with_format("arrow")[:].to_pylist()
     except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
-    return [_with_sparse_messages(row) for row in rows]
-
-
-def _with_sparse_messages(row: Row) -> Row:
-    """The row with chat messages without nulls: a column of Arrow gives each message the keys of all."""
-    return {name: _sparse(value) if _is_chat(value) else value for name, value in row.items()}
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
-
-
-def _sparse(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _sparse(one) for name, one in value.items() if one is not None}
-    return [_sparse(one) for one in value] if isinstance(value, list) else value
+    return [with_sparse_messages(row) for row in rows]

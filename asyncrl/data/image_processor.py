@@ -9,7 +9,6 @@ So no pixel crosses the store. The data's fingerprint covers the rows, but not t
 import hashlib
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from asyncrl.config.model_files import image_problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import Rows, load_train
 from asyncrl.data.images import image_bytes, picture_of
-from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.data.mixture import make_mixture
 from asyncrl.engine.base import PromptImages
 from asyncrl.errors import DataError
 from asyncrl.types import Group
@@ -98,9 +97,10 @@ class LearnerImages:
     def __init__(self, config: Config) -> None:
         """Read the rows and load the processor. Raises DataError."""
         assert config.data.images_key is not None, "without it there is nothing to read"
-        self._key, self._beside = config.data.images_key, Path(config.data.train).parent
-        self._rows = load_rows(config.data.train, config.data.split)
-        self._plan = SamplePlan(len(self._rows), seed=config.run.seed, shuffle=config.data.shuffle)
+        self._key = config.data.images_key
+        train = load_train(config.data)
+        self._rows = Rows.joined(train)
+        self._plan = make_mixture(config.data, [len(rows) for rows in train], seed=config.run.seed)
         self._processor = ImageProcessor(config.model)
         self.inputs = self._processor.inputs
         blank = BytesIO()
@@ -127,9 +127,9 @@ class LearnerImages:
 
     def of(self, group: Group) -> tuple[bytes, ...]:
         """Return the images of a group's row. Raises DataError if the generator has read others."""
-        index = self._plan.at(group.ticket_id).row
+        index = self._plan.row(group.ticket_id)
         where = self._rows.place(index)
-        images = image_bytes(self._rows[index], self._key, where, self._beside)
+        images = image_bytes(self._rows[index], self._key, where, self._rows.directory(index))
         recorded = group.recorded.get(DIGESTS, np.zeros(0, dtype=np.uint64))
         if not np.array_equal(digests_of(images), recorded):
             raise DataError(f"{where}: an image is not the one with which {group.generator_id} sampled")

@@ -4,7 +4,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.dataset import Row
+from asyncrl.data.row_files import Row
 from asyncrl.errors import DataError
 from asyncrl.extras import from_extra
 

@@ -16,12 +16,13 @@ from typing import Any
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
-from asyncrl.data.curriculum import Curriculum, rows_of
-from asyncrl.data.dataset import Row, Rows, fingerprints, load_rows
+from asyncrl.data.curriculum import Curricula
+from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints, load_rows, load_train
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
+from asyncrl.data.mixture import make_mixture
 from asyncrl.data.reader import PromptReader
-from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.data.row_files import Row
 from asyncrl.errors import DataError, RenderError
 from asyncrl.session.base import without_stop
 from asyncrl.session.chat_messages import Message, text_of
@@ -45,8 +46,7 @@ class RowRenderer:
 
     def prompts(self, rows: Rows) -> list[Prompt]:
         """Return the prompt of each row. Raises DataError that names the first row without one."""
-        beside = Path(rows.source).parent
-        return [self._prompt(row, rows.place(index), beside) for index, row in enumerate(rows)]
+        return [self._prompt(row, rows.place(index), rows.directory(index)) for index, row in enumerate(rows)]
 
     def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)
@@ -120,14 +120,20 @@ class PromptSource:
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, model.chat_template)
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
-        self.rows = load_rows(data.train, data.split)
+        train = load_train(data)
         held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
         # Learner and generators must have read the same data; they compare this.
-        self.fingerprint = fingerprints(self.rows.fingerprint, held_out.fingerprint if held_out else None)
-        self.train = render.prompts(self.rows)
+        self.fingerprint = fingerprints(
+            fingerprint_of(data, train), held_out.fingerprint if held_out else None
+        )
+        self.train = [
+            prompt
+            for source, rows in zip(data.train, train, strict=True)
+            for prompt in replace(render, reader=replace(reader, data=data.of(source))).prompts(rows)
+        ]
         prompts = render.prompts(held_out) if held_out else []
         self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(prompts)]
-        too_long = [*_too_long(self.rows, self.train, sampling.max_prompt_tokens)]
+        too_long = [*_too_long(Rows.joined(train), self.train, sampling.max_prompt_tokens)]
         if held_out:
             too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
             _warn_of_overlap(self.train, self._eval, held_out)
@@ -135,16 +141,13 @@ class PromptSource:
             longest = max(len(prompt.token_ids) for prompt in (*self.train, *self._eval))
             found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
             raise DataError(f"{found}: {'; '.join(too_long)}; raise it to {longest} or remove the rows")
-        self.plan = make_plan(data, len(self.rows), seed=seed)
+        self._plan = make_mixture(data, [len(rows) for rows in train], seed=seed)
+        # Lets epochs skip rows, as `UpdateOrder.skipped` of the newest order says.
+        self.skip = self._plan.skip
 
     def prompt(self, ticket_id: int) -> Prompt:
         """Return the prompt of training ticket `ticket_id` (from 1)."""
-        return self.train[self.plan.at(ticket_id).row]
-
-    def skip(self, skipped: Mapping[str, bytes]) -> None:
-        """Follow the curriculum: `UpdateOrder.skipped` of the newest order."""
-        size = self.plan.size
-        self.plan.skip({int(epoch): rows_of(packed, size) for epoch, packed in skipped.items()})
+        return self.train[self._plan.row(ticket_id)]
 
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Return the first `count` held-out prompts, or all if there are fewer."""
@@ -159,11 +162,6 @@ class PromptSource:
             return self.renderer.decode(without_stop(self.renderer, token_ids))
         decode = self.tokenizer.decode
         return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def make_plan(data: DataConfig, rows: int, *, seed: int) -> SamplePlan:
-    """Make the sample plan of data.train, which has `rows` rows; it skips none yet."""
-    return SamplePlan(rows, seed=seed, shuffle=data.shuffle, floor=data.curriculum.floor or 0.0)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -249,13 +247,13 @@ def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: 
         log.warning(text, len(shared), len(held_out), rows.place(shared[0]))
 
 
-def open_curriculum(config: Config, rows: int, saved: Mapping[str, Any]) -> Curriculum | None:
-    """Continue the curriculum of so many rows from its `saved` state, if the config has one."""
+def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:
+    """Continue the curricula of sources of so many rows from their `saved` state, if the config has one."""
     if config.data.curriculum.floor is None:
         return None
     groups, lag, refills = config.batch.groups, config.staleness.max_lag, config.algorithm.max_refills
-    return Curriculum(
-        make_plan(config.data, rows, seed=config.run.seed),
+    return Curricula(
+        make_mixture(config.data, sizes, seed=config.run.seed),
         solved=config.data.curriculum.solved,
         # A step that rejects raises the credit, and so do groups of lost weights that were under way.
         reach=(lag + 1 + refills + lag + 1) * groups,

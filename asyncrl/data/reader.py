@@ -8,8 +8,8 @@ from string import Formatter
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
-from asyncrl.data.dataset import Row
 from asyncrl.data.images import image_sources
+from asyncrl.data.row_files import Row
 from asyncrl.errors import DataError
 from asyncrl.session.chat_messages import Message, is_begun, plain, text_of
 

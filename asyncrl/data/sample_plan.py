@@ -91,6 +91,11 @@ class SamplePlan:
         return position
 
 
+def rows_of(packed: bytes, size: int) -> NDArray[np.bool_]:
+    """Return the mask over `size` rows that was packed to bits."""
+    return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=size).astype(bool)
+
+
 def _feistel(key: bytes, value: int, half_bits: int) -> int:
     """Map [0, 4 ** half_bits) to itself, one to one."""
     mask = (1 << half_bits) - 1

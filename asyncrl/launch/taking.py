@@ -18,9 +18,9 @@ from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.schema import Config
-from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.curriculum import Curricula
 from asyncrl.data.dataset import DataFiles
-from asyncrl.data.prompts import open_curriculum, vocabulary_size
+from asyncrl.data.prompts import open_curricula, vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.launch.same_bytes import DecodedFrames, Taken
 from asyncrl.launch.step_deaths import StepDeaths
@@ -47,7 +47,7 @@ class Taking:
     _: KW_ONLY
     decoded: DecodedFrames
     deaths: StepDeaths
-    curriculum: Curriculum | None = None
+    curriculum: Curricula | None = None
     _watch: AuditWatch = field(init=False)
     _eval_watch: AuditWatch = field(init=False)
     _is_recovered: bool = field(default=False, init=False)
@@ -181,5 +181,5 @@ def open_taking(
         rounds=rounds,
         history=state.history,
     )
-    curriculum = open_curriculum(config, data.train_rows, state.curriculum)
+    curriculum = open_curricula(config, data.train_rows, state.curriculum)
     return Taking(lane, intake, evaluation, decoded=decoded, deaths=deaths, curriculum=curriculum)

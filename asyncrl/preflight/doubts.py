@@ -11,6 +11,7 @@ from asyncrl.builds import CPU, build_of
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
 from asyncrl.config.model_files import SHOWN, ends_no_response
+from asyncrl.config.named_files import local_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.data.dataset import Rows, load_rows
@@ -118,8 +119,8 @@ def _endless(config: Config) -> Iterator[str]:
 
 def _rows(config: Config) -> Iterator[str]:
     """Warn of rows that repeat others, and of values unlike those of the other rows."""
-    for key, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is None or not Path(source).is_file():
+    for key, source in config.data.places.items():
+        if not local_files(source):
             continue
         try:
             rows = load_rows(source)
@@ -160,7 +161,8 @@ def _evaluation(config: Config, root: Node) -> Iterator[str]:
     if data.eval and every > config.learner.steps and root.has(("eval", "every")):
         found = f"eval.every is {every}, but learner.steps is {config.learner.steps}"
         yield f"{found}: only the first and the last weights are evaluated; set eval.every lower"
-    if data.eval == data.train and (Path(data.train).is_file() or data.eval_split == data.split):
+    is_held_out = data.eval not in [source.path for source in data.train]
+    if data.eval and not is_held_out and (local_files(data.eval) or data.eval_split == data.split):
         yield f"data.eval is data.train ({data.eval}): the evaluation is not held out; give it its own rows"
     if data.eval is None and config.eval != EvalConfig():
         yield "eval is set, but data.eval is not: nothing is evaluated; set data.eval, or drop the section"

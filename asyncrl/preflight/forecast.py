@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import load_train
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import Machine, read_shape, this_machine
 from asyncrl.hosting.memory_use import (
@@ -91,7 +91,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
     config = validated_config(config_path, overrides)
     try:
-        rows = len(load_rows(config.data.train, config.data.split))
+        rows = [len(part) for part in load_train(config.data)]
     except DataError:
         rows = None
     shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
@@ -106,11 +106,11 @@ def forecast(
     shape: ModelShape,
     machine: Machine,
     *,
-    rows: int | None,
+    rows: Sequence[int] | None,
     teacher: ModelShape | None = None,
     placement: Placement | None = None,
 ) -> Forecast:
-    """Predict the numbers of a run; `rows` of the training data are None if unknown.
+    """Predict the numbers of a run; `rows` of each source of data.train are None if unknown.
 
     `teacher` is the shape of algorithm.reference, if there is one. `placement` is that of the processes on
     this machine; by default all are here.
@@ -175,15 +175,24 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     yield _size(part, "store, at most", held * frame, formed)
 
 
-def _run(config: Config, rows: int | None) -> Iterator[Line]:
+def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
     steps, groups, part = config.learner.steps, config.batch.groups, "the run"
     yield _count(part, "steps", steps, "learner.steps")
     formed = "steps x sequences, without what filters reject"
     yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
     if rows is not None:
-        yield _count(part, "prompts", rows, f"rows of {config.data.train}")
-        yield _count(part, "steps per epoch", rows / groups, "prompts / groups")
-        yield _count(part, "epochs", steps * groups / rows, "steps x groups / prompts")
+        yield _count(
+            part, "prompts", sum(rows), f"rows of {', '.join(one.path for one in config.data.train)}"
+        )
+    for source, share, size in zip(config.data.train, config.data.shares, rows or (), strict=False):
+        of, factor = ("", "") if share == 1 else (f" of {source.label}", f" x {share}")
+        prompts = "prompts" if share == 1 else f"{size:,} prompts"
+        yield _count(
+            part, f"steps per epoch{of}", float(size / (groups * share)), f"{prompts} / (groups{factor})"
+        )
+        yield _count(
+            part, f"epochs{of}", float(steps * groups * share / size), f"steps x groups{factor} / {prompts}"
+        )
     if config.data.eval:
         rounds = math.ceil(steps / config.eval.every) + 1
         yield _count(part, "evaluations", rounds, "steps / eval.every, and the first weights")

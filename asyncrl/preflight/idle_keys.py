@@ -28,7 +28,7 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "data.template stands in its place; drop one of them",
     ),
     "data.split": (
-        lambda one: not one.data.train.startswith(SEEDS),
+        lambda one: not all(source.path.startswith(SEEDS) for source in one.data.train),
         "data.train makes its rows, which have no splits; drop it",
     ),
     "data.eval_split": (

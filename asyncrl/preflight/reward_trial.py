@@ -14,9 +14,9 @@ from typing import Any
 
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import Rows, load_rows, load_train
+from asyncrl.data.mixture import make_mixture
 from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer
-from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
@@ -71,7 +71,7 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     config = validated_config(config_path, overrides)
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
-        raise DataError(f"{samples or config.data.train} holds no response to score; give another --samples")
+        raise DataError(f"{samples or 'data.train'} holds no response to score; give another --samples")
     with started_scorers(config) as directory:
         parts = [
             asyncio.run(_try_part(config, function, cases, directory)) for function in config.reward.functions
@@ -128,8 +128,9 @@ class _RowFinder:
     """Finds the row of the data from which a recorded rollout was sampled."""
 
     def __init__(self, config: Config) -> None:
-        self._train = load_rows(config.data.train, config.data.split)
-        self._plan = SamplePlan(len(self._train), seed=config.run.seed, shuffle=config.data.shuffle)
+        train = load_train(config.data)
+        self._train = Rows.joined(train)
+        self._plan = make_mixture(config.data, [len(rows) for rows in train], seed=config.run.seed)
         held_out = config.data.eval
         self._eval = load_rows(held_out, config.data.eval_split) if held_out else None
         self._prompts = config.eval.prompts
@@ -138,7 +139,7 @@ class _RowFinder:
         ticket = int(record["ticket_id"])
         if record.get("kind") == "eval" and self._eval is not None:
             return self._eval[(ticket - 1) % min(self._prompts, len(self._eval))]
-        return self._train[self._plan.at(ticket).row]
+        return self._train[self._plan.row(ticket)]
 
 
 async def _try_part(

@@ -5,6 +5,7 @@ import inspect
 import shutil
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -14,15 +15,16 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems, is_local, is_stage, unusable
+from asyncrl.config.named_files import file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.store_room import lacking_room
 from asyncrl.config.wording import did_you_mean
-from asyncrl.data.dataset import FORMATS, SEEDS, DataFiles, Row, Rows, load_rows
+from asyncrl.data.dataset import SEEDS, DataFiles, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
+from asyncrl.data.row_files import Row
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
@@ -297,24 +299,19 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             chat = light_renderer(config.data, config.model)
     except DataError as error:
         yield Mistake(("model.chat_template",), str(error))
-    for key, source, split in (
-        ("data.train", config.data.train, config.data.split),
-        ("data.eval", config.data.eval, config.data.eval_split),
-    ):
-        is_made = source is not None and source.startswith(SEEDS)
-        if source is None or not (is_made or (is_local(source) and Path(source).is_file())):
-            continue
-        if not is_made and (suffix := Path(source).suffix) not in FORMATS:
-            text = f"found the suffix `{suffix}`; allowed are {', '.join(FORMATS)}; convert the file"
-            yield Mistake((key,), text)
+    data = config.data
+    of = [*map(data.of, data.train), data]
+    limits = [*(source.limit for source in data.train), None]
+    for (key, source), section, limit in zip(data.places.items(), of, limits, strict=False):
+        if not (source.startswith(SEEDS) or local_files(source)):
             continue
         try:
-            rows = load_rows(source, split)
+            rows = load_rows(source).first(limit)
         except DataError as error:
             yield Mistake((key,), str(error))
         else:
             found: dict[tuple[str, ...], list[str]] = {}
-            without = _without_prompt(config, key, rows, chat)
+            without = _without_prompt(config.model_copy(update={"data": section}), key, rows, chat)
             for keys, text in (*_lacking(config, key, rows, forms), *without):
                 found.setdefault(keys, []).append(text)
             # One message per key.
@@ -369,6 +366,7 @@ def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
     """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
     reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    chat = chat and replace(chat, reader=reader)
     rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
     for index, row in enumerate(rows):
@@ -376,7 +374,7 @@ def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | N
             try:
                 value = reader.read(row, where := rows.place(index))
                 if (images := config.data.images_key) is not None:
-                    for image in image_bytes(row, images, where, Path(rows.source).parent):
+                    for image in image_bytes(row, images, where, rows.directory(index)):
                         picture_of(image, where, whole=False)
                 if chat and not isinstance(value, str):
                     shape = tuple((one["role"], not one["content"], *sorted(one)) for one in value)

@@ -13,14 +13,16 @@ import numpy as np
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.base import kind_of
+from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
+from asyncrl.data.mixture import Shares
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.evaluation import EvalResult
 from asyncrl.files import replace_text
 from asyncrl.hosting.progress import beat
 from asyncrl.learner import Step
 from asyncrl.report.pairs import PairsFile, text_after
-from asyncrl.report.step_metrics import step_metrics, usage_metrics
+from asyncrl.report.step_metrics import source_metrics, step_metrics, usage_metrics
 from asyncrl.report.timeline import Timeline
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.base import SampleRecord
@@ -48,10 +50,12 @@ class Reporting:
         samples_per_step: int,
         exporter: Exporter | None = None,
         pairs: PairsFile | None = None,
+        source_of: Callable[[int], str] | None = None,
     ) -> None:
         """`exporter` is one of the trackers, which also shows the status; None without Prometheus.
 
-        `pairs` is the file of `telemetry.pairs`.
+        `pairs` is the file of `telemetry.pairs`. `source_of` names the source of a ticket, if there are
+        several.
         """
         self.exporter = exporter
         self._trackers = trackers
@@ -60,6 +64,7 @@ class Reporting:
         self._directory = directory
         self._samples_per_step = samples_per_step
         self._pairs = pairs
+        self._source_of = source_of
         self.guard = BestEffort()
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
@@ -70,6 +75,8 @@ class Reporting:
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
             metrics = step_metrics(step) | usage_metrics(step, usage)
+            if self._source_of:
+                metrics |= source_metrics(step.collected.groups, self._source_of)
         with self.guard("timeline"):
             self._timeline.step(step)
         with self.guard("samples"):
@@ -139,7 +146,13 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
         pairs=_open_pairs(config, directory.pairs, step) if config.telemetry.pairs else None,
+        source_of=_source_of(config.data) if len(config.data.train) > 1 else None,
     )
+
+
+def _source_of(data: DataConfig) -> Callable[[int], str]:
+    shares = Shares(data.shares)
+    return lambda ticket_id: data.train[shares.source(ticket_id)].label
 
 
 def _open_pairs(config: Config, path: Path, step: int) -> PairsFile:

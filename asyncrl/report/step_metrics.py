@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -100,6 +100,15 @@ def _rollout_metrics(step: Step) -> dict[str, float]:
         "time/sampling_s": float(np.mean([group.sampling_s for group in groups])),
         "time/reward_s": float(np.mean([group.reward_s for group in groups])),
     }
+
+
+def source_metrics(groups: Sequence[Group], source_of: Callable[[int], str]) -> dict[str, float]:
+    """Return the mean reward of each source of data.train, of which `source_of` names that of a ticket."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        found = rewards.setdefault(source_of(group.ticket_id), [])
+        found += [episode[0].reward for episode in group.by_episode]
+    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in rewards.items()}
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:

@@ -13,7 +13,7 @@ import jinja2
 import yaml
 
 from asyncrl.config.load import load
-from asyncrl.config.named_files import has_chat_template, is_stage, misused_stage
+from asyncrl.config.named_files import has_chat_template, is_local, is_stage, misused_stage
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
@@ -113,6 +113,7 @@ def model_card(archive: Archive, step: int, *, served: str, has_template: bool) 
         name=visible(archive.name),
         step=step,
         setting=lambda name: _code(_setting(archive, name)),
+        data=", ".join(map(_code, _sources(archive))),
         code=_code,
         results=_results(archive, step),
         rewards=[f"{reward.get('function')}, weight {reward.get('weight')}" for reward in rewards],
@@ -133,14 +134,20 @@ def _front_matter(archive: Archive) -> str:
     values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
     if _is_hub_name(model := _setting(archive, "model.path")):
         values["base_model"] = model
-    if _is_hub_name(data := _setting(archive, "data.train").split(":")[0]):
-        values["datasets"] = [data]
+    names = [source.partition(":")[0] for source in _sources(archive)]
+    if data := [name for name in names if _is_hub_name(name)]:
+        values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
 
 
+def _sources(archive: Archive) -> list[str]:
+    """Return the paths of data.train, which is a text or sections; `?` if the run has none."""
+    train = archive.config.get("data", {}).get("train", "?")
+    return [train] if isinstance(train, str) else [one["path"] for one in train]
+
+
 def _is_hub_name(name: str) -> bool:
-    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".parquet"))
-    return name.count("/") == 1 and not is_path
+    return name.count("/") == 1 and not is_local(name)
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ class LearnerState:
     # Config values that must not change: `Config.fixed_values`.
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
-    curriculum: dict[str, Any] = field(default_factory=dict)  # `Curriculum.state`; empty without one
+    curriculum: dict[str, Any] = field(default_factory=dict)  # `Curricula.state`; empty without one
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint's JSON."""

@@ -35,7 +35,8 @@ class StageData(Part):
     """The rows that a stage trains on, with the columns that TRL gives them (stages.md)."""
 
     train: Annotated[str, marked(stand_in="no/data", resume=_ROWS)]
-    """JSONL or parquet file, or Hugging Face dataset (`owner/name` or `owner/name:config`)."""
+    """File or pattern of files, as in `data.train` of a run, or Hugging Face dataset (`owner/name` or
+    `owner/name:config`)."""
     eval: Annotated[str | None, marked(resume=_ROWS)] = None
     """Held-out rows, in the same formats; measured before and after training."""
     split: str = "train"
@@ -119,7 +120,7 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     if find_spec("trl") is None:
         yield Mistake(("stage",), f"found no package trl, which trains; run: {install_command('stages')}")
     yield from policy_problems(config.model)
-    yield from data_problems(config.data.train, config.data.eval)
+    yield from data_problems({"data.train": config.data.train, "data.eval": config.data.eval})
     yield from tracker_problems(config.telemetry)
     if config.model.lora and config.model.lora.start:
         yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)

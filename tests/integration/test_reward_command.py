@@ -184,7 +184,7 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     )
     status, said = reward_test(config, "--samples", str(file))
     assert status == 0 and "2 responses: 2 sample" in said and " 0.5 " in said
-    rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
+    rows, plan = load_rows(loaded.data.train[0].path), SamplePlan(8, seed=0, shuffle=True)
     run = home / "runs" / "scored"
     run.mkdir(parents=True)
     records = [
@@ -202,7 +202,7 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
 
 def test_prompts_are_those_that_the_run_trains_on_first(config):
     loaded = load_config(config)
-    rows, plan = load_rows(loaded.data.train), SamplePlan(8, seed=0, shuffle=True)
+    rows, plan = load_rows(loaded.data.train[0].path), SamplePlan(8, seed=0, shuffle=True)
     cases = [case for case in generic_cases(loaded, 3) if case.kind == "reference"]
     assert [case.given.response for case in cases] == [
         rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)

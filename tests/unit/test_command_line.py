@@ -326,7 +326,7 @@ def test_keys_alone_are_a_config_and_a_reward_needs_only_its_name(typed, project
     rows.write_text('{"prompt": "2+2=", "answer": "4"}\n')
     keys = ["model.path=org/model", f"data.train={rows}", "reward.functions=[math, {function: length}]"]
     draft = read_draft(Config, *required_config(keys, None))
-    assert draft.config.run.name == "first" and str(draft.config.data.train) == str(rows)
+    assert draft.config.run.name == "first" and draft.config.data.train[0].path == str(rows)
     assert [one.function for one in draft.config.reward.functions] == ["math", "length"]
 
 

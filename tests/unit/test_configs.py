@@ -85,7 +85,7 @@ def test_every_config_loads_and_rewards_its_rows(path):
     config = load_config(path, SHARED.get(path.stem, ()))
     assert config.run.name in (path.stem, path.stem.removesuffix("-cpu"))
     rewards = [bind(load_function(function.function)) for function in config.reward.functions]
-    for source in (config.data.train, config.data.eval):
+    for source in config.data.places.values():
         if source and (ROOT / source).is_file():
             row = load_rows(str(ROOT / source))[0]
             columns = {name: value for name, value in row.items() if name not in ("prompt", "response")}
@@ -152,7 +152,7 @@ def test_every_gpu_config_fits_the_gpus_that_its_header_names(path):
     config, header = load_config(path), path.read_text().partition("\n\n")[0]
     size_bytes, gpus = int(re.search(r"(\d+) GB", header)[1]) * 10**9, gpus_of(path)
     machine = Machine(memory_bytes=500 << 30, gpu_bytes=(size_bytes,) * gpus)
-    plan = forecast(config, shape_of(config), machine, rows=7473)
+    plan = forecast(config, shape_of(config), machine, rows=[7473])
     assert not plan.warnings and not list(misplaced(config, gpus))
     placement = placement_of(config, gpus)
     assert {gpu for seat in (*placement.ranks, *placement.generators) for gpu in seat.gpus} == {*range(gpus)}
@@ -165,7 +165,7 @@ def test_the_config_of_the_page_on_own_tasks_fits_the_gpu_that_it_names(tmp_path
     config = load_config(_write(tmp_path / "gpu-task.yaml", block))
     assert "fits one GPU of 80 GB" in page
     machine = Machine(memory_bytes=500 << 30, gpu_bytes=(80 * 10**9,))
-    assert not forecast(config, shape_of(config), machine, rows=7473).warnings
+    assert not forecast(config, shape_of(config), machine, rows=[7473]).warnings
 
 
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
-from asyncrl.data.curriculum import ALWAYS, MIXED, MOST_ROWS, NEVER, Curriculum, rows_of, verdict
-from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.data.curriculum import ALWAYS, MIXED, MOST_ROWS, NEVER, Curricula, Curriculum, verdict
+from asyncrl.data.mixture import Mixture, Shares
+from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import encode_group
@@ -117,8 +119,16 @@ def outcome(row: int, epoch: int) -> list[float]:
     return [0.0, 0.0] if row % 3 == 1 and epoch < 9 else [0.0, 1.0]
 
 
-def new_plan() -> SamplePlan:
-    return SamplePlan(SIZE, seed=1, shuffle=True, floor=FLOOR)
+def new_plan(size: int = SIZE) -> SamplePlan:
+    return SamplePlan(size, seed=1, shuffle=True, floor=FLOOR)
+
+
+ONE, TWO = (SIZE,), (SIZE, 15)
+SHARES = {ONE: [Fraction(1)], TWO: [Fraction(7, 10), Fraction(3, 10)]}
+
+
+def new_mixture(sizes: tuple[int, ...]) -> Mixture:
+    return Mixture(Shares(SHARES[sizes]), [new_plan(size) for size in sizes])
 
 
 @dataclass
@@ -126,6 +136,7 @@ class World:
     """One learner, which can be killed, and generators that are as far behind as the rules allow."""
 
     seed: int
+    sizes: tuple[int, ...] = ONE  # rows of each source
     saved: dict[str, Any] = field(
         default_factory=lambda: {"version": 0, "ledger": Ledger().to_dict(), "curriculum": {}}
     )
@@ -150,8 +161,8 @@ class World:
         )
         self.intake.ledger = Ledger.from_dict(saved["ledger"])
         self.intake._settled = self.intake.ledger.to_dict()
-        self.curriculum = Curriculum(
-            new_plan(), solved=1.0, reach=REACH, window=WINDOW, state=saved["curriculum"]
+        self.curriculum = Curricula(
+            new_mixture(self.sizes), solved=1.0, reach=REACH, window=WINDOW, state=saved["curriculum"]
         )
         self.orders: dict[int, Mapping[str, bytes]] = {}
         self.publish(first=True)
@@ -172,11 +183,11 @@ class World:
             if not usable or self.draw.random() < 0.3:
                 self.buffer.give_back("g", [ticket.id])
                 continue
-            plan = new_plan()
-            skipped = self.orders[self.draw.choice(usable)]
-            plan.skip({int(epoch): rows_of(packed, SIZE) for epoch, packed in skipped.items()})
-            epoch, row = plan.at(ticket.id)
-            assert row == self.curriculum.plan.at(ticket.id).row, "the learner takes it for another row"
+            mixture = new_mixture(self.sizes)
+            mixture.skip(self.orders[self.draw.choice(usable)])
+            row, (source, number) = mixture.row(ticket.id), mixture.turn(ticket.id)
+            epoch = mixture.plans[source].at(number).epoch
+            assert row == self.curriculum.mixture.row(ticket.id), "the learner takes it for another row"
             assert self.sampled.setdefault(ticket.id, row) == row, "the row of a ticket has changed"
             self.buffer.put("g", ticket.id, encode_group(group(ticket.id, outcome(row, epoch), self.version)))
 
@@ -197,8 +208,8 @@ class World:
             self.intake.commit(self.saved["ledger"], self.version)
 
 
-def run(seed: int, *, steps: int = 60, kills: bool = False) -> World:
-    world = World(seed)
+def run(seed: int, *, sizes: tuple[int, ...] = ONE, steps: int = 60, kills: bool = False) -> World:
+    world = World(seed, sizes)
     while world.version < steps:
         world.step(save=world.version % 5 == 4, kills=kills)
         if kills and world.draw.random() < 0.1:
@@ -207,18 +218,23 @@ def run(seed: int, *, steps: int = 60, kills: bool = False) -> World:
 
 
 @functools.cache
-def run_undisturbed() -> World:
-    return run(0)
+def run_undisturbed(sizes: tuple[int, ...]) -> World:
+    return run(0, sizes=sizes)
 
 
 def rows_of_world(world: World) -> list[int]:
     return [row for _, row in sorted(world.trained.items())]
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_the_same_rows_come_in_the_same_order_whatever_is_killed_and_whoever_is_fast(seed):
+@pytest.mark.parametrize(("seed", "sizes"), [*((seed, ONE) for seed in range(1, 6)), (1, TWO), (2, TWO)])
+def test_the_same_rows_come_in_the_same_order_whatever_is_killed_and_whoever_is_fast(seed, sizes):
     """Every ticket means one row for all generators, the learner, and the learners that follow it."""
-    undisturbed, killed = run_undisturbed(), run(seed, kills=True)
+    undisturbed, killed = run_undisturbed(sizes), run(seed, sizes=sizes, kills=True)
+    if sizes == TWO:
+        skipped = killed.curriculum.decide(
+            consumed=killed.intake.settled.consumed, unfinished=killed.intake.settled.watermark + 1
+        )
+        assert {key[0] for key in skipped} == {"0", "1"}, "each source has its curriculum"
     both = sorted(undisturbed.trained.keys() & killed.trained.keys())
     assert len(both) >= 60 * GROUPS - WINDOW
     assert [undisturbed.trained[one] for one in both] == [killed.trained[one] for one in both]
@@ -250,14 +266,14 @@ def test_the_newest_ticket_of_a_row_decides_in_whatever_order_groups_arrive():
     plan = SamplePlan(2, seed=0, shuffle=False)
     curriculum = Curriculum(plan, solved=1.0, reach=2, window=0, state={})
     for ticket, rewards in ((3, [0.0, 1.0]), (1, [1.0, 1.0]), (2, [0.0, 1.0]), (4, [0.0, 0.0])):
-        curriculum.record([group(ticket, rewards)])
+        curriculum.record(ticket, group(ticket, rewards))
     assert [*rows_of(curriculum.decide(consumed=5, unfinished=6)["3"], 2)] == [False, True]
     assert curriculum.metrics() == {"curriculum/always": 0, "curriculum/never": 1}
 
 
 def test_a_dead_group_is_no_result():
     curriculum = Curriculum(new_plan(), solved=1.0, reach=REACH, window=WINDOW, state={})
-    curriculum.record([Group.dead(1, "reward failed", generator_id="g", version=0)])
+    curriculum.record(1, Group.dead(1, "reward failed", generator_id="g", version=0))
     assert curriculum.state()["results"] == []
 
 

@@ -1,5 +1,7 @@
 """Datasets: what is read is what was written, and what cannot be read is named with its line."""
 
+import csv
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.errors import DataError
 
 ROWS = [
@@ -58,6 +60,61 @@ def test_parquet_comes_back_as_written(tmp_path):
         load_rows(str(tmp_path / "torn.parquet"))
 
 
+@given(
+    columns=st.lists(st.text("ab\u00e9,", min_size=1), min_size=1, max_size=3, unique=True),
+    texts=st.lists(st.text('x,"\n\r \u2028'), min_size=3, max_size=12),
+)
+def test_csv_comes_back_as_written_and_packed_as_unpacked(tmp_path_factory, columns, texts):
+    directory, width = tmp_path_factory.mktemp("rows"), len(columns)
+    rows = [
+        dict(zip(columns, texts[i : i + width], strict=True))
+        for i in range(0, len(texts) // width * width, width)
+    ]
+    with (directory / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, columns, quoting=csv.QUOTE_ALL)
+        writer.writeheader()
+        writer.writerows(rows)
+    (directory / "rows.csv.gz").write_bytes(gzip.compress((directory / "rows.csv").read_bytes()))
+    packed, plain = (load_rows(str(directory / name)) for name in ("rows.csv.gz", "rows.csv"))
+    assert list(packed) == list(plain) == rows
+    assert plain.fingerprint == load_rows(write_jsonl(directory / "rows.jsonl", rows)).fingerprint
+
+
+def test_a_value_of_csv_may_be_longer_than_the_librarys_default(tmp_path):
+    (tmp_path / "a.csv").write_text("a\n" + "x" * 200_000)
+    assert len(load_rows(str(tmp_path / "a.csv"))[0]["a"]) == 200_000
+
+
+def test_a_pattern_is_its_files_in_the_order_of_their_names(tmp_path):
+    rows = [{"a": str(number)} for number in range(5)]
+    (tmp_path / "sub").mkdir()
+    write_jsonl(tmp_path / "part-2.jsonl", rows[3:])
+    (tmp_path / "part-1.csv").write_text("a\n\n0\n1\n2\n")
+    (tmp_path / "part-0.jsonl").mkdir()
+    found, whole = load_rows(f"{tmp_path}/part-*"), load_rows(write_jsonl(tmp_path / "all.jsonl", rows))
+    assert list(found) == rows and found.fingerprint == whole.fingerprint
+    assert [found.place(index).removeprefix(f"{tmp_path}/") for index in range(5)] == [
+        "part-1.csv:3",
+        "part-1.csv:4",
+        "part-1.csv:5",
+        "part-2.jsonl:1",
+        "part-2.jsonl:2",
+    ]
+    write_jsonl(tmp_path / "sub" / "part-3.jsonl", rows[:1])
+    assert load_rows(f"{tmp_path}/**/part-*").directory(5) == tmp_path / "sub"
+    few = Rows.joined([found.first(2), found.first(4), whole.first(9)])
+    assert [few.place(index).rpartition("/")[2] for index in (1, 2, 5, 6)] == [
+        "part-1.csv:4",
+        "part-1.csv:3",
+        "part-2.jsonl:1",
+        "all.jsonl:1",
+    ]
+    write_jsonl(tmp_path / "x[1].jsonl", rows[:1])
+    assert len(load_rows(f"{tmp_path}/x[1].jsonl")) == 1, "a file of that name is no pattern"
+    with pytest.raises(DataError, match=r"none-\*.jsonl does not exist"):
+        load_rows(f"{tmp_path}/none-*.jsonl")
+
+
 def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n   \n{"a": 2}\n\n{"a": 3\n')
@@ -70,8 +127,6 @@ def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
 
 
 def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
-    from asyncrl.data.dataset import Rows
-
     rows = [{"a": 1, "b": "\ud83d"}, {"a": 2, "b": object()}]
     assert Rows(rows, "x").fingerprint == Rows([rows[0], {"a": 2, "b": object()}], "y").fingerprint
     assert Rows([{"a": 1}], "x").fingerprint == "1 rows with digest c4cb53ce0f4efd04", (
@@ -104,7 +159,20 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
         ("a.json", b'{"a": 1}\n{"a": 2}', r"a.json: not JSON .*a .jsonl dataset has one object per line"),
         ("a.json", b"[]", r"a.json holds no rows"),
         ("a.json", b'[{"a": 1}, 7]', r"a.json, row 2: found a JSON int"),
-        ("a.csv", b"a,b\n", r"suffix `.csv`; supported are .jsonl, .json, .parquet"),
+        ("a.tsv", b"a\tb\n", r"a.tsv: found the suffix `.tsv`; allowed are .jsonl, .json, .csv, .parquet"),
+        ("a.b.json.gz", b"", r"found the suffix `.json.gz`; allowed are .*.jsonl.gz, .csv.gz; convert"),
+        ("a.csv", b"", r"a.csv holds no rows"),
+        ("a.csv", b"a,b\n", r"a.csv holds no rows"),
+        ("a.csv", b"a,b,a\n1,2,3\n", r"a.csv:1: found the columns `a`, `b`, `a`; the first row names"),
+        ("a.csv", b"a,\n1,2\n", r"a.csv:1: found the columns `a`, ``"),
+        ("a.csv", b'a,b\n"1\n2",3\n\n4\n', r"a.csv:5: found 1 values for 2 columns \(a, b\)"),
+        ("a.csv", b"a,b\n1,2,3\n", r"a.csv:2: found 3 values for 2 columns"),
+        ("a.csv", b'a,b\n1,2\n3,"4\n5,6\n', r"a.csv:3: not CSV \(unexpected end of data\); put a value"),
+        ("a.csv", b'a,b\n1,"2"3\n', r"a.csv:2: not CSV"),
+        ("a.csv", b'a,b\n1,2\n"\n\xff",3\n', r"a.csv:4: found bytes that are not UTF-8"),
+        ("a.jsonl.gz", b'{"a": 1}\n', r"a.jsonl.gz:1: not a whole gzip file \(Not a gzipped file"),
+        ("a.csv.gz", gzip.compress(b"a\n1\n")[:-9], r"a.csv.gz:\d: not a whole gzip file .*; make the file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a"\n'), r"a.jsonl.gz:2: not JSON"),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, message):

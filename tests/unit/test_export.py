@@ -57,9 +57,16 @@ def test_the_hub_can_read_its_front_matter(tmp_path: Path) -> None:
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["asyncrl", "reinforcement-learning", "rloo"],
         "base_model": "Qwen/Qwen2.5-0.5B-Instruct", "datasets": ["openai/gsm8k"],
     }  # fmt: skip
-    local = CONFIG | {"model": {"path": "/data/model"}, "data": {"train": "data/train.jsonl"}}
-    _, front, _ = card_of(run_with(tmp_path / "local", local)).split("---\n", 2)
-    assert not {"base_model", "datasets"} & yaml.safe_load(front).keys()
+    for name, train, datasets in (
+        ("local", "data/train.jsonl", None),
+        ("packed", "data/train.csv.gz", None),
+        ("pattern", "data/part-*", None),
+        ("mixed", [{"path": "data/rows.csv"}, {"path": "a/b:main"}, {"path": "c/d"}], ["a/b", "c/d"]),
+    ):
+        local = CONFIG | {"model": {"path": "/data/model"}, "data": {"train": train}}
+        _, front, text = card_of(run_with(tmp_path / name, local)).split("---\n", 2)
+        assert name != "mixed" or "on `data/rows.csv`, `a/b:main`, `c/d`.\n" in text
+        assert "base_model" not in (found := yaml.safe_load(front)) and found.get("datasets") == datasets
 
 
 def test_it_says_how_to_serve_and_with_what_it_was_made(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,7 @@ CPU = Machine(memory_bytes=24 * GIB, gpu_bytes=())
 
 
 def planned(
-    config: Config, shape: ModelShape = STORIES, machine: Machine = CPU, rows: int | None = 1000
+    config: Config, shape: ModelShape = STORIES, machine: Machine = CPU, rows: Sequence[int] | None = (1000,)
 ) -> Forecast:
     return forecast(config, shape, machine, rows=rows)
 
@@ -95,7 +96,7 @@ def test_the_arithmetic_of_a_batch():
             data={"eval": "e"},
             eval={"every": 20},
         ),
-        rows=640,
+        rows=[640],
     )
     expected = {
         "sequences": 256, "tokens, at most": 102_400, "optimizer steps": 8,
@@ -107,6 +108,17 @@ def test_the_arithmetic_of_a_batch():
     }  # fmt: skip
     assert {name: plan[name] for name in expected} == expected
     assert plan["store, at most"] == (128 + 2 * 10 * 32) * plan["a group, at most"]
+
+
+def test_each_source_has_epochs_of_its_own():
+    train = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl"}]
+    config = config_of(batch={"groups": 32, "group_size": 8}, data={"train": train}, learner={"steps": 50})
+    plan = planned(config, rows=[600, 40])
+    expected = {
+        "prompts": 640, "steps per epoch of a": 25, "epochs of a": 2, "steps per epoch of b": 5,
+        "epochs of b": 10,
+    }  # fmt: skip
+    assert {name: plan[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("environment", [{"uses": "play.py:Play"}, {"command": ["python", "agent.py"]}])

@@ -110,6 +110,31 @@ def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
     assert [prompts.prompt(t).text for t in range(1, 31)] == [str(plan.at(t).row) for t in range(1, 31)]
 
 
+def test_prompts_of_a_mixture_come_from_their_source_below_its_system_message(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    train = [
+        {"path": jsonl("t", *({"prompt": f"a{n}"} for n in range(4))), "weight": 0.5, "limit": 2},
+        {"path": jsonl("u", {"prompt": "b0"}), "weight": 0.5, "system": "own", "name": "short"},
+    ]
+    prompts = source(model, train, chat=True, shuffle=False, system="all")
+    texts = ["<bos>[system]all[user]a0[assistant]", "<bos>[system]own[user]b0[assistant]"]
+    texts += [texts[0].replace("a0", "a1"), texts[1]]
+    assert sorted(prompts.prompt(ticket).text for ticket in range(1, 5)) == sorted(texts)
+    assert len(prompts.train) == 3
+    # All that decides which prompt a ticket means is in the fingerprint, and nothing else.
+    found = {prompts.fingerprint}
+    for index, change in (
+        (0, {"limit": 3}), (0, {"limit": None}), (0, {"weight": 0.6}), (1, {"system": None}),
+        (1, {"system": "all"}), (1, {"path": train[0]["path"]}),
+    ):  # fmt: skip
+        other = [*train]
+        other[index] = train[index] | change
+        found.add(source(model, other, chat=True, system="all").fingerprint)
+    assert len(found) == 7
+    same = [train[0] | {"weight": 3, "name": "x"}, train[1] | {"weight": 3, "name": "y"}]
+    assert source(model, same, chat=True, system="all").fingerprint == prompts.fingerprint
+
+
 def test_eval_prompts_come_in_file_order_and_at_most_as_many_as_there_are(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m")
     train, held_out = (

@@ -215,6 +215,22 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         refuse_changes(load_config(path), directory, read_saved(directory), DataFiles(load_config(path).data))
 
 
+def test_shares_limits_and_system_messages_of_sources_stay_too(path, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    (tmp_path / "moved.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes())
+    trained(load_config(path, ["data.train=[{path: a.jsonl, weight: 7}, {path: b.jsonl, weight: 3}]"]), 5)
+    same = "data.train=[{path: a.jsonl, weight: 0.7, limit: 9}, {path: moved.jsonl, weight: 0.3, name: x}]"
+    validated_config(path, [same], resumes=True)
+    for train, shown in (
+        ("{path: a.jsonl, weight: 6}", "2/3 of 3 "),
+        ("{path: a.jsonl, weight: 7, limit: 2}", "7/10 of 2"),
+    ):
+        found = rf"data.train: found 'sources with digest \w+: {shown}.*; allowed is '.*: 7/10 of 3"
+        with pytest.raises(ConfigError, match=found):
+            validated_config(path, [f"data.train=[{train}, {{path: b.jsonl, weight: 3}}]"], resumes=True)
+
+
 def test_the_newest_state_is_read_once(path, monkeypatch):
     config, reads = load_config(path), []
     trained(config, 5)

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from asyncrl.report.step_metrics import step_metrics
+from asyncrl.report.step_metrics import source_metrics, step_metrics
 from asyncrl.trainer.base import StepResult
 from asyncrl.types import Group
 from tests.support.steps import group, rollout, step
@@ -23,6 +23,15 @@ def test_majorities_of_groups_are_told_if_a_reward_says_what_the_answer_is():
         not {"completions/answered_share", "group/majority"}
         & step_metrics(step(rollout(a=1.0), rollout(a=0.0))).keys()
     )
+
+
+def test_the_reward_of_a_source_is_the_mean_over_its_rollouts():
+    groups = [
+        replace(group(rewards, [1] * len(rewards)), ticket_id=ticket)
+        for ticket, rewards in ((1, [1.0, 0.0]), (2, [0.5, 0.5]), (3, [1.0, 1.0, 1.0, 0.0]))
+    ]
+    found = source_metrics(groups, lambda ticket: "words" if ticket == 2 else "sums")
+    assert found == {"reward/sums/mean": pytest.approx(4 / 6), "reward/words/mean": 0.5}
 
 
 def taken(*rejected: tuple[Group, str]) -> dict[str, float]:

@@ -241,7 +241,7 @@ def test_data_that_cannot_be_data_are_named(place: str, said: str):
     (line,) = said_of(GOOD, f"data.eval={place}")
     assert (
         f"data.eval: found {said}" in line.replace(f"{place}, which is ", "")
-        and "give a JSONL or parquet file" in line
+        and "give a file of rows" in line
     )
 
 
@@ -411,14 +411,65 @@ def test_every_row_is_looked_at_and_named_by_its_line():
     ]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".txt", ".data"])
+@pytest.mark.parametrize("suffix", [".tsv", ".txt", ".json.gz"])
 def test_a_file_of_another_format_is_refused_by_name(suffix: str):
     Path(f"train{suffix}").write_text("question,answer\n1,2\n")
     (line,) = said_of(GOOD, f"data.train=train{suffix}")
     assert (
-        f"data.train: found the suffix `{suffix}`; allowed are .jsonl, .json, .parquet; convert the file"
-        in line
+        f"data.train: train{suffix}: found the suffix `{suffix}`; allowed are .jsonl, .json, .csv, "
+        ".parquet, .jsonl.gz, .csv.gz; convert the file" in line
     )
+
+
+def test_a_pattern_is_looked_at_file_by_file_and_must_match():
+    Path("data/part-1.csv").write_text("question,answer\nq,a\n,b\n")
+    Path("data/part-2.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q"}\n')
+    (line,) = said_of(GOOD, "data.train=data/part-*")
+    for said in ("data/part-1.csv:3: the prompt is empty", "2 rows lack", "data/part-2.jsonl:2"):
+        assert said.replace("2 rows", "1 of 4 rows") in line
+    (line,) = said_of(GOOD, "data.train=data/none-*.jsonl")
+    assert "data.train: found no file that matches data/none-*.jsonl; give a file of rows, a pattern" in line
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("weight: 0", "data.train.1.weight: found 0; allowed is a number > 0; correct the value"),
+        ("weight: -0.5", "data.train.1.weight: found -0.5; allowed is a number > 0; correct the value"),
+        (
+            "weigth: 1",
+            "data.train.1.weigth: found an unknown key; allowed are path, weight, limit, system, name",
+        ),
+        ("limit: 0", "data.train.1.limit: found 0; allowed is a whole number >= 1 or null"),
+        ("path: none.jsonl", "data.train.1: found no none.jsonl"),
+        ("path: data/empty.jsonl", "data.train.1: data/empty.jsonl holds no rows; write at least one"),
+        ("path: other/train.csv", "the sources have the names train, train, which must differ; set `name`"),
+        (
+            "system: s",
+            "data.train.1.system: is set, but model.chat_template is false; set it to true, or drop",
+        ),
+        ("name: brief", "data.train.1: brief is also the name of a part of the reward, and both would be"),
+    ],
+)
+def test_a_source_that_cannot_be_mixed_is_named_by_its_number(second: str, said: str):
+    Path("data/second.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    Path("data/empty.jsonl").write_text("\n")
+    given = f"path: data/second.jsonl, {second}" if "path" not in second else second
+    mixed = f"  train:\n    - data/train.jsonl\n    - {{{given}}}\n"
+    (line,) = said_of(GOOD.replace("  train: data/train.jsonl\n", mixed))
+    assert said in line and line.startswith(("  run.yaml:8  data.train.1", "  run.yaml:6  data.train: "))
+
+
+def test_the_rows_of_each_source_are_looked_at_up_to_its_limit():
+    good = '{"question": "q", "answer": "a"}\n'
+    Path("data/second.jsonl").write_text(f'{good}{good}{{"question": "", "answer": "a"}}\n')
+    mixed = "  train: [data/train.jsonl, {path: data/second.jsonl, limit: 3}]\n"
+    (line,) = said_of(GOOD.replace("  train: data/train.jsonl\n", mixed))
+    assert "data.train.1: data/second.jsonl:3: the prompt is empty" in line
+    Path("run.yaml").write_text(GOOD.replace("  train: data/train.jsonl\n", mixed.replace("3", "2")))
+    validated_config(Path("run.yaml"))
+    (line,) = said_of(GOOD, "data.train=[]")
+    assert "data.train: found []; allowed is text or a list" in line
 
 
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])

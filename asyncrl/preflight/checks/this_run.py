@@ -81,8 +81,8 @@ def prompts(config: Config) -> Finding:
 
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     held_out = len(source.eval_prompts(config.eval.prompts))
-    longest = max(len(source.prompt(ticket).token_ids) for ticket in range(1, len(source.rows) + 1))
-    found = f"{len(source.rows):,} prompts of at most {longest} tokens"
+    longest = max(len(prompt.token_ids) for prompt in source.train)
+    found = f"{len(source.train):,} prompts of at most {longest} tokens"
     return fine(f"{found}, {held_out} held-out ones for an evaluation")
 
 
