@@ -54,6 +54,8 @@ class Reporting:
         self._samples_per_step = samples_per_step
         self._pairs = pairs
         self.guard = BestEffort()
+        # Called with every metric; it may raise ConfigError.
+        self.watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
         """Report a finished step, with what each rank used in it.
@@ -97,6 +99,7 @@ class Reporting:
         """Report numbers by name."""
         with self.guard("trackers and alarms"):
             self._trackers.log(metrics, step=step)
+        self.watch(metrics, step)
 
     def close(self) -> None:
         """Close trackers and timeline."""

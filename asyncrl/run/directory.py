@@ -25,7 +25,7 @@ from asyncrl.files import (
     with_cure,
 )
 from asyncrl.hosting.processes import find_holder
-from asyncrl.run.checkpoint import UNFINISHED
+from asyncrl.run.file_ops import UNFINISHED
 from asyncrl.run.keys import (
     SECRET_FILE_VARIABLE,
     JoinKeys,

@@ -12,6 +12,7 @@ from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.run.best import read_ended, why_ended
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.telemetry.status import read_status
@@ -59,6 +60,11 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
     """Say why no step is left; empty if one is, or if the final weights may still have to be evaluated."""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
+    if why := why_ended(config.learner.stop_when, read_ended(directory.checkpoints, trained)):
+        return (
+            f"{directory.path} has ended after step {trained}: {why}. Another learner.stop_when, or none, "
+            "goes on; --fresh begins again"
+        )
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
     if trained < steps or (trained == steps and not is_evaluated):
