@@ -23,7 +23,7 @@ class CheckpointConfig(Part):
     """N: every Nth checkpoint, of the steps that N times `every` divides, is kept for good. Null: none."""
     best: Metric | None = None
     """Metric such as `eval/accuracy`. The checkpoint with its best value is kept, and named in the file
-    `checkpoints/BEST`; `asyncrl export --best` and `asyncrl eval --best` take it."""
+    `checkpoints/BEST`; `asyncrl export RUN --best` and `asyncrl eval RUN --best` take it."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of that metric is the best."""
 

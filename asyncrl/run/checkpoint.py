@@ -121,6 +121,14 @@ class CheckpointStore:
         trainer.load(directory)
         return self.state(step)
 
+    def go_back(self, step: int) -> None:
+        """Set all later checkpoints aside. Raises CheckpointError if that of `step` does not verify."""
+        self.verify(self._directory / self._name(step))
+        for directory in self._steps():
+            if _step(directory) > step:
+                self._set_aside(directory, f"the run goes on from step {step}, as it was asked to")
+        self._files.replace(self._directory / NEWEST, f"{step}\n".encode())
+
     def seal(self, step: int) -> None:
         """Sign what a library has written as the checkpoint of `step`. Raises OSError."""
         self._seal(step, self._directory / self._name(step))

@@ -32,6 +32,11 @@ def test_a_run_ends_when_its_evaluation_says_so_and_keeps_the_best_checkpoint(tm
         assert f"has ended after step {ended}: eval/dead_groups" in call("up", str(run / "config.yaml"))
         copied = call("export", str(run), "--to", str(tmp_path / "copy"), "--best")
         assert f"step-{best:06d}/hf copied to" in copied
+        again = start(config, "generator.count=1", "learner.steps=4", *kept, "--from", "2")
+        assert again.wait(timeout=400) == 0, (tmp_path / "up.out").read_text()[-3000:]
+        assert steps(run) == [*range(1, ended + 1), 3, 4]
+        aside = {path.name for path in run.glob("checkpoints/rejected-*")}
+        assert aside == {f"rejected-step-{step:06d}" for step in saved if step > 2}
 
 
 def test_a_metric_that_no_evaluation_has_ends_the_run_at_the_first_one(tmp_path: Path) -> None:
