@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.config import registry
 from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Choice, Keys, Part
+from asyncrl.config.checkpoint_section import StopConfig
 from asyncrl.config.document import keys_of
 from asyncrl.config.outline import all_paths, kind_at, known_keys, schema_at
 from asyncrl.config.resume import on_resume
@@ -22,6 +23,7 @@ Schema = dict[str, Any]
 
 REQUIRED = {"run.name", "model.path", "data.train", "data.train.path", "algorithm.reference.path"}
 REQUIRED |= {"reward.functions", "reward.functions.function"}
+REQUIRED |= {"learner.stop_when.metric"}
 EXTENDS: Schema = {
     "description": "YAML files below this one, paths relative to it; this one wins.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
@@ -133,7 +135,9 @@ def tables() -> Iterator[str]:
     least = minimal()
     # A config with a teacher would need an advantage or a penalty that uses it.
     taught = least.algorithm.model_copy(update={"reference": ReferenceConfig(path="m")})
-    yield from _tables((), least.model_copy(update={"algorithm": taught}))
+    # Without a value and a patience it would be refused.
+    ends = least.learner.model_copy(update={"stop_when": StopConfig.model_construct(metric="eval/accuracy")})
+    yield from _tables((), least.model_copy(update={"algorithm": taught, "learner": ends}))
 
 
 def _tables(keys: Keys, part: Any) -> Iterator[str]:

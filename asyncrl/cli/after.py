@@ -10,18 +10,23 @@ from asyncrl.cli.arguments import ConfigOption, MaybeWords, RunArgument, config_
 
 app = typer.Typer()
 
+BestOption = Annotated[
+    bool, typer.Option("--best", help="The checkpoint that checkpoint.best keeps, not the newest.")
+]
+
 
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run (its newest checkpoint) or a model directory.")],
     words: MaybeWords = None,
     config: ConfigOption = None,
+    best: BestOption = False,
 ) -> None:
     """Evaluate a checkpoint or model on held-out prompts: of the given config, or of the run's own."""
     from asyncrl.results.evaluate import evaluate_model
     from asyncrl.telemetry.history import score
 
-    metrics = evaluate_model(model, *config_and_overrides(words, config))
+    metrics = evaluate_model(model, *config_and_overrides(words, config), best=best)
     for name in metrics:
         if name.replace("eval/", "eval/se/") in metrics:
             typer.echo(f"{name}: {score(metrics, name)}", err=True)
@@ -80,11 +85,12 @@ def export(
     run: RunArgument = None,
     to: Annotated[Path, typer.Option("--to", help="New directory.")] = Path("export"),
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the model's weights.")] = False,
+    best: BestOption = False,
 ) -> None:
     """Copy the newest checkpoint as a Hugging Face model directory, with a model card."""
     from asyncrl.results.export import export_model, serve_command
     from asyncrl.run.directory import find_run
 
-    source = export_model(find_run(run), to, merge=merge)
+    source = export_model(find_run(run), to, merge=merge, best=best)
     done = "merged into" if merge else "copied to"
     typer.echo(f"{source} {done} {to}; serve it with: {serve_command(to, str(to))}")

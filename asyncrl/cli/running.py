@@ -27,10 +27,17 @@ def _run(
     generators: bool,
     plain: bool,
     join_key: Path | None = None,
+    back_to: int | None = None,
 ) -> int:
     """Check the config for this machine, print doubts about it, and run it; return the exit status."""
     checked = _checked(file, overrides, resumes=not fresh, generators=generators)
     from asyncrl.cli.foreground import run_here
+
+    if back_to is not None:
+        from asyncrl.run.directory import RunDirectory
+        from asyncrl.run.saved import go_back
+
+        go_back(RunDirectory(checked.run.directory), back_to)
 
     return run_here(checked, fresh=fresh, generators=generators, plain=plain, join_key=join_key)
 
@@ -55,7 +62,15 @@ def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: boo
     return placed
 
 
-def run_up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_run: bool = False) -> int:
+def run_up(
+    file: Path,
+    overrides: list[str],
+    *,
+    fresh: bool,
+    plain: bool,
+    dry_run: bool = False,
+    back_to: int | None = None,
+) -> int:
     """Run on this machine, or on the hosts of `cluster.kind`; return the exit status.
 
     For Kubernetes print manifests instead.
@@ -66,10 +81,12 @@ def run_up(file: Path, overrides: list[str], *, fresh: bool, plain: bool, dry_ru
 
     # Its problems are reported with those that validation finds.
     draft = read_draft(Config, file, overrides).config
+    if back_to is not None and (fresh or (draft is not None and draft.cluster.kind is not None)):
+        raise ConfigError("found --from with --fresh or with a cluster.kind; leave one of them out")
     if draft is None or draft.cluster.kind is None:
         if dry_run:
             raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
-        return _run(file, overrides, fresh=fresh, generators=True, plain=plain)
+        return _run(file, overrides, fresh=fresh, generators=True, plain=plain, back_to=back_to)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.engines import wants_gpus
     from asyncrl.cluster.plans import described
@@ -119,13 +136,16 @@ def up(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With cluster.kind: print what each host would run.")
     ] = False,
+    back_to: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", help="Go on from this kept checkpoint.")
+    ] = None,
 ) -> None:
     """Train on this machine: store, learner, generators, dashboard. The same command resumes a run.
 
     With cluster.kind: on many hosts. For kubernetes, print what `kubectl apply -f -` takes.
     """
     file, overrides = required_config(words, config)
-    raise typer.Exit(run_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run))
+    raise typer.Exit(run_up(file, overrides, fresh=fresh, plain=plain, dry_run=dry_run, back_to=back_to))
 
 
 @app.command()

@@ -81,7 +81,8 @@ def what_is_saved(directory: RunDirectory) -> str:
     lost = trained - (saved or 0)
     if saved is None:
         return f"nothing is saved: {steps(lost)} lost" if lost else ""
-    return f"step {saved} is saved" + (f", {steps(lost)} after it lost" if lost > 0 else "")
+    where = directory.saved_steps()[saved]
+    return f"step {saved} is saved in {where}" + (f", {steps(lost)} after it lost" if lost > 0 else "")
 
 
 def steps(count: int) -> str:

@@ -3,12 +3,14 @@
 A setting without any effect is a mistake too, because its author expects one.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES
 from asyncrl.config.base import Mistake
+from asyncrl.config.checkpoint_section import CheckpointConfig
 from asyncrl.config.data_section import CurriculumConfig, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.host_rules import HOST_RULES
@@ -68,6 +70,27 @@ def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
     if eval.samples > 1 and eval.temperature == 0:
         text = f"eval.samples is {eval.samples} at eval.temperature 0: all would be equal; set a temperature"
         yield Mistake(("eval.samples", "eval.temperature"), text)
+
+
+def _a_judge_of_weights_is_measured(
+    checkpoint: CheckpointConfig, learner: LearnerConfig, eval: EvalConfig, data: DataConfig
+) -> Iterator[Mistake]:
+    if checkpoint.best is None and checkpoint.best_is != "highest":
+        text = "checkpoint.best_is is lowest, but checkpoint.best names no metric; name it, or drop best_is"
+        yield Mistake(("checkpoint.best_is", "checkpoint.best"), text)
+    stop = learner.stop_when.metric if learner.stop_when else None
+    for key, metric in (("checkpoint.best", checkpoint.best), ("learner.stop_when.metric", stop)):
+        if metric is not None and metric.startswith("eval/") and data.eval is None:
+            text = f"{key} is {metric}, but without data.eval nothing is evaluated; set data.eval"
+            yield Mistake((key, "data.eval"), text)
+    first = math.lcm(checkpoint.every, eval.every)
+    if (checkpoint.best or "").startswith("eval/") and first > learner.steps:
+        text = (
+            f"checkpoint.best is {checkpoint.best}, but of {learner.steps} steps none but the last is both "
+            f"saved (every {checkpoint.every}) and evaluated (every {eval.every}); set checkpoint.every: "
+            f"{eval.every}"
+        )
+        yield Mistake(("checkpoint.best", "checkpoint.every", "eval.every", "learner.steps"), text)
 
 
 def _a_transfer_is_not_a_hang(control: ControlConfig, weights: WeightsConfig) -> Iterator[Mistake]:
@@ -341,6 +364,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _nccl_sends_from_a_gpu,
     _each_generator_has_a_port,
     _samples_differ,
+    _a_judge_of_weights_is_measured,
     _system_message_has_a_template,
     _sources_are_no_parts,
     _images_are_rendered,

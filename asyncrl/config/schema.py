@@ -12,6 +12,7 @@ from asyncrl.algo.staleness import lag_bound
 from asyncrl.config.agreements import RULES
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Part, Root, marked
+from asyncrl.config.checkpoint_section import CheckpointConfig
 from asyncrl.config.data_section import TICKET, DataConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
@@ -19,7 +20,6 @@ from asyncrl.config.resume import OTHER_RUN, kept_values
 from asyncrl.config.reward_section import TEACHER_NAME, RewardConfig, ScorerConfig
 from asyncrl.config.sections import (
     BatchConfig,
-    CheckpointConfig,
     ClusterConfig,
     ControlConfig,
     EvalConfig,

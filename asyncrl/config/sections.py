@@ -9,6 +9,7 @@ from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.addresses import require_one_address, require_one_interface
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, Mistakes, Part, marked
+from asyncrl.config.checkpoint_section import StopConfig
 from asyncrl.config.data_section import PROMPT
 from asyncrl.config.resume import OTHER_RUN, refused
 from asyncrl.config.wording import divisors
@@ -173,6 +174,8 @@ class LearnerConfig(Part):
 
     steps: PositiveInt = 100
     """Batches to train on in the whole run."""
+    stop_when: StopConfig | None = None
+    """An earlier end, as at the last step; by default there is none."""
     ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
     """Processes of the learner, one GPU each, on `cluster.learner_hosts` hosts."""
     backend: Annotated[Literal["deepspeed"], refused("it decides how the whole checkpoint is stored")] = (
@@ -331,16 +334,6 @@ class EvalConfig(Part):
     """Samples per prompt; several give pass@k, best@k, mean@k, and maj@k if a reward returns the answer."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of evaluation; 0 is greedy and allows only one sample."""
-
-
-class CheckpointConfig(Part):
-    """Saving and resuming of runs."""
-
-    every: PositiveInt = 50
-    """Steps between checkpoints; the last step always saves one."""
-    keep: Annotated[int, Field(ge=2)] = 2
-    """Number of checkpoints kept. The store forgets a group when the oldest of them holds it, so a damaged
-    newest checkpoint costs steps but no group."""
 
 
 class TelemetryConfig(Part):

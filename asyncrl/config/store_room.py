@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import Mistake
+from asyncrl.config.checkpoint_section import CheckpointConfig
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.config.sections import (
     BatchConfig,
-    CheckpointConfig,
     LearnerConfig,
     SamplingConfig,
     StalenessConfig,

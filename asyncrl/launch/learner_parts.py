@@ -17,6 +17,7 @@ from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import open_page
 from asyncrl.launch.taking import open_taking
 from asyncrl.report.reports import open_reporting
+from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
@@ -88,6 +89,8 @@ def open_lead_run(
         on_dead=taking.revoke,
         on_report=reporting.update,
     )
+    judged = Judged(config.learner, config.checkpoint, directory.checkpoints, checkpoints.steps, begun.stop)
+    reporting.watch, checkpoints.keeps = judged.see, judged.keeps
     saving = LeadSaving(
         checkpoints=checkpoints,
         trainer=trainer,
@@ -97,6 +100,7 @@ def open_lead_run(
         taking=taking,
         reporting=reporting,
         mark_saved=directory.mark_saved,
+        judged=judged,
         is_shared=config.cluster.kind is not None,
     )
     page = open_page(

@@ -1,5 +1,6 @@
 """What surrounds the learner's loop, on rank 0 and on the other ranks."""
 
+import logging
 import signal
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
 from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
-from asyncrl.launch.same_bytes import Taken, hand_out, receive
+from asyncrl.launch.same_bytes import END, STOP, Taken, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
 from asyncrl.launch.taking import Taking
@@ -26,6 +27,8 @@ from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.weights.base import Publisher
 from asyncrl.wire.group_frames import decode_group
+
+log = logging.getLogger(__name__)
 
 # Time between two signs of life to the other ranks while groups are missing.
 POLL_S = 1.0
@@ -63,12 +66,21 @@ class LeadRun:
         collected = hand_out(
             self.trainer.broadcast,
             lambda: self._poll(version),
-            is_asked_to_stop=self.stop.is_set,
+            ending=partial(self._ending, version),
             is_in_touch=self._is_in_touch,
         )
-        if collected is None:
-            self.saving.save_and_leave(version)
+        if isinstance(collected, bytes):
+            self.saving.save_and_leave(version, collected)
         return collected
+
+    def _ending(self, version: int) -> bytes:
+        if self.stop.is_set():
+            return STOP
+        if why := self.saving.judged.why_ended():
+            # A warning, because only warnings show on the dashboard.
+            log.warning("the training ends after step %d: %s", version, why)
+            return END
+        return b""
 
     def _poll(self, version: int) -> Taken | None:
         self.hub.check()
@@ -119,7 +131,7 @@ class LeadRun:
             if self.stop.is_set():  # the generators leave too, and the last step is saved
                 raise SystemExit(128 + signal.SIGTERM)
         self.taking.close()
-        self.page.enter("finished", "the training is done")
+        self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +163,8 @@ class FollowerRun:
     def collect(self, version: int) -> Collected:
         """Receive the groups from rank 0. If that was asked to stop, save and end with it."""
         collected = receive(self.trainer.broadcast, partial(decode_group, key=self.wire_key))
-        if collected is None:
-            self.saving.save_and_leave(version)
+        if isinstance(collected, bytes):
+            self.saving.save_and_leave(version, collected)
         return collected
 
     def publish(self, version: int) -> None:

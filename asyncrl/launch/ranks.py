@@ -26,8 +26,8 @@ from asyncrl.hosting.rank_group import (
 )
 from asyncrl.hosting.standby import FLAG, HOST, MEMORY_SHARE, name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import run_role
-from asyncrl.run.checkpoint import UNFINISHED
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.file_ops import UNFINISHED
 from asyncrl.run.keys import run_keys
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.logs import setup_logging

@@ -8,8 +8,9 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.hosting.progress import beat
 from asyncrl.types import Group
 
-# Rank 0 broadcasts it instead of the number of groups when the learner is asked to stop.
-STOP = b"stop"
+# Rank 0 broadcasts one of them instead of the number of groups: the learner is asked to stop, or the training
+# ends before its last step.
+STOP, END = b"stop", b"end"
 # Gives every rank the value of rank 0; every rank calls it.
 Broadcast = Callable[[bytes | None], bytes]
 
@@ -26,24 +27,23 @@ def hand_out(
     broadcast: Broadcast,
     poll: Callable[[], Taken | None],
     *,
-    is_asked_to_stop: Callable[[], bool],
+    ending: Callable[[], bytes],
     is_in_touch: Callable[[], bool],
-) -> Collected | None:
-    """Return a step's groups on rank 0, once the other ranks have their frames; None after `STOP`.
+) -> Collected | bytes:
+    """Return a step's groups on rank 0, once the other ranks have their frames; or `STOP` or `END`.
 
     The other ranks do not ask the store, because its content may have changed a moment later.
 
     Args:
         broadcast: see `Broadcast`.
         poll: takes the groups of the step within about a second; None while they are not all there.
-        is_asked_to_stop: then every rank gets `STOP`.
+        ending: returns `STOP` or `END`, which every rank gets; empty while the training goes on.
         is_in_touch: whether the control plane makes progress; without it, this rank reports none either.
     """
     taken = None
     while taken is None:
-        if is_asked_to_stop():
-            broadcast(STOP)
-            return None
+        if end := ending():
+            return broadcast(end)
         taken = poll()
         broadcast(b"%d" % len(taken.frames) if taken else b"")
         if is_in_touch():
@@ -53,8 +53,8 @@ def hand_out(
     return taken.collected
 
 
-def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected | None:
-    """Return a step's groups on the other ranks; None after `STOP`.
+def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected | bytes:
+    """Return a step's groups on the other ranks; or `STOP` or `END`.
 
     `decode` gets frames that rank 0 has decoded already; it checks the digest that each frame carries.
     """
@@ -62,8 +62,8 @@ def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected
     while not message:
         message = broadcast(None)
         beat()
-    if message == STOP:
-        return None
+    if message in (STOP, END):
+        return message
     frames = [broadcast(None) for _ in range(int(message))]
     return Collected(groups=tuple(decode(frame) for frame in frames), rejected=(), takes=0)
 

@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin
+from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
+from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.learner_state import LearnerState
 from asyncrl.trainer.base import Trainer
@@ -23,6 +25,10 @@ log = logging.getLogger(__name__)
 AGAIN_S = 1.0
 # Attempts at the last checkpoint: a user may make room on a full disk, but a run must end.
 LAST_ATTEMPTS = 60
+
+
+class EndedEarly(Exception):
+    """The training is over before its last step, and saved."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +49,13 @@ class Saving:
         elif self._is_overdue or version % self.every == 0:
             self._is_overdue = not self._try_to_save(version)
 
-    def save_and_leave(self, version: int) -> NoReturn:
-        """Save, then end this process with the status of SIGTERM."""
+    def save_and_leave(self, version: int, end: bytes) -> NoReturn:
+        """Save. Then end this process with the status of SIGTERM, or after `END` raise EndedEarly."""
         self._save_at_last(version)
-        raise SystemExit(128 + signal.SIGTERM)
+        if end != END:
+            raise SystemExit(128 + signal.SIGTERM)
+        self._ended(version)
+        raise EndedEarly
 
     def _state(self, version: int) -> dict[str, Any]:
         """Return what the checkpoint holds besides the trainer's files; empty except on rank 0."""
@@ -60,6 +69,9 @@ class Saving:
 
     def _failed(self, version: int, failures: int) -> None:
         """Called after a failed save; training goes on. `failures` is their number in this process."""
+
+    def _ended(self, version: int) -> None:
+        """Called after the save of a training that ends early."""
 
     def _save_at_last(self, version: int) -> None:
         begin("last checkpoint", Pace.SLOW)
@@ -98,12 +110,14 @@ class LeadSaving(Saving):
     taking: Taking
     reporting: Reporting
     mark_saved: Callable[[], None]
+    judged: Judged
     is_shared: bool = False  # other hosts see the directory, and may not see the run's lock
 
     def _state(self, version: int) -> dict[str, Any]:
         ledger, evaluation, curriculum = self.taking.settled
         now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
-        return replace(now, coefficients=self.coefficients.state(), curriculum=curriculum).to_dict()
+        kept = replace(now, coefficients=self.coefficients.state(), curriculum=curriculum)
+        return replace(kept, stop=self.judged.state()).to_dict()
 
     def _require_run(self, version: int) -> None:
         if self.is_shared:
@@ -114,6 +128,7 @@ class LeadSaving(Saving):
         with self.reporting.guard("the mark that something was saved"):
             self.mark_saved()
         self.reporting.checkpoint(version, seconds)
+        self.judged.saved()
         # The save is over on every rank. Raised here, the error would make rank 0 save again, alone.
         try:
             ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
@@ -121,6 +136,9 @@ class LeadSaving(Saving):
             log.error("step %d is saved; the store keeps its groups until the next save: %s", version, error)
         else:
             self.taking.commit(ledger, version)
+
+    def _ended(self, version: int) -> None:
+        self.judged.ended(version)
 
     def _failed(self, version: int, failures: int) -> None:
         self.reporting.log({"checkpoint/failed": failures}, step=version)

@@ -1,5 +1,6 @@
 """What a rank of the learner loads, and then trains until the run is over."""
 
+import contextlib
 import logging
 import signal
 import threading
@@ -18,7 +19,7 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.first_probe import certified_probe, require_right_code
 from asyncrl.launch.learner_parts import open_lead_run
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun, open_images
-from asyncrl.launch.saving import Saving
+from asyncrl.launch.saving import EndedEarly, Saving
 from asyncrl.learner import run_learner
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
@@ -90,7 +91,8 @@ def train(
             saving = Saving(checkpoints=checkpoints, trainer=trainer, every=config.checkpoint.every)
             run = FollowerRun(trainer=trainer, probe=probe, logs=logs, wire_key=keys.join.wire, saving=saving)
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
-        run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
+        with contextlib.suppress(EndedEarly):
+            run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()
         begin("end", Pace.SLOW)
 

@@ -66,6 +66,8 @@ class Reporting:
         self._pairs = pairs
         self._source_of = source_of
         self.guard = BestEffort()
+        # Called with every metric; it may raise ConfigError.
+        self.watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
         """Report a finished step, with what each rank used in it.
@@ -112,6 +114,7 @@ class Reporting:
         """Report numbers by name."""
         with self.guard("trackers and alarms"):
             self._trackers.log(metrics, step=step)
+        self.watch(metrics, step)
 
     def close(self) -> None:
         """Close trackers and timeline."""

@@ -15,18 +15,22 @@ from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.lora import SETTINGS
 from asyncrl.results.engine_process import ask, sampler_of, serve
-from asyncrl.results.export import newest_export
+from asyncrl.results.export import saved_export
 from asyncrl.run.directory import find_run
 
 
-def evaluate_model(model: str, config_path: Path | None, overrides: Sequence[str]) -> dict[str, float]:
-    """Return held-out metrics of a run's newest checkpoint or of a model directory. Raises RunError."""
+def evaluate_model(
+    model: str, config_path: Path | None, overrides: Sequence[str], *, best: bool = False
+) -> dict[str, float]:
+    """Return held-out metrics of a run's newest or best checkpoint, or of a model. Raises RunError."""
+    if config_path is not None and best:
+        model = str(saved_export(find_run(Path(model)), best=True))
     if config_path is None:
         if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
             hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"
             raise RunError(f"{model} is a model, not a run; {hint}")
         directory = find_run(Path(model))
-        config_path, model = directory.config, str(newest_export(directory))
+        config_path, model = directory.config, str(saved_export(directory, best=best))
         if is_stage(config_path):
             hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"
             raise RunError(f"{directory.path} is a stage, whose rows are no prompts; {hint}")

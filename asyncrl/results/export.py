@@ -30,14 +30,15 @@ TRAINING_PARTS = (
 )  # fmt: skip
 
 
-def export_model(directory: RunDirectory, to: Path, *, merge: bool = False) -> Path:
+def export_model(directory: RunDirectory, to: Path, *, merge: bool = False, best: bool = False) -> Path:
     """Copy the newest checkpoint's model and tokenizer to the new directory `to`, and write a model card.
 
-    With `merge`, its adapter is added to the weights of model.path. Returns the directory that was copied.
+    With `best` it is that of `checkpoint.best`. With `merge`, its adapter is added to the weights of
+    model.path. Returns the directory that was copied.
     """
     if to.exists():
         raise RunError(f"{to} exists; give --to a new directory")
-    source = newest_export(directory)
+    source = saved_export(directory, best=best)
     if merge and not (source / SETTINGS).exists():
         raise RunError(f"{source} is a whole model and no adapter; export it without --merge")
     with write_directory(to) as writing:
@@ -84,15 +85,28 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
     loading.export_model(model, base, dict(merged(named, load_file(source / TENSORS), config.lora)), to)
 
 
-def newest_export(directory: RunDirectory) -> Path:
-    """Return the Hugging Face directory in the newest valid checkpoint, or that of a finished stage."""
+def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
+    """Return the Hugging Face directory in the newest or the best checkpoint, or that of a finished stage."""
     if is_stage(directory.config):
+        if best:
+            raise RunError(f"{directory.path} is a stage, which has one model; drop --best")
         if not directory.model.is_dir():
             raise RunError(misused_stage(directory.model))
         return directory.model
+    from asyncrl.run.best import read_best
     from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 
-    newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).latest()
+    checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1)
+    if best:
+        record = read_best(directory.checkpoints)
+        found = directory.saved_steps().get(record["step"]) if record else None
+        if found is None:
+            raise RunError(
+                f"{directory.checkpoints} has no best checkpoint; checkpoint.best names its metric"
+            )
+        checkpoints.verify(found)
+        return found / EXPORT
+    newest = checkpoints.latest()
     if newest is None:
         raise RunError(
             f"{directory.checkpoints} has no valid checkpoint; checkpoint.every sets their interval"

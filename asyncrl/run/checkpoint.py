@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import CheckpointError, CheckpointsRefused
 from asyncrl.hosting.progress import beat
-from asyncrl.run.file_ops import FileOps
+from asyncrl.run.file_ops import UNFINISHED, FileOps
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ EXPORT = "hf"
 NEWEST = "NEWEST"
 RESTORE = "restore the directory or remove it"
 REJECTED = "rejected-"
-UNFINISHED = ".writing-"
 
 
 class Saveable(Protocol):
@@ -70,6 +69,8 @@ class CheckpointStore:
         """
         self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
         self._name, self._prefix = form.format, form.partition("{")[0]
+        # Whether the checkpoint of an older step stays, too.
+        self.keeps: Callable[[int], bool] = lambda step: False
 
     def save(
         self,
@@ -78,7 +79,7 @@ class CheckpointStore:
         state: dict[str, Any],
         require_run: Callable[[], object] = lambda: None,
     ) -> int:
-        """Make a durable checkpoint of `step`, prune old ones, and return the oldest kept step.
+        """Make a durable checkpoint of `step`, prune old ones, and return the oldest of the newest ones.
 
         `state` must be JSON values. A step that has a valid checkpoint is not written again. Raises
         CheckpointError on every rank if one cannot write; then older checkpoints are unchanged, and the
@@ -95,6 +96,10 @@ class CheckpointStore:
                     self._discard(writing)
                 raise
         return self._on_rank_0(trainer, lambda: self._conclude(step))
+
+    def steps(self) -> set[int]:
+        """Return the steps of the kept checkpoints. Raises OSError."""
+        return set(map(_step, self._steps()))
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint that verifies; newer ones that do not are logged with the reason."""
@@ -115,6 +120,14 @@ class CheckpointStore:
         directory = self._directory / self._name(step)
         trainer.load(directory)
         return self.state(step)
+
+    def go_back(self, step: int) -> None:
+        """Set all later checkpoints aside. Raises CheckpointError if that of `step` does not verify."""
+        self.verify(self._directory / self._name(step))
+        for directory in self._steps():
+            if _step(directory) > step:
+                self._set_aside(directory, f"the run goes on from step {step}, as it was asked to")
+        self._files.replace(self._directory / NEWEST, f"{step}\n".encode())
 
     def seal(self, step: int) -> None:
         """Sign what a library has written as the checkpoint of `step`. Raises OSError."""
@@ -305,17 +318,13 @@ class CheckpointStore:
             self._files.fsync(directory)
 
     def _conclude(self, step: int) -> int:
-        """Record a durable checkpoint as the newest, remove old ones, and return the oldest kept step."""
+        """Record a durable checkpoint as the newest, remove old ones, and return the oldest of the newest."""
         if self._newest_saved() != step:
-            newest, writing = self._directory / NEWEST, self._directory / f"{UNFINISHED}{NEWEST}"
-            self._files.write(writing, f"{step}\n".encode())
-            self._files.fsync(writing)
-            if newest.is_dir():  # not ours
-                self._files.remove(newest)
-            self._files.rename(writing, newest)
+            self._files.replace(self._directory / NEWEST, f"{step}\n".encode())
         steps = self._steps()
         for directory in steps[: -self._keep]:
-            self._files.remove(directory)
+            if not self.keeps(_step(directory)):
+                self._files.remove(directory)
         return _step(steps[-self._keep :][0])
 
     def _choose(self) -> int:

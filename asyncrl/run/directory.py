@@ -25,7 +25,7 @@ from asyncrl.files import (
     with_cure,
 )
 from asyncrl.hosting.processes import find_holder
-from asyncrl.run.checkpoint import UNFINISHED
+from asyncrl.run.file_ops import UNFINISHED
 from asyncrl.run.keys import (
     SECRET_FILE_VARIABLE,
     JoinKeys,
@@ -131,11 +131,11 @@ class RunDirectory:
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
         return [name for name in names if not name.startswith(UNFINISHED)]
 
-    def saved_steps(self) -> list[int]:
-        """Steps of the checkpoints, also of TRL's."""
-        found = [*self.checkpoints.glob("step-*"), *self.trl_checkpoints.glob("checkpoint-*/MANIFEST.json")]
-        names = [path.parent.name if path.name == "MANIFEST.json" else path.name for path in found]
-        return sorted(int(name.rpartition("-")[2]) for name in names)
+    def saved_steps(self) -> dict[int, Path]:
+        """Directories of the checkpoints by step, also of TRL's."""
+        sealed = self.trl_checkpoints.glob("checkpoint-*/MANIFEST.json")
+        found = [*self.checkpoints.glob("step-*"), *(path.parent for path in sealed)]
+        return {int(path.name.rpartition("-")[2]): path for path in found}
 
     def mark_saved(self) -> None:
         """Record that a checkpoint was saved: an empty `checkpoints/` is then a loss, not a new run."""

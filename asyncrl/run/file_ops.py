@@ -6,6 +6,8 @@ from pathlib import Path
 from asyncrl.files import sync
 from asyncrl.hosting.progress import beat
 
+UNFINISHED = ".writing-"
+
 
 class FileOps:
     """Operations that change the disk or the order of its writes."""
@@ -22,6 +24,15 @@ class FileOps:
     def rename(self, source: Path, target: Path) -> None:
         """Rename atomically; durable only after `fsync` of the directory."""
         source.rename(target)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a file in place of what has its name, atomically; durable after `fsync` of the directory."""
+        writing = path.with_name(f"{UNFINISHED}{path.name}")
+        self.write(writing, data)
+        self.fsync(writing)
+        if path.is_dir():  # not ours
+            self.remove(path)
+        self.rename(writing, path)
 
     def remove(self, path: Path) -> None:
         """Remove a directory with its content, or a file of that name."""

@@ -11,9 +11,11 @@ from asyncrl.config.report import panel
 from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError, DataError, RunError
+from asyncrl.run.best import read_ended, why_ended
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import read_status
 
 
@@ -32,6 +34,18 @@ def read_saved(directory: RunDirectory) -> Saved | None:
             return None
         newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
         return Saved(*newest) if newest else None
+
+
+def go_back(directory: RunDirectory, step: int) -> None:
+    """Set the checkpoints after `step` aside, so that the run goes on from there. Raises RunError."""
+    if step not in (kept := directory.saved_steps()):
+        found = ", ".join(map(str, sorted(kept))) or "none"
+        raise RunError(
+            f"{directory.checkpoints} has no checkpoint of step {step}; it has {found} (checkpoint.keep, "
+            "checkpoint.keep_every)"
+        )
+    with needing(directory.path), RunLock(directory.supervisor_lock):
+        CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).go_back(step)
 
 
 def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mistake]:
@@ -59,6 +73,11 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
     """Say why no step is left; empty if one is, or if the final weights may still have to be evaluated."""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
+    if why := why_ended(config.learner.stop_when, read_ended(directory.checkpoints, trained)):
+        return (
+            f"{directory.path} has ended after step {trained}: {why}. Another learner.stop_when, or none, "
+            "goes on; --fresh begins again"
+        )
     status = read_status(directory.status)
     is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
     if trained < steps or (trained == steps and not is_evaluated):

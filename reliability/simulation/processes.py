@@ -335,10 +335,10 @@ class LearnerProcess:
             collected = hand_out(
                 self._ranks.say,
                 lambda version=version: self._poll(version),
-                is_asked_to_stop=lambda: False,
+                ending=lambda: b"",
                 is_in_touch=lambda: False,  # the supervisor is not simulated
             )
-            assert collected is not None, "nobody has asked to stop"
+            assert not isinstance(collected, bytes), "nobody has asked to stop"
             self.engine.sleep(self.engine.random.uniform(0.1, scenario.training_s))
             self._train(version, collected)
             self._ranks.meet(version - state["version"], collected.groups)

@@ -49,7 +49,7 @@ class Ranks:
         step = 0
         while True:
             collected = receive(lambda _: self._hear(rank), decode)
-            assert collected is not None, "nobody has asked to stop"
+            assert not isinstance(collected, bytes), "nobody has asked to stop"
             self._trained[step].append(contents(collected.groups))
             step += 1
 

@@ -116,7 +116,9 @@ def test_a_supervisor_gets_the_time_that_it_announces(
         assert supervisor.wait(60) == 0, "it was not killed"
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith(": finishing step 8")
-    assert said[1].endswith("stopped, no process is left; step 8 is saved")
+    assert said[1].endswith(
+        f"stopped, no process is left; step 8 is saved in {directory.checkpoints}/step-000008"
+    )
 
 
 def test_ctrl_c_in_down_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

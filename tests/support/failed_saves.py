@@ -6,7 +6,10 @@ from unittest import mock
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.config.checkpoint_section import CheckpointConfig
+from asyncrl.config.sections import LearnerConfig
 from asyncrl.launch import saving
+from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.learner_state import LearnerState
@@ -42,6 +45,7 @@ def run_on(root: Path, disk: FileOps, every: int = 2) -> tuple[saving.LeadSaving
     store, around, coefficients = CheckpointStore(root, KEY, 2, disk), Around(), mock.Mock()
     coefficients.state.return_value = {}
     parts: dict[str, Any] = {"taking": around, "reporting": around, "mark_saved": around.mark_saved}
+    parts["judged"] = Judged(LearnerConfig(), CheckpointConfig(), root, store.steps, {})
     trainer: Any = FakeTrainer("weights")
     made = saving.LeadSaving(
         checkpoints=store,

@@ -14,7 +14,7 @@ from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import WireError
 from asyncrl.launch import learner_runs
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
-from asyncrl.launch.same_bytes import DecodedFrames, Taken
+from asyncrl.launch.same_bytes import END, STOP, DecodedFrames, Taken
 from asyncrl.launch.taking import Taking
 from asyncrl.types import Group
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -39,6 +39,7 @@ def lead_run(trainer: Any, taking: Any) -> LeadRun:
     parts: dict[str, Any] = {
         name: mock.Mock() for name in ("logs", "publisher", "hub", "reporting", "saving", "page")
     }
+    parts["saving"].judged.why_ended.return_value = ""
     return LeadRun(trainer=trainer, probe=(), stop=threading.Event(), taking=taking, **parts)
 
 
@@ -138,17 +139,20 @@ def test_one_rank_keeps_no_frames_of_steps_that_are_over() -> None:
     assert all(isinstance(group, Group) for group in taken.collected.groups)
 
 
-def test_whoever_is_asked_to_stop_has_every_rank_save_and_leave() -> None:
+@pytest.mark.parametrize("end", [STOP, END])
+def test_whoever_is_asked_to_stop_or_has_learnt_enough_has_every_rank_save_and_leave(end: bytes) -> None:
     class Saved(Exception): ...
 
     meeting = Meeting(2)
     lead, follower = lead_run(FakeTrainer(meeting, 0), mock.Mock()), follower_run(FakeTrainer(meeting, 1))
     for run in (lead, follower):
         run.saving.save_and_leave.side_effect = Saved  # type: ignore[attr-defined]
-    lead.stop.set()
+    lead.saving.judged.why_ended.return_value = "" if end == STOP else "it is good"  # type: ignore[attr-defined]
+    if end == STOP:
+        lead.stop.set()
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(run.collect, 7) for run in (lead, follower)]:
             with pytest.raises(Saved):
                 done.result()
     for run in (lead, follower):
-        run.saving.save_and_leave.assert_called_once_with(7)  # type: ignore[attr-defined]
+        run.saving.save_and_leave.assert_called_once_with(7, end)  # type: ignore[attr-defined]

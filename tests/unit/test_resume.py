@@ -16,12 +16,13 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.resume import MAY_CHANGE, bound, on_resume
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import DataFiles
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import CheckpointError, ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.learner_state import LearnerState
-from asyncrl.run.saved import nothing_left, read_saved, refuse_changes
+from asyncrl.run.lock import RunLock
+from asyncrl.run.saved import go_back, nothing_left, read_saved, refuse_changes
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.models import tiny_qwen2
@@ -249,6 +250,27 @@ def test_a_state_that_was_altered_is_not_believed(path):
     state = directory.checkpoints / "step-000006" / "state.json"
     state.write_text(state.read_text().replace('"run.seed": 0', '"run.seed": 9'))
     refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
+
+
+def test_a_run_goes_back_to_a_kept_step_and_no_other(path):
+    config = load_config(path)
+    for step in (5, 7, 9):
+        directory = trained(config, step)
+    with pytest.raises(RunError, match=r"no checkpoint of step 6; it has 7, 9 \("):
+        go_back(directory, 6)
+    assert read_saved(directory).state["version"] == 9
+    with RunLock(directory.supervisor_lock), pytest.raises(RunError, match="stop that process first"):
+        go_back(directory, 7)
+    go_back(directory, 7)
+    assert read_saved(directory).state["version"] == 7
+    assert (directory.checkpoints / "NEWEST").read_text() == "7\n"
+    assert (directory.checkpoints / "rejected-step-000009").is_dir(), "nothing is deleted"
+    trained(config, 8)
+    damaged = directory.checkpoints / "step-000007" / "state.json"
+    damaged.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state.json is not what was written"):
+        go_back(directory, 7)
+    assert read_saved(directory).state["version"] == 8
 
 
 @pytest.mark.parametrize(("steps", "starts"), [(20, True), (12, False), (5, False)])

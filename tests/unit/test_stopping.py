@@ -89,13 +89,14 @@ def test_files_that_cannot_be_read_leave_the_learner_its_time(tmp_path, monkeypa
         (None, (), ""),
         (0, (), ""),
         (7, (), "nothing is saved: 7 steps lost"),
-        (7, (4, 7), "step 7 is saved"),
-        (7, (4, 6), "step 6 is saved, 1 step after it lost"),
-        (None, (4,), "step 4 is saved"),
+        (7, (4, 7), "step 7 is saved in {}/step-000007"),
+        (7, (4, 6), "step 6 is saved in {}/step-000006, 1 step after it lost"),
+        (None, (4,), "step 4 is saved in {}/step-000004"),
     ],
 )
 def test_what_is_saved_is_said(tmp_path, trained, saved, text):
-    assert what_is_saved(run_at(tmp_path, trained=trained, saved=saved)) == text
+    directory = run_at(tmp_path, trained=trained, saved=saved)
+    assert what_is_saved(directory) == text.format(directory.checkpoints)
 
 
 SLOW_STEP = """
@@ -145,14 +146,14 @@ def test_a_step_that_takes_longer_than_a_process_has_to_leave_is_saved(tmp_path)
     directory = run_at(tmp_path, trained=7)
     assert stopped_run(directory, 1.0, [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]) == 143
     write_status(directory.status, replace(STATUS, step=8))
-    assert what_is_saved(directory) == "step 8 is saved"
+    assert what_is_saved(directory) == f"step 8 is saved in {directory.checkpoints}/step-000008"
 
 
 def test_a_run_that_fails_saves_too(tmp_path):
     directory = run_at(tmp_path, trained=7)
     with pytest.raises(RunError, match="g0"):
         stopped_run(directory, 1.0, [], fails=True)
-    assert what_is_saved(directory) == "step 8 is saved"
+    assert what_is_saved(directory) == f"step 8 is saved in {directory.checkpoints}/step-000008"
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

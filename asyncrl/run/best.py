@@ -1,0 +1,184 @@
+"""The best value of a metric: which checkpoint is kept for it, and whether the training ends early."""
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from asyncrl.best_effort import BestEffort
+from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
+from asyncrl.config.sections import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.files import read_record, replace_text
+from asyncrl.run.file_ops import FileOps
+
+log = logging.getLogger(__name__)
+
+# Files next to the checkpoints: the record of the best one, and that with which the training ended early.
+BEST, ENDED = "BEST", "ENDED"
+
+
+@dataclass(slots=True)
+class Record:
+    """The best value of one metric so far."""
+
+    metric: str
+    best_is: Literal["highest", "lowest"]
+    step: int = -1  # -1 before the first value
+    value: float = 0.0
+    worse: int = 0  # values since then, none of them better
+
+    def resumed(self, saved: Mapping[str, Any] | None) -> Self:
+        """Take over what was saved, if it is of the same metric; return this record."""
+        if saved and (saved.get("metric"), saved.get("best_is")) == (self.metric, self.best_is):
+            self.step, self.value, self.worse = int(saved["step"]), float(saved["value"]), int(saved["worse"])
+        return self
+
+    def add(self, step: int, value: float) -> bool:
+        """Take in a value; return whether it is the best so far. NaN never is."""
+        is_better = value > self.value if self.best_is == "highest" else value < self.value
+        is_best = value == value and (self.step < 0 or is_better)
+        if is_best:
+            self.step, self.value, self.worse = step, value, 0
+        else:
+            self.worse += 1
+        return is_best
+
+    def find(self, key: str, metrics: Mapping[str, float]) -> float | None:
+        """Return the metric, if it is there. Raises ConfigError if all others of its kind are there."""
+        if self.metric in metrics:
+            return metrics[self.metric]
+        kind = self.metric.rpartition("/")[0]
+        of_rounds = kind.partition("/")[0] == "eval"
+        # Every step has it, or every round of evaluation in which a prompt was scored.
+        sign = f"{kind}/reward_mean" if of_rounds else "time/step"
+        if self.step < 0 and sign in metrics:
+            kinds = "evaluations" if of_rounds else "steps"
+            names = ", ".join(sorted(metrics))
+            raise ConfigError(
+                f"{key} is {self.metric}, which {kinds} of this run do not have; set one of {names}"
+            )
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class BestCheckpoint:
+    """Keeps the checkpoint with the best value of `checkpoint.best`, and names it in the file `BEST`."""
+
+    record: Record
+    directory: Path
+    # Returns the steps of the checkpoints that are kept.
+    steps: Callable[[], Collection[int]]
+    every: int
+    files: FileOps = field(default_factory=FileOps)
+    _may_fail: BestEffort = field(default_factory=BestEffort, init=False)
+    _values: dict[int, float] = field(default_factory=dict, init=False)  # of steps that may still be saved
+
+    def __post_init__(self) -> None:
+        saved = read_best(self.directory)
+        if saved and saved.get("step") in self.steps():
+            self.record.resumed(saved)
+
+    def see(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take in the metrics of a step or of an evaluation. Raises ConfigError for an unknown metric."""
+        if (value := self.record.find("checkpoint.best", metrics)) is not None:
+            self._values[step] = value
+            self.judge()
+
+    def judge(self) -> None:
+        """Compare the values of the steps that are saved by now. An older step is not judged any more."""
+        with self._may_fail("the record of the best checkpoint"):
+            steps = self.steps()
+            newest = max(steps, default=0)
+            for step in [step for step in sorted(self._values) if step <= newest]:
+                value = self._values.pop(step)
+                if step in steps and self.record.add(step, value):
+                    self.files.replace(self.directory / BEST, json.dumps(asdict(self.record)).encode())
+                    self.files.fsync(self.directory)
+                elif step and step not in steps and step % self.every == 0:
+                    text = "%s of step %d came after its checkpoint was removed; set a higher checkpoint.keep"
+                    log.warning(text, self.record.metric, step)
+
+
+def read_best(checkpoints: Path) -> dict[str, Any] | None:
+    """Return the record of the best checkpoint; None without one."""
+    return read_record(checkpoints / BEST)
+
+
+def read_ended(checkpoints: Path, step: int) -> dict[str, Any]:
+    """Return the record with which the training ended after `step`; empty if it has not ended there."""
+    found = read_record(checkpoints / ENDED) or {}
+    return dict(found["record"]) if found.get("step") == step else {}
+
+
+def why_ended(stop: StopConfig | None, saved: Mapping[str, Any]) -> str:
+    """Say why the training ends before its last step; empty if it goes on. `saved` is a record, or empty."""
+    if stop is None or (record := Record(stop.metric, stop.best_is).resumed(saved)).step < 0:
+        return ""
+    found, sign = f"{stop.metric} was {record.value:g} at step {record.step}", 1
+    if stop.best_is == "lowest":
+        sign = -1
+    if stop.reaches is not None and sign * record.value >= sign * stop.reaches:
+        return f"{found}, and learner.stop_when.reaches is {stop.reaches:g}"
+    if stop.patience is not None and record.worse >= stop.patience:
+        return f"{found}, and none of {record.worse} later values was better (learner.stop_when.patience)"
+    return ""
+
+
+class Judged:
+    """Both uses of a metric, on rank 0."""
+
+    def __init__(
+        self,
+        learner: LearnerConfig,
+        checkpoint: CheckpointConfig,
+        directory: Path,
+        steps: Callable[[], Collection[int]],
+        saved: Mapping[str, Any],
+    ) -> None:
+        """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`."""
+        self._directory, self._may_fail = directory, BestEffort()
+        self._stop, self._best, self._record = learner.stop_when, None, None
+        self._kept_every = checkpoint.every * (checkpoint.keep_every or 0)
+        if checkpoint.best is not None:
+            record = Record(checkpoint.best, checkpoint.best_is)
+            self._best = BestCheckpoint(
+                record=record, directory=directory, steps=steps, every=checkpoint.every
+            )
+        if self._stop is not None:
+            self._record = Record(self._stop.metric, self._stop.best_is).resumed(saved)
+
+    def see(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take in the metrics of a step or of an evaluation. Raises ConfigError for an unknown metric."""
+        if self._best is not None:
+            self._best.see(metrics, step)
+        if self._record is not None:
+            value = self._record.find("learner.stop_when.metric", metrics)
+            if value is not None and not self.why_ended():
+                self._record.add(step, value)
+
+    def saved(self) -> None:
+        """Judge the checkpoint that was just saved."""
+        if self._best is not None:
+            self._best.judge()
+
+    def keeps(self, step: int) -> bool:
+        """Whether the checkpoint of a step stays when newer ones are saved."""
+        is_best = self._best is not None and step == self._best.record.step
+        return is_best or (self._kept_every > 0 and step % self._kept_every == 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return the record of `learner.stop_when` for the checkpoint; empty without one."""
+        return asdict(self._record) if self._record is not None else {}
+
+    def why_ended(self) -> str:
+        """Say why the training ends before its last step; empty if it goes on."""
+        return why_ended(self._stop, self.state())
+
+    def ended(self, step: int) -> None:
+        """Record that the training has ended after `step`. Its checkpoint may be older than the reason."""
+        with self._may_fail("the record of the end"):
+            text = json.dumps({"step": step, "record": self.state()})
+            replace_text(self._directory / ENDED, text, durable=True)

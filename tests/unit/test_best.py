@@ -1,0 +1,180 @@
+"""The checkpoint with the best value is kept and named, and a run ends when a metric says so."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
+from asyncrl.config.sections import LearnerConfig
+from asyncrl.errors import CheckpointError, ConfigError, RunError
+from asyncrl.results.export import saved_export
+from asyncrl.run.best import Judged, read_best, read_ended, why_ended
+from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.directory import RunDirectory
+from tests.support.fake_trainer import KEY, FakeTrainer
+
+METRIC = "eval/accuracy"
+ROUND = {"eval/reward_mean": 0.5, METRIC: 0.5}
+
+
+def opened(root: Path, key: bytes = KEY, stop: dict[str, Any] | None = None, **checkpoint: Any) -> Any:
+    """The checkpoints of a run with metrics, after a start."""
+    store, settings = CheckpointStore(root, key, 2), CheckpointConfig(every=1, **checkpoint)
+    learner = LearnerConfig(stop_when=StopConfig(metric=METRIC, **stop) if stop else None)
+    judged = Judged(learner, settings, root, store.steps, {})
+    store.keeps = judged.keeps
+    return store, judged
+
+
+def save(store: CheckpointStore, judged: Judged, step: int) -> int:
+    oldest = store.save(step, FakeTrainer("weights"), {"version": step})
+    judged.saved()
+    return oldest
+
+
+@pytest.mark.parametrize("best_is", ["highest", "lowest"])
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_of_all_saved_steps_stays_through_restarts(
+    tmp_path: Path, best_is: str, late: int, seed: int
+) -> None:
+    """A value comes before its checkpoint, as that of a step, or after it, as that of an evaluation."""
+    values = {step: random.Random(seed).choice((0.1, 0.5, 0.7)) + step % 7 / 50 for step in range(1, 13)}
+    values[4] = float("nan")
+    for step in range(1, 13):
+        if step in (1, 5, 9):
+            store, judged = opened(tmp_path, best=METRIC, best_is=best_is, keep_every=5)
+        if not late:
+            judged.see({METRIC: values[step]}, step)
+        oldest = save(store, judged, step)
+        assert oldest == max(1, step - 1), "the store does not wait for what lasts"
+        if late:
+            judged.see({METRIC: values[step]}, step)
+        if step == 10:
+            store.load(FakeTrainer())
+    known = {step: value for step, value in values.items() if step != 4}
+    best = (max if best_is == "highest" else min)(known, key=lambda step: known[step])
+    found = read_best(tmp_path)
+    assert found is not None and (found["step"], found["value"]) == (best, values[best])
+    save(store, judged, 13)
+    assert store.steps() == {5, 10, 12, 13, best}
+
+
+def test_a_value_that_comes_after_its_checkpoint_has_gone_is_said_and_not_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, judged = opened(tmp_path, best=METRIC)
+    for step in (1, 2, 3):
+        save(store, judged, step)
+    judged.see({METRIC: 0.9}, 1)
+    assert read_best(tmp_path) is None and "set a higher checkpoint.keep" in caplog.text
+    judged.see({METRIC: 0.2}, 2)
+    assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
+
+
+def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> None:
+    store, judged = opened(tmp_path, best=METRIC)
+    judged.see({METRIC: 0.9}, 1)
+    save(store, judged, 1)
+    (tmp_path / "step-000001").rename(tmp_path / "rejected-step-000001")
+    store, judged = opened(tmp_path, best=METRIC)
+    judged.see({METRIC: 0.3}, 2)
+    store.save(2, FakeTrainer("weights"), {"version": 2})
+    judged.saved()
+    assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "metric", "said"),
+    [
+        (
+            ROUND,
+            "eval/acuracy",
+            "evaluations of this run do not have; set one of eval/accuracy, eval/reward_mean",
+        ),
+        (
+            {"time/step": 1.0, "reward/mean": 0.5},
+            "reward/men",
+            "steps of this run do not have; set one of reward/mean",
+        ),
+        (ROUND, "reward/men", None),
+        ({"time/step": 1.0}, "eval/acuracy", None),
+        ({"eval/dead_groups": 8.0}, METRIC, None),
+    ],
+)
+def test_a_metric_that_does_not_exist_is_named_with_those_that_do(
+    tmp_path: Path, metrics: dict[str, float], metric: str, said: str | None
+) -> None:
+    for key, judged in (
+        ("checkpoint.best", opened(tmp_path, best=metric)[1]),
+        (
+            "learner.stop_when.metric",
+            Judged(
+                LearnerConfig(stop_when=StopConfig(metric=metric, patience=1)),
+                CheckpointConfig(),
+                tmp_path,
+                set,
+                {},
+            ),
+        ),
+    ):
+        if said is None:
+            judged.see(metrics, 1)
+        else:
+            with pytest.raises(ConfigError, match=f"{key} is {metric}, which {said}"):
+                judged.see(metrics, 1)
+
+
+@pytest.mark.parametrize(
+    ("stop", "values", "ends_at", "why"),
+    [
+        (
+            {"reaches": 0.5},
+            [0.1, 0.4, 0.5, 0.2],
+            3,
+            "eval/accuracy was 0.5 at step 3, and learner.stop_when.reaches is 0.5",
+        ),
+        ({"reaches": 0.1, "best_is": "lowest"}, [0.3, 0.2, 0.05], 3, "was 0.05 at step 3"),
+        ({"patience": 2}, [0.1, 0.4, 0.4, 0.5, 0.5, 0.2, 0.9], 6, "was 0.5 at step 4, and none of 2 later"),
+        ({"patience": 2, "best_is": "lowest"}, [0.5, 0.6, 0.4, float("nan"), 0.4], 5, "was 0.4 at step 3"),
+        ({"patience": 1, "reaches": 0.9}, [0.1, 0.9, 0.1], 2, "reaches"),
+        ({"patience": 3}, [0.1, 0.1, 0.1], None, ""),
+    ],
+)
+def test_the_training_ends_at_the_value_or_after_the_patience_also_over_restarts(
+    tmp_path: Path, stop: dict[str, Any], values: list[float], ends_at: int | None, why: str
+) -> None:
+    config, state, ended = StopConfig(metric=METRIC, **stop), dict[str, Any](), None
+    for step, value in enumerate(values, 1):
+        judged = Judged(LearnerConfig(stop_when=config), CheckpointConfig(), tmp_path, set, state)
+        judged.see({METRIC: value}, step)
+        state = judged.state()
+        if ended is None and why_ended(config, state):
+            ended = step
+    assert ended == ends_at and why in why_ended(config, state)
+    if ended:
+        judged.ended(7)
+    assert why_ended(config, read_ended(tmp_path, 7)) == why_ended(config, state)
+    assert read_ended(tmp_path, 8) == {}, "a later step is not that end"
+    assert not why_ended(None, state) and not why_ended(StopConfig(metric="eval/other", reaches=0.0), state)
+    assert not why_ended(StopConfig(metric=METRIC, patience=50), state), "another patience goes on"
+
+
+def test_the_best_is_exported_if_it_is_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(fresh=False)
+    directory.config.write_text("run: {name: run}\n")
+    directory.draw_secret()
+    store, judged = opened(directory.checkpoints, directory.checkpoint_key(), best=METRIC)
+    with pytest.raises(RunError, match=r"has no best checkpoint; checkpoint.best names its metric"):
+        saved_export(directory, best=True)
+    for step in (1, 2, 3, 4):
+        judged.see({METRIC: 0.9 if step == 1 else 0.1}, step)
+        save(store, judged, step)
+    assert saved_export(directory, best=True) == directory.checkpoints / "step-000001" / "hf"
+    assert saved_export(directory) == directory.checkpoints / "step-000004" / "hf"
+    (directory.checkpoints / "step-000001" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state.json is not what was written"):
+        saved_export(directory, best=True)
