@@ -57,7 +57,7 @@ class UpdateOrder:
     # What it replaces: "weights" is the whole model, "adapter" that of `model.lora`.
     target: str = "weights"
     size_bytes: int = 0
-    # The rows that an epoch of a source of data.train skips, one bit each, by the numbers of both, as `0:3`.
+    # The rows of data.train that an epoch skips, one bit each, by the number of the epoch.
     skipped: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
