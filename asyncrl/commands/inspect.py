@@ -11,7 +11,7 @@ from asyncrl.buffer.shards import ShardedBuffer
 from asyncrl.buffer.users import LEARNER, with_user
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import DataError, RunError, StoreError
 from asyncrl.files import read_record
 from asyncrl.launch.own_store import own_store
@@ -100,7 +100,7 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
     connection = StoreConnection(url, password=password, retry_s=2.0)
     found = _audit_of(train_lane(config, connection))
     try:
-        held_out = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
+        held_out = min(config.eval.prompts, DataFiles(config).held_out_rows)
     except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
     if not held_out:

@@ -19,7 +19,7 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.config.store import StoreConfig
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec
@@ -102,7 +102,7 @@ def started(
     with ExitStack() as stack:
 
         def refuse() -> None:
-            refuse_changes(config, directory, saved, DataFiles(config.data))
+            refuse_changes(config, directory, saved, DataFiles(config))
 
         given = run_keys(os.environ) if not generators and is_given(os.environ) else None
         keys = stack.enter_context(claimed(directory, config, refuse, may_fail, fresh=fresh, given=given))

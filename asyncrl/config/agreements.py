@@ -144,6 +144,16 @@ def _sources_are_no_parts(
             yield Mistake((f"data.train.{index}",), text)
 
 
+def _long_prompts_can_be_cut(data: DataConfig, environment: EnvironmentConfig) -> Iterator[Mistake]:
+    key, how = "data.long_prompts", data.long_prompts
+    if how != "refuse" and data.images_key is not None:
+        text = f"is {how}, but data.images_key is set, and the rows of images are read without their prompts"
+        yield Mistake((key, "data.images_key"), f"{text}; set it to refuse, and remove the long rows")
+    elif how == "truncate" and environment.is_used:
+        text = "is truncate, but episodes render their messages again in each turn; set it to drop or refuse"
+        yield Mistake((key, "environment.uses"), text)
+
+
 def _images_are_rendered(
     data: DataConfig, model: ModelConfig, environment: EnvironmentConfig, learner: LearnerConfig
 ) -> Iterator[Mistake]:
@@ -367,6 +377,7 @@ RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
     _a_judge_of_weights_is_measured,
     _system_message_has_a_template,
     _sources_are_no_parts,
+    _long_prompts_can_be_cut,
     _images_are_rendered,
     _routing_is_recorded,
     _something_scores,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 
@@ -93,6 +93,9 @@ class DataConfig(Part):
     """Split of `eval`, if it is a Hugging Face dataset."""
     shuffle: Annotated[bool, TICKET] = True
     """True draws a new order for each epoch from `run.seed`."""
+    long_prompts: Annotated[Literal["refuse", "drop", "truncate"], TICKET] = "refuse"
+    """Prompts of more than `sampling.max_prompt_tokens` tokens: `refuse` ends the run before it begins,
+    `drop` leaves out their rows, and `truncate` keeps their last tokens. The log counts them at the start."""
     curriculum: CurriculumConfig = CurriculumConfig()
 
     @property

@@ -28,6 +28,7 @@ SHARED: dict[str, tuple[str, ...]] = {
         "split",
         "eval_split",
         "shuffle",
+        "long_prompts",
         "curriculum",
     ),
     "reward": ("functions",),

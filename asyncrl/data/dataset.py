@@ -4,10 +4,8 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from typing import overload
 
@@ -20,6 +18,8 @@ from asyncrl.extras import install_command
 # Begins a source of rows `{seed: 0}`, `{seed: 1}`, ... for environments that make their tasks.
 SEEDS, MOST_SEEDS = "seeds:", 1_000_000
 
+Origin = tuple[str, int, Sequence[int] | None]
+
 
 class Rows(Sequence[Row]):
     """The rows of one dataset, in order."""
@@ -30,8 +30,8 @@ class Rows(Sequence[Row]):
             raise DataError(f"{source} holds no rows; write at least one")
         self._rows = rows
         self.source = source
-        # Index of the first row of each file, its name, and its line numbers.
-        self._files = [(0, source, lines)]
+        # Index of a row -> the name of its file, its index there, and the file's line numbers.
+        self._origin: Callable[[int], Origin] = lambda index: (source, index, lines)
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"], source: str = "data.train") -> "Rows":
@@ -39,33 +39,29 @@ class Rows(Sequence[Row]):
         if len(parts) == 1:
             return parts[0]
         rows = cls([row for part in parts for row in part], source)
-        starts = accumulate((len(part) for part in parts), initial=0)
-        rows._files = [
-            (start + at, name, lines)
-            for start, part in zip(starts, parts, strict=False)
-            for at, name, lines in part._files
-        ]
+        starts = [*accumulate((len(part) for part in parts), initial=0)]
+
+        def origin(index: int) -> Origin:
+            part = bisect_right(starts, index) - 1
+            return parts[part]._origin(index - starts[part])
+
+        rows._origin = origin
         return rows
 
-    def first(self, limit: int | None) -> "Rows":
-        """Return the first rows, at most so many; None keeps all."""
-        rows = Rows(self._rows[:limit], self.source)
-        rows._files = [file for file in self._files if file[0] < len(rows)]
+    def only(self, indices: Sequence[int]) -> "Rows":
+        """Return these rows, with the places that they have here."""
+        rows = Rows([self._rows[index] for index in indices], self.source)
+        rows._origin = lambda index: self._origin(indices[index])
         return rows
-
-    def _file(self, index: int) -> tuple[str, int, Sequence[int] | None]:
-        """Return the name of the file with the row, the row's index there, and the file's line numbers."""
-        start, name, lines = self._files[bisect_right(self._files, index, key=itemgetter(0)) - 1]
-        return name, index - start, lines
 
     def place(self, index: int) -> str:
         """Return the position of the row at `index` (from 0) for messages, counted from 1."""
-        name, at, lines = self._file(index)
+        name, at, lines = self._origin(index)
         return f"{name}:{lines[at]}" if lines else f"{name}, row {at + 1}"
 
     def directory(self, index: int) -> Path:
         """Return the directory of the row's file, to which paths in the row are relative."""
-        return Path(self._file(index)[0]).parent
+        return Path(self._origin(index)[0]).parent
 
     @property
     def fingerprint(self) -> str:
@@ -109,58 +105,19 @@ def fingerprints(train: str, held_out: str | None) -> str:
     return train if held_out is None else f"{train}, and held out {held_out}"
 
 
-class DataFiles:
-    """Number and fingerprint of the rows that a config names.
-
-    Each file is read once, when its property is first used; that raises DataError. No row is kept.
-    """
-
-    def __init__(self, data: DataConfig) -> None:
-        self._data = data
-
-    @property
-    def train(self) -> str:
-        """Fingerprint of data.train."""
-        return self._train[1]
-
-    @cached_property
-    def _train(self) -> tuple[list[int], str]:
-        rows = load_train(self._data)
-        return [len(part) for part in rows], fingerprint_of(self._data, rows)
-
-    @property
-    def train_rows(self) -> list[int]:
-        """Number of rows in each source of data.train."""
-        return self._train[0]
-
-    @property
-    def held_out_rows(self) -> int:
-        """Number of rows in data.eval; 0 without one."""
-        return self._held_out[0] if self._held_out else 0
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of both, which must be the same in generators."""
-        return fingerprints(self.train, self._held_out and self._held_out[1])
-
-    @cached_property
-    def _held_out(self) -> tuple[int, str] | None:
-        if self._data.eval is None:
-            return None
-        rows = load_rows(self._data.eval, self._data.eval_split)
-        return len(rows), rows.fingerprint
-
-
 def load_train(data: DataConfig) -> list[Rows]:
     """Return the rows of each source of data.train. Raises DataError."""
-    return [load_rows(source.path, data.split).first(source.limit) for source in data.train]
+    return [load_rows(source.path, data.split, source.limit) for source in data.train]
 
 
-def load_rows(source: str, split: str = "train") -> Rows:
-    """Read a file, all files that a pattern matches, or `split` of a Hugging Face dataset, or make `seeds:N`.
+def load_rows(source: str, split: str = "train", limit: int | None = None) -> Rows:
+    """Return the rows of a source, at most the first `limit`. Raises DataError."""
+    rows = _read(source, split)
+    return rows if limit is None else rows.only(range(min(limit, len(rows))))
 
-    Raises DataError.
-    """
+
+def _read(source: str, split: str) -> Rows:
+    """Read a file, the files that a pattern matches, or a Hugging Face dataset, or make rows of `seeds:N`."""
     if source.startswith(SEEDS):
         return Rows(_seeds(source), source)
     if files := local_files(source):

@@ -7,7 +7,7 @@ stops the run before it begins.
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,28 +120,25 @@ class PromptSource:
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, model.chat_template)
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
-        train = load_train(data)
-        held_out = load_rows(data.eval, data.eval_split) if data.eval is not None else None
+        readers = [replace(render, reader=replace(reader, data=data.of(one))) for one in data.train]
+        parts = [(rows, one.prompts(rows)) for rows, one in zip(load_train(data), readers, strict=True)]
+        if data.eval is not None:
+            held_out = load_rows(data.eval, data.eval_split)
+            parts.append((held_out, render.prompts(held_out)))
+        parts = _fitting(parts, data.long_prompts, sampling.max_prompt_tokens)
+        # The rows of each source, and the held-out ones.
+        self.rows = [rows for rows, _ in parts[: len(readers)]]
+        self.held_out = parts[-1][0] if data.eval is not None else None
+        self.train = [prompt for _, prompts in parts[: len(readers)] for prompt in prompts]
+        held_out_prompts = parts[-1][1] if self.held_out else []
+        self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(held_out_prompts)]
+        if self.held_out:
+            _warn_of_overlap(self.train, self._eval, self.held_out)
         # Learner and generators must have read the same data; they compare this.
         self.fingerprint = fingerprints(
-            fingerprint_of(data, train), held_out.fingerprint if held_out else None
+            fingerprint_of(data, self.rows), self.held_out.fingerprint if self.held_out else None
         )
-        self.train = [
-            prompt
-            for source, rows in zip(data.train, train, strict=True)
-            for prompt in replace(render, reader=replace(reader, data=data.of(source))).prompts(rows)
-        ]
-        prompts = render.prompts(held_out) if held_out else []
-        self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(prompts)]
-        too_long = [*_too_long(Rows.joined(train), self.train, sampling.max_prompt_tokens)]
-        if held_out:
-            too_long += _too_long(held_out, self._eval, sampling.max_prompt_tokens)
-            _warn_of_overlap(self.train, self._eval, held_out)
-        if too_long:
-            longest = max(len(prompt.token_ids) for prompt in (*self.train, *self._eval))
-            found = f"prompts are longer than sampling.max_prompt_tokens ({sampling.max_prompt_tokens})"
-            raise DataError(f"{found}: {'; '.join(too_long)}; raise it to {longest} or remove the rows")
-        self._plan = make_mixture(data, [len(rows) for rows in train], seed=seed)
+        self._plan = make_mixture(data, [len(rows) for rows in self.rows], seed=seed)
         # Lets epochs skip rows, as `UpdateOrder.skipped` of the newest order says.
         self.skip = self._plan.skip
 
@@ -228,14 +225,37 @@ def other_tokens(config: Config) -> str | None:
     return None
 
 
-def _too_long(rows: Rows, prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
-    """Yield one line that names the first prompts above the limit, if there are any."""
+def _fitting(
+    parts: Sequence[tuple[Rows, list[Prompt]]], how: str, limit: int
+) -> list[tuple[Rows, list[Prompt]]]:
+    """Return rows and prompts as `data.long_prompts` says. Raises DataError, also if no row is left."""
+    found, fitting = [*map(partial(_too_long, limit=limit), *zip(*parts, strict=True))], []
+    named, above = "; ".join(filter(None, found)), f"are longer than sampling.max_prompt_tokens ({limit})"
+    if named and how == "refuse":
+        longest = max(len(prompt.token_ids) for _, prompts in parts for prompt in prompts)
+        cure = f"raise it to {longest}, remove the rows, or set data.long_prompts to drop"
+        raise DataError(f"prompts {above}: {named}; {cure}")
+    if named:
+        done = "their rows are left out" if how == "drop" else "their first tokens are cut off"
+        log.warning("prompts %s, so %s: %s", above, done, named)
+    for rows, prompts in parts:
+        if how == "drop":
+            kept = [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]
+            if not kept:
+                raise DataError(f"all prompts of {rows.source} {above}, so no row is left; raise it")
+            fitting.append((rows.only(kept), [prompts[index] for index in kept]))
+        else:
+            cut = [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]
+            fitting.append((rows, cut))
+    return fitting
+
+
+def _too_long(rows: Rows, prompts: Sequence[Prompt], *, limit: int) -> str:
+    """Name the first prompts above the limit; return an empty text if there are none."""
     lengths = {index: len(prompt.token_ids) for index, prompt in enumerate(prompts)}
-    if found := [
-        f"{rows.place(index)}: {length} tokens" for index, length in lengths.items() if length > limit
-    ]:
-        shown = [*found[:_SHOWN], "..."] if len(found) > _SHOWN else found
-        yield f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})"
+    found = [f"{rows.place(index)}: {length} tokens" for index, length in lengths.items() if length > limit]
+    shown = [*found[:_SHOWN], "..."] if len(found) > _SHOWN else found
+    return f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})" if found else ""
 
 
 def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:

@@ -11,7 +11,7 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import claim_store, key_id
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import open_hub
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.launch.learner_runs import LeadRun
 from asyncrl.launch.saving import LeadSaving
 from asyncrl.launch.status_page import open_page

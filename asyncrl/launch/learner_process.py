@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 from asyncrl.config.addresses import is_loopback
 from asyncrl.config.load import load_config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.route import interface_towards
 from asyncrl.hosting.standby import name_of, parse_arguments, wait_until_needed
@@ -29,7 +29,7 @@ def main() -> None:
         if arguments.standby:
             os.environ["MASTER_PORT"] = wait_until_needed()
         config = load_config(arguments.config)
-        directory, data = RunDirectory(config.run.directory), DataFiles(config.data)
+        directory, data = RunDirectory(config.run.directory), DataFiles(config)
         refuse_changes(config, directory, read_saved(directory), data)
         logs = setup_logging(name_of(arguments.host), directory.logs, console=True)
         keys = run_keys(os.environ)

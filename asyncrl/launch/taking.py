@@ -19,7 +19,7 @@ from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake
 from asyncrl.buffer.watch import AuditWatch
 from asyncrl.config.schema import Config
 from asyncrl.data.curriculum import Curricula
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.data.prompts import open_curricula, vocabulary_size
 from asyncrl.evaluation import EvalResult, Evaluation, Rounds, resume_ledger
 from asyncrl.launch.same_bytes import DecodedFrames, Taken

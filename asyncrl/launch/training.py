@@ -13,7 +13,7 @@ from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.hosting.memory_use import gpu_slots
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.first_probe import certified_probe, require_right_code

@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import load_train
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import Machine, read_shape, this_machine
 from asyncrl.hosting.memory_use import (
@@ -91,7 +91,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
     config = validated_config(config_path, overrides)
     try:
-        rows = [len(part) for part in load_train(config.data)]
+        rows = DataFiles(config).train_rows
     except DataError:
         rows = None
     shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)

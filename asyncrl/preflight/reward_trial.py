@@ -14,8 +14,7 @@ from typing import Any
 
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import Rows, load_rows, load_train
-from asyncrl.data.mixture import make_mixture
+from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
@@ -96,7 +95,8 @@ def _prompts(config: Config) -> PromptSource:
     """Return the prompts of the run. Torch is imported only if one may be too long. Raises DataError."""
     data, model, sampling, seed = config.data, config.model, config.sampling, config.run.seed
     is_light = (Path(model.path) / "tokenizer.json").is_file() and not model.trust_remote_code
-    if is_light and data.images_key is None and (render := light_renderer(data, model)):
+    is_light = is_light and data.images_key is None and data.long_prompts == "refuse"
+    if is_light and (render := light_renderer(data, model)):
         # The policy's own tokenizer may add a token, so it judges prompts that reach the limit.
         lower = sampling.model_copy(update={"max_prompt_tokens": sampling.max_prompt_tokens - 1})
         with contextlib.suppress(DataError):
@@ -128,18 +128,14 @@ class _RowFinder:
     """Finds the row of the data from which a recorded rollout was sampled."""
 
     def __init__(self, config: Config) -> None:
-        train = load_train(config.data)
-        self._train = Rows.joined(train)
-        self._plan = make_mixture(config.data, [len(rows) for rows in train], seed=config.run.seed)
-        held_out = config.data.eval
-        self._eval = load_rows(held_out, config.data.eval_split) if held_out else None
-        self._prompts = config.eval.prompts
+        self._source = _prompts(config)
+        self._eval = self._source.eval_prompts(config.eval.prompts)
 
     def row(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         ticket = int(record["ticket_id"])
-        if record.get("kind") == "eval" and self._eval is not None:
-            return self._eval[(ticket - 1) % min(self._prompts, len(self._eval))]
-        return self._train[self._plan.row(ticket)]
+        if record.get("kind") == "eval" and self._eval:
+            return self._eval[(ticket - 1) % len(self._eval)].row
+        return self._source.prompt(ticket).row
 
 
 async def _try_part(

@@ -21,7 +21,8 @@ from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFu
 from asyncrl.config.schema import Config
 from asyncrl.config.store_room import lacking_room
 from asyncrl.config.wording import did_you_mean
-from asyncrl.data.dataset import SEEDS, DataFiles, Rows, load_rows
+from asyncrl.data.data_files import DataFiles
+from asyncrl.data.dataset import SEEDS, Rows, load_rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.row_files import Row
@@ -121,7 +122,7 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     from asyncrl.run.saved import changes, moved, read_saved
 
     saved = read_saved(RunDirectory(config.run.directory))
-    return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config.data)))
+    return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config)))
 
 
 def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
@@ -306,7 +307,7 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         if not (source.startswith(SEEDS) or local_files(source)):
             continue
         try:
-            rows = load_rows(source).first(limit)
+            rows = load_rows(source, limit=limit)
         except DataError as error:
             yield Mistake((key,), str(error))
         else:

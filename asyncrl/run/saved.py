@@ -10,7 +10,7 @@ from asyncrl.config.document import Node
 from asyncrl.config.report import panel
 from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
 from asyncrl.run.best import read_ended, why_ended
 from asyncrl.run.checkpoint import EXPORT, CheckpointStore

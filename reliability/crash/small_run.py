@@ -24,7 +24,7 @@ from asyncrl.cli.foreground import run_here
 from asyncrl.commands import up
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import PARENT_VARIABLE
@@ -115,7 +115,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
         values = {
             "version": version,
             "ledger": ledger.to_dict(),
-            "fixed": config.fixed_values(rows=DataFiles(config.data).train),
+            "fixed": config.fixed_values(rows=DataFiles(config).train),
         }
         checkpoints.save(version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)

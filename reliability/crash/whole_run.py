@@ -29,7 +29,7 @@ from asyncrl.commands import up
 from asyncrl.commands.inspect import status_values
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
@@ -137,7 +137,7 @@ def look(state: State, work: Path) -> str:
         status_values(directory)
 
         def refuse() -> None:
-            refuse_changes(config, directory, before, DataFiles(config.data))
+            refuse_changes(config, directory, before, DataFiles(config))
 
         with up.claimed(directory, config, refuse, BestEffort(), fresh=False):
             StepDeaths(directory.step_under_way)

@@ -32,7 +32,7 @@ from asyncrl.config.resume import bound, resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger
@@ -197,7 +197,7 @@ class Life:
         limits, eval_limits = group_limits(config, VOCABULARY)
         gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
         self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
-        prompts = min(config.eval.prompts, DataFiles(config.data).held_out_rows)
+        prompts = min(config.eval.prompts, DataFiles(config).held_out_rows)
         rounds = Rounds.of(config, prompts)
         self.evaluation = Evaluation(
             buffer=eval_lane(config, self.connections[0], rounds.lane, prompts),
@@ -291,7 +291,7 @@ class Life:
             ledger=self.intake.settled.to_dict(),
             history=self.history,
             evaluation=self.evaluation.state(),
-            fixed=self.config.fixed_values(rows=DataFiles(self.config.data).train),
+            fixed=self.config.fixed_values(rows=DataFiles(self.config).train),
         )
         oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))
         self.intake.commit(LearnerState.from_dict(oldest).ledger, version)
@@ -322,8 +322,8 @@ def resume(path: Path, servers: tuple[StoreServer, StoreServer], first: Life, *o
         assert not list(
             resume_findings(
                 Config,
-                first.config.fixed_values(rows=DataFiles(first.config.data).train),
-                config.fixed_values(rows=DataFiles(config.data).train),
+                first.config.fixed_values(rows=DataFiles(first.config).train),
+                config.fixed_values(rows=DataFiles(config).train),
                 weights=path,
             )
         )

@@ -102,13 +102,15 @@ def test_a_pattern_is_its_files_in_the_order_of_their_names(tmp_path):
     ]
     write_jsonl(tmp_path / "sub" / "part-3.jsonl", rows[:1])
     assert load_rows(f"{tmp_path}/**/part-*").directory(5) == tmp_path / "sub"
-    few = Rows.joined([found.first(2), found.first(4), whole.first(9)])
-    assert [few.place(index).rpartition("/")[2] for index in (1, 2, 5, 6)] == [
+    few = Rows.joined([found.only(range(2)), found.only([0, 2, 3, 4]), whole])
+    assert [few.place(index).rpartition("/")[2] for index in (1, 3, 5, 6)] == [
         "part-1.csv:4",
-        "part-1.csv:3",
-        "part-2.jsonl:1",
+        "part-1.csv:5",
+        "part-2.jsonl:2",
         "all.jsonl:1",
     ]
+    assert load_rows(f"{tmp_path}/part-*", limit=4).place(3) == found.place(3)
+    assert len(load_rows(f"{tmp_path}/part-*", limit=9)) == 5
     write_jsonl(tmp_path / "x[1].jsonl", rows[:1])
     assert len(load_rows(f"{tmp_path}/x[1].jsonl")) == 1, "a file of that name is no pattern"
     with pytest.raises(DataError, match=r"none-\*.jsonl does not exist"):

@@ -9,10 +9,12 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.sections import ModelConfig, SamplingConfig
+from asyncrl.data.data_files import DataFiles
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
 from tests.support.characters import BOS, CHARACTERS, EOS, SPECIALS, character_tokenizer
+from tests.support.task_config import config_of
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K-hd32"
 TEMPLATE = (
@@ -161,6 +163,70 @@ def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog
     caplog.clear()
     source(model, train, eval=jsonl("f", {"prompt": "c"}))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_that_drops_long_prompts_is_one_on_files_without_them(tmp_path, jsonl, caplog, shuffle):
+    model = character_tokenizer(tmp_path / "m")
+    texts = ["a" * (7 if number % 3 == 0 else 1 + number % 4) + str(number % 10) for number in range(30)]
+    rows = [{"prompt": text} for text in texts]
+    short = [row for row in rows if len(row["prompt"]) < 5]
+    held_out, few = jsonl("e", *rows[:4]), jsonl("f", *(row for row in rows[:4] if row in short))
+    values = {"limit": 5, "seed": 3, "shuffle": shuffle}
+    with caplog.at_level(logging.WARNING):
+        dropping = source(model, jsonl("t", *rows), eval=held_out, long_prompts="drop", **values)
+    whole = source(model, jsonl("s", *short), eval=few, **values)
+    assert dropping.fingerprint == whole.fingerprint
+    assert [dropping.prompt(n).text for n in range(1, 90)] == [whole.prompt(n).text for n in range(1, 90)]
+    kept, expected = ([(one.text, one.held_out) for one in it.eval_prompts(9)] for it in (dropping, whole))
+    assert kept == expected and len(kept) == 2
+    said = "so their rows are left out: 14 of 30 of"
+    assert any(said in line and "t.jsonl:1: 9 tokens" in line for line in caplog.messages)
+    # The learner, which renders no prompts, knows the same rows.
+    config = config_of(
+        model={"path": model},
+        data={"train": str(tmp_path / "t.jsonl"), "eval": held_out, "long_prompts": "drop"},
+        sampling={"max_prompt_tokens": 5},
+    )
+    files = DataFiles(config)
+    assert (files.fingerprint, files.train_rows) == (whole.fingerprint, [len(short)])
+    assert files.held_out_rows == len(whole.eval_prompts(9))
+    with pytest.raises(
+        DataError, match=r"all prompts of \S+f.jsonl are longer than .* \(1\), so no row is left"
+    ):
+        source(model, few, limit=1, long_prompts="drop")
+
+
+def test_the_end_of_a_long_prompt_stays_if_it_is_truncated(tmp_path, jsonl, caplog):
+    model = character_tokenizer(tmp_path / "m")
+    with caplog.at_level(logging.WARNING):
+        prompts = source(
+            model,
+            jsonl("t", {"prompt": "1+2+3="}, {"prompt": "1="}),
+            limit=4,
+            long_prompts="truncate",
+            shuffle=False,
+        )
+    assert [list(prompts.prompt(n).token_ids) for n in (1, 2)] == [ids("+2+3=")[-4:], [BOS, *ids("1=")]]
+    assert any("their first tokens are cut off: 1 of 2 of" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"data": {"train": "t", "images_key": "i", "long_prompts": "drop"}},
+            "long_prompts is drop, but data.images_key is set",
+        ),
+        (
+            {"data": {"train": "t", "long_prompts": "truncate"}, "environment": {"uses": "play.py:Play"}},
+            "is truncate, but episodes render",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(sections, said):
+    with pytest.raises(ValueError, match=said.removeprefix("long_prompts ")):
+        config_of(**sections)
 
 
 def test_too_long_prompts_are_all_counted_and_the_first_are_named(tmp_path, jsonl):

@@ -15,7 +15,7 @@ from asyncrl.config.outline import all_paths, known_keys, schema_at
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.resume import MAY_CHANGE, bound, on_resume
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import DataFiles
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import CheckpointError, ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.run.checkpoint import CheckpointStore
@@ -61,7 +61,7 @@ def trained(config: Config, step: int) -> RunDirectory:
     directory.draw_secret()
     directory.config.write_text(dump_config(config))
     state = LearnerState(
-        version=step, ledger=Ledger().to_dict(), fixed=config.fixed_values(rows=DataFiles(config.data).train)
+        version=step, ledger=Ledger().to_dict(), fixed=config.fixed_values(rows=DataFiles(config).train)
     )
     CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 2).save(
         step, FakeTrainer("weights"), state.to_dict()
@@ -103,6 +103,7 @@ CHANGES = {
     "data.system": ["data.system=think", "model.chat_template=true"],
     "data.split": ["data.split=test"],
     "data.shuffle": ["data.shuffle=false"],
+    "data.long_prompts": ["data.long_prompts=drop"],
     "data.images_key": ["data.images_key=images", "model.chat_template=true"],
     "data.curriculum.floor": ["data.curriculum.floor=0.1"],
     "algorithm.advantage": ["algorithm.advantage=gae"],
@@ -135,17 +136,17 @@ def test_each_key_that_has_to_stay_is_refused_with_what_to_do_and_nothing_is_wri
         ):
             run_here(config, fresh=False, generators=True, plain=True)
         with pytest.raises(ConfigError, match=f"  {key}: "):
-            refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
+            refuse_changes(config, directory, read_saved(directory), DataFiles(config))
     assert everything_in(directory) == before
     config = load_config(path, ["algorithm.advantage=rloo"])
-    refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
+    refuse_changes(config, directory, read_saved(directory), DataFiles(config))
 
 
 def test_a_checkpoint_of_a_release_without_a_key_can_be_resumed(path):
     config = load_config(path)
     saved = read_saved(trained(config, 5))
     del saved.state["fixed"]["data.curriculum.floor"]
-    refuse_changes(config, RunDirectory(config.run.directory), saved, DataFiles(config.data))
+    refuse_changes(config, RunDirectory(config.run.directory), saved, DataFiles(config))
 
 
 def test_validate_tells_all_of_them_at_once_where_they_were_written(path):
@@ -213,7 +214,7 @@ def test_other_rows_under_the_same_name_are_another_run(path, tmp_path, monkeypa
         validated_config(path, ["run.seed=1"], resumes=True)
     assert str(caught.value).startswith("2 problems") and "run.seed: found 1" in str(caught.value)
     with pytest.raises(ConfigError, match=r"data.train: dataset train.jsonl does not exist"):
-        refuse_changes(load_config(path), directory, read_saved(directory), DataFiles(load_config(path).data))
+        refuse_changes(load_config(path), directory, read_saved(directory), DataFiles(load_config(path)))
 
 
 def test_shares_limits_and_system_messages_of_sources_stay_too(path, tmp_path):
@@ -249,7 +250,7 @@ def test_a_state_that_was_altered_is_not_believed(path):
     trained(config, 6)
     state = directory.checkpoints / "step-000006" / "state.json"
     state.write_text(state.read_text().replace('"run.seed": 0', '"run.seed": 9'))
-    refuse_changes(config, directory, read_saved(directory), DataFiles(config.data))
+    refuse_changes(config, directory, read_saved(directory), DataFiles(config))
 
 
 def test_a_run_goes_back_to_a_kept_step_and_no_other(path):
@@ -340,5 +341,5 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
 
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
     config = load_config(path)
-    values = config.fixed_values(rows=DataFiles(config.data).train)
+    values = config.fixed_values(rows=DataFiles(config).train)
     assert json.loads(json.dumps(values)) == values and values.keys() == bound(Config).keys()
