@@ -27,6 +27,11 @@ class CheckpointConfig(Part):
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of that metric is the best."""
 
+    def kept(self, steps: int) -> dict[str, int]:
+        """Return how many checkpoints are left after so many steps, at most, by the key that keeps them."""
+        lasting = steps // (self.every * self.keep_every) if self.keep_every else 0
+        return {"keep": self.keep, "keep_every": lasting, "best": int(self.best is not None)}
+
 
 class StopConfig(Part):
     """End of the training before `learner.steps`, by a metric."""

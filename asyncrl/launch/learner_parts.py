@@ -13,11 +13,10 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import open_hub
 from asyncrl.data.data_files import DataFiles
 from asyncrl.launch.learner_runs import LeadRun
-from asyncrl.launch.saving import LeadSaving
+from asyncrl.launch.saving import LeadSaving, open_judged
 from asyncrl.launch.status_page import open_page
 from asyncrl.launch.taking import open_taking
 from asyncrl.report.reports import open_reporting
-from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
@@ -89,8 +88,8 @@ def open_lead_run(
         on_dead=taking.revoke,
         on_report=reporting.update,
     )
-    judged = Judged(config.learner, config.checkpoint, directory.checkpoints, checkpoints.steps, begun.stop)
-    reporting.watch, checkpoints.keeps = judged.see, judged.keeps
+    judged = open_judged(config, checkpoints, directory.checkpoints, begun)
+    reporting.watch = judged.see
     saving = LeadSaving(
         checkpoints=checkpoints,
         trainer=trainer,

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
+from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
@@ -142,3 +144,10 @@ class LeadSaving(Saving):
 
     def _failed(self, version: int, failures: int) -> None:
         self.reporting.log({"checkpoint/failed": failures}, step=version)
+
+
+def open_judged(config: Config, checkpoints: CheckpointStore, directory: Path, state: LearnerState) -> Judged:
+    """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
+    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop)
+    checkpoints.keeps = judged.keeps
+    return judged

@@ -229,18 +229,14 @@ def _memory(
 
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
-    has_critic, checkpoint = _needs(config, "values_T"), config.checkpoint
+    has_critic, kept = _needs(config, "values_T"), config.checkpoint.kept(config.learner.steps)
     one = checkpoint_bytes(shape, config.model, critic=has_critic)
     critic = ", as much for the critic" if has_critic else ""
     formed = f"weights, optimizer, Hugging Face export: parameters x 16{critic}"
     yield _size("this host", "checkpoint", one, formed)
-    lasting = (
-        config.learner.steps // (checkpoint.every * checkpoint.keep_every) if checkpoint.keep_every else 0
-    )
-    parts = {"keep": checkpoint.keep, "keep_every": lasting, "best": int(checkpoint.best is not None)}
-    kept = " + ".join(f"{name} {count}" for name, count in parts.items() if count)
-    formed = f"checkpoint x ({kept} + the one being written)"
-    yield _size("this host", "disk", one * (sum(parts.values()) + 1), formed)
+    parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
+    formed = f"checkpoint x ({parts} + the one being written)"
+    yield _size("this host", "disk", one * (sum(kept.values()) + 1), formed)
 
 
 def _on_gpu(config: Config, machine: Machine) -> bool:
