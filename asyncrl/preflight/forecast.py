@@ -232,8 +232,7 @@ def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
     has_critic, kept = _needs(config, "values_T"), config.checkpoint.kept(config.learner.steps)
     one = checkpoint_bytes(shape, config.model, critic=has_critic)
     critic = ", as much for the critic" if has_critic else ""
-    formed = f"weights, optimizer, Hugging Face export: parameters x 16{critic}"
-    yield _size("this host", "checkpoint", one, formed)
+    yield _size("this host", "checkpoint", one, f"weights, optimizer, export: parameters x 16{critic}")
     parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
     formed = f"checkpoint x ({parts} + the one being written)"
     yield _size("this host", "disk", one * (sum(kept.values()) + 1), formed)
