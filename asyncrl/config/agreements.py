@@ -75,9 +75,6 @@ def _samples_differ(eval: EvalConfig) -> Iterator[Mistake]:
 def _a_judge_of_weights_is_measured(
     checkpoint: CheckpointConfig, learner: LearnerConfig, eval: EvalConfig, data: DataConfig
 ) -> Iterator[Mistake]:
-    if checkpoint.best is None and checkpoint.best_is != "highest":
-        text = "checkpoint.best_is is lowest, but checkpoint.best names no metric; name it, or drop best_is"
-        yield Mistake(("checkpoint.best_is", "checkpoint.best"), text)
     stop = learner.stop_when.metric if learner.stop_when else None
     for key, metric in (("checkpoint.best", checkpoint.best), ("learner.stop_when.metric", stop)):
         if metric is not None and metric.startswith("eval/") and data.eval is None:

@@ -27,6 +27,15 @@ class CheckpointConfig(Part):
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of that metric is the best."""
 
+    @model_validator(mode="after")
+    def _best_is_of_a_metric(self) -> Self:
+        if self.best is None and self.best_is != "highest":
+            text = (
+                "checkpoint.best_is is lowest, but checkpoint.best names no metric; name it, or drop best_is"
+            )
+            raise Mistakes(Mistake(("checkpoint.best_is", "checkpoint.best"), text))
+        return self
+
     def kept(self, steps: int) -> dict[str, int]:
         """Return how many checkpoints are left after so many steps, at most, by the key that keeps them."""
         lasting = steps // (self.every * self.keep_every) if self.keep_every else 0
