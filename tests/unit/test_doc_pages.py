@@ -155,6 +155,7 @@ def test_keys_that_are_named_exist():
 
 
 ITEMS = {f"reward.functions.{key}" for key in ("function", "weight", "name", "params")}
+ITEMS |= {f"data.train.{key}" for key in ("path", "weight", "limit", "system", "name")}
 
 
 def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
