@@ -486,7 +486,7 @@ HEALTHY = {
     [
         ("entropy", "policy/entropy", 0.1, 0.0999),
         ("ess", "mismatch/ess", 0.5, 0.4999),
-        ("probe", "weights/probe_max", 0.025, 0.02501),
+        ("probe", "weights/probe_max", 0.0375, 0.03751),
         ("skipped", "policy/skipped_steps", 2.0, 3.0),
         ("length", "completions/length_mean", 400.0, 400.1),
         ("truncated", "completions/truncated_share", 0.5, 0.501),
@@ -580,7 +580,7 @@ def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Pa
     trackers = open_trackers(
         TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
     )
-    trackers.log({**HEALTHY, "weights/probe_max": 0.03, "weights/probe_limit": 0.05}, step=1)
+    trackers.log({**HEALTHY, "weights/probe_max": 0.04, "weights/probe_limit": 0.05}, step=1)
     trackers.log({"eval/accuracy": 0.5}, step=1)
     trackers.log({"completions/truncated_share": 0.9})
     trackers.close()
