@@ -169,10 +169,13 @@ def quickstart(
 
     Model and data go to build/quickstart, the run to runs/quickstart, both below the current directory.
     """
+    from asyncrl.config.load import load_config
     from asyncrl.quickstart.shipped import place
 
+    config = Path("configs/quickstart.yaml")
+    load_config(config, words or ())  # reports mistakes in the overrides before anything is written
     place(Path("build/quickstart"), typer.echo)
-    up(words, Path("configs/quickstart.yaml"), fresh=fresh, plain=plain)
+    up(words, config, fresh=fresh, plain=plain)
 
 
 @app.command()
