@@ -21,7 +21,7 @@ from tests.support.pages import PAGES, ROOT, commands, files, inline_commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-SMALL = "--plain learner.steps=3 generator.count=1 generator.engine=transformers batch.groups=4 eval.prompts=8 eval.every=3 checkpoint.every=2"
+SMALL = "--plain learner.steps=3 generator.count=1 generator.engine=transformers batch.groups=4 eval.prompts=8 eval.every=2 checkpoint.every=2 checkpoint.best=eval/accuracy"
 SMALLER = {
     "python -m bench.transfer --transport tcp": "python -m bench.transfer --transport tcp --mib 8 --rounds 2",
     "python -m bench.transfer --transport slot": "python -m bench.transfer --transport slot --mib 8 --rounds 2",
@@ -36,9 +36,10 @@ NOT_TYPED = {
     "asyncrl doctor": "half a minute of trying out the machine: tests/integration/test_doctor_checks.py types it",
     "asyncrl doctor --gpu": "needs a GPU: tests/unit/test_gpu_check.py has its verdicts and limits",
     "asyncrl doctor --gpu --device cpu": "minutes: tests/integration/test_gpu_rehearsal.py types it",
+    "asyncrl export runs/quickstart --best": "tests/integration/test_early_end.py types it",
     "asyncrl export --merge": "needs a run with an adapter: tests/integration/test_lora_run.py types it",
     "asyncrl generator": "runs until its run ends: tests/integration/test_composed_run.py, with `learner`",
-    "asyncrl quickstart": "minutes: as `make quickstart`; tests/integration/test_wheel.py has what comes before the warm-up",
+    "asyncrl quickstart": "minutes: as `make quickstart`; tests/integration/test_wheel.py has what comes before it",
     "asyncrl learner": "runs until its run ends: tests/integration/test_composed_run.py",
     "asyncrl samples --dropped": "the run here drops no group: tests/unit/test_samples.py shows such samples",
     "asyncrl samples --pairs": "needs a run with telemetry.pairs: tests/integration/test_presets.py types it",

@@ -130,7 +130,9 @@ def test_ctrl_c_in_down_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         signal.raise_signal(signal.SIGINT)
         return patience(*arguments)  # type: ignore[arg-type]
 
-    with held(directory, before="signal.signal(signal.SIGTERM, signal.SIG_IGN); ") as supervisor:
+    # A test that runs in the background inherits that SIGINT is ignored.
+    before = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    with held(directory, before=before) as supervisor:
         monkeypatch.setattr(down, "_Patience", impatient)
         down.end_run(directory)
         assert supervisor.wait(60) == -signal.SIGINT

@@ -62,7 +62,6 @@ FAULTS = {
     "no JSON": (Reply(b"<html>proxy</html>"), "unreadable", 3),
     "another JSON": (Reply({"score": 0}), "unreadable", 3),
     "no number": (Reply({"rewards": ["0"]}), "unreadable", 3),
-    "true": (Reply({"rewards": [True]}), "unreadable", 3),
     "NaN": (Reply(b'{"rewards": [NaN]}'), "unreadable", 3),
     "infinity": (Reply(b'{"rewards": [-Infinity]}'), "unreadable", 3),
     "two numbers": (Reply({"rewards": [0, 0]}), "unreadable", 3),

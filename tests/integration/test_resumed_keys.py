@@ -62,7 +62,7 @@ batch.groups=64 batch.groups=8 batch.groups=1 batch.group_size=2 batch.group_siz
 sampling.temperature=0.5 sampling.max_prompt_tokens=4 sampling.max_response_tokens=2 sampling.max_response_tokens=9
 sampling.stop=[x];sampling.top_p=1;sampling.top_k=0;sampling.min_p=0
 staleness.max_lag=0 staleness.max_lag=6 staleness.window_groups=1 staleness.window_groups=90 staleness.policy=drop
-staleness.policy=correct_only learner.steps=12 learner.tokens_per_microbatch=14
+staleness.policy=correct_only learner.steps=12 learner.stop_when={"metric":"reward/mean","reaches":9} learner.tokens_per_microbatch=14
 learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.sequence_parallel=1;learner.hooks=[own.py:Hook]
 eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 data.eval=train.jsonl data.eval=null
 store.url=OTHER store.max_gib=0.01

@@ -34,7 +34,6 @@ def misbehave(prompt, response, how, note=None):
     if how == "nan": return float("nan")
     if how == "text": return "1.0"
     if how == "none": return None
-    if how == "bool": return True
     if how == "sleep":
         if note: open(note, "w").close()
         HANG
@@ -119,7 +118,6 @@ def run(config: RewardConfig, scenario) -> None:
         ("raise", r"raised KeyError: 'lost' \(.*functions.py:\d+\)"),
         ("nan", "returned nan"),
         ("text", "returned str `1.0`"),
-        ("bool", "returned bool"),
         ("sleep", "took longer than 1 s"),
         ("busy", "took longer than 1 s"),
         ("async hang", "took longer than 1 s"),

@@ -179,18 +179,6 @@ def test_a_closed_terminal_and_a_batch_system_that_ends_a_command(line, number, 
     assert "Traceback" not in said and command.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_model_of_the_quick_start_is_not_made_for_nobody(number, project):
-    """A signal to the command alone, as `kill` and batch systems send it."""
-    command = started(project, "quickstart")
-    with command.process as process:
-        wait_until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
-        process.send_signal(number)
-        assert process.wait(60) == -number
-        assert command.left() == []
-    assert not list((project / "build").rglob("*.safetensors")), "it ended because it was done"
-
-
 def test_a_reader_that_leaves(project):
     asyncrl = f"{sys.executable} -m asyncrl.cli.main"
     lines = [f"{asyncrl} {words} | true; echo ${{PIPESTATUS[0]}}" for words in READ]
