@@ -132,8 +132,9 @@ def test_a_run_loses_a_command_a_node_and_a_job_and_leaves_nothing(slurm, config
     slurm.power_off("n3")
     await_that(lambda: phases(slurm, run).get("generators-1") == "pending", slurm, run)
     slurm.node("n3")
-    # Slurm lets a job wait for two minutes before it begins again.
-    slurm.run("scontrol", "update", "jobid=2", "starttime=now")
+    # Slurm lets a job wait for two minutes before it begins again. Within a second of the requeue a node would
+    # refuse it, as a job that it has just killed.
+    slurm.run("scontrol", "update", "jobid=2", "starttime=now+10")
     await_that(lambda: members(slurm, run) == {"generators-0.g0", "generators-1.g0"}, slurm, run)
 
     said = slurm.asyncrl("down", str(run))
@@ -156,7 +157,7 @@ def test_a_run_saves_at_the_time_limit_is_queued_again_and_frees_its_nodes_at_it
     values = yaml.safe_load(config.read_text())
     values["learner"]["steps"] = saved + 3
     config.write_text(yaml.safe_dump(values))
-    slurm.run("scontrol", "update", "jobid=1", "timelimit=60", "starttime=now")
+    slurm.run("scontrol", "update", "jobid=1", "timelimit=60", "starttime=now+10")
     finished = lambda: status(slurm, run)["state"] == "finished"  # noqa: E731
     await_that(finished, slurm, run)
     wait_until(lambda: slurm.jobs() == {}, FREE_S)
