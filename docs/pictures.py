@@ -20,6 +20,7 @@ from rich.console import Console
 
 from asyncrl.results.archive import read_archive
 from asyncrl.results.compare import compare_page, labelled
+from asyncrl.results.gaps import gaps
 from asyncrl.results.run_page import report_page
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.dashboard import render
@@ -37,10 +38,11 @@ def main() -> None:
     """Write those that were asked for."""
     run, other = map(Path, sys.argv[1:3])
     archives = [read_archive(RunDirectory(path)) for path in (run, other)]
+    both = labelled(archives)
     pages = {
         "dashboard": (lambda: dashboard(run), 1240, 980),
         "report": (lambda: report_page(archives[0]), 1240, 1720),
-        "compare": (lambda: compare_page(labelled(archives)), 1240, 1500),
+        "compare": (lambda: compare_page(both, gaps(both)), 1240, 1500),
     }
     PICTURES.mkdir(exist_ok=True)
     for name in sys.argv[3:] or pages:

@@ -30,15 +30,16 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
             f"compare needs at least two runs, each once, got {given}; give run directories or names"
         )
     archives = labelled([read_archive(directory) for directory in directories.values()])
+    of_scores = gaps(archives)
     if to:
-        write_text(to, compare_page(archives))
-    return [results(archives), *gaps(archives), *differences(archives)]
+        write_text(to, compare_page(archives, of_scores))
+    return [results(archives), *of_scores, *differences(archives)]
 
 
-def compare_page(archives: Mapping[str, Archive]) -> str:
-    """Return tables and overlaid curves as a page."""
+def compare_page(archives: Mapping[str, Archive], of_scores: Sequence[Table]) -> str:
+    """Return tables, with those of `gaps`, and overlaid curves as a page."""
     sections = [
-        Section(title="Results", tables=[replace(results(archives), title=""), *gaps(archives)]),
+        Section(title="Results", tables=[replace(results(archives), title=""), *of_scores]),
         Section(title="Curves", charts=overlaid(archives)),
         Section(title="Differences", tables=differences(archives)),
     ]

@@ -1,9 +1,9 @@
 """Results of runs that differ in their seed only."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
+from asyncrl.evaluation import standard_error
 from asyncrl.results.archive import read_archive
 from asyncrl.results.page import Table
 from asyncrl.run.directory import RunDirectory
@@ -33,5 +33,4 @@ def over_seeds(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
 def _mean(values: Sequence[float]) -> str:
     if not values:
         return "-"
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{number(statistics.fmean(values))} ± {number(error)}"
+    return f"{number(statistics.fmean(values))} ± {number(standard_error(values))}"
