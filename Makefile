@@ -1,4 +1,4 @@
-.PHONY: quickstart test test-all test-group install gpu-check
+.PHONY: quickstart test test-all test-group install gpu-check release-check
 
 quickstart:
 	bash deploy/quickstart.sh
@@ -19,4 +19,9 @@ install:
 
 # Measures this machine's GPUs in 5 to 10 minutes: docs/gpu.md.
 gpu-check:
-	.venv/bin/asyncrl doctor --gpu
+	.venv/bin/python -m bench.gpu
+
+# Builds wheel and source archive, and uses them; compares versions, changelog and citation: CONTRIBUTING.md, "Release".
+release-check:
+	bash deploy/install.sh
+	.venv/bin/python -m pytest -q tests/integration/test_wheel.py tests/unit/test_project_files.py tests/unit/test_dependencies.py

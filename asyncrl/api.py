@@ -6,13 +6,17 @@
     run.wait()
     print(run.metrics()[200]["reward/mean"])
 
+Rows and a reward function of a notebook need no file of their own:
+
+    asyncrl.train("learner.steps=200", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=function)
+
 A run has its own processes. It goes on when the Python process ends, and `asyncrl.open` finds it again.
 """
 
+import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +28,27 @@ import yaml
 
 from asyncrl.commands.down import end_run
 from asyncrl.commands.inspect import is_up
+from asyncrl.config.load import read_draft
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.processes import module_argv
 from asyncrl.preflight.validate import validated_config
-from asyncrl.results.archive import read_history
 from asyncrl.results.export import export_model
-from asyncrl.results.samples import Wanted, recorded
+from asyncrl.results.recorded import Wanted, choose, recorded_samples
 from asyncrl.run.directory import RunDirectory, find_run
+from asyncrl.run.given import Rows, importable, write_reward, write_rows
 from asyncrl.telemetry.base import SampleRecord
+from asyncrl.telemetry.history import numbers
+from asyncrl.telemetry.jsonl import Tail
+from asyncrl.telemetry.state import LEARNER, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
-# A YAML file, its content as a dictionary (where a reward may be a function), or a checked config.
-ConfigSource = Path | str | Mapping[str, Any] | Config
+# A YAML file, its content as a dictionary, or a checked config; None has no keys.
+ConfigSource = Path | str | Mapping[str, Any] | Config | None
+# A function, the name of one, an entry of `reward.functions`, or a list of these.
+Reward = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Callable[..., Any] | str | Mapping[str, Any]]
+OnStep = Callable[[int, dict[str, float]], object]
 _OUTPUT_CHARACTERS = 2000  # characters of a failed run's output that its error quotes
 _POLL_S = 0.2
 
@@ -59,6 +70,7 @@ class Run:
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
         """Use the run in `directory`. `process` is its supervisor, if this Python process started it."""
         self._directory, self._process = directory, process
+        self._lines, self._since_s = Tail(directory.metrics / f"{LEARNER}.jsonl"), time.time()
 
     @property
     def directory(self) -> Path:
@@ -70,13 +82,22 @@ class Run:
         """Whether the processes of the run are running or starting."""
         return self._process.is_alive if self._process else is_up(self._directory)
 
-    def wait(self, timeout_s: float | None = None) -> Result:
-        """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`."""
+    def wait(self, timeout_s: float | None = None, *, on_step: OnStep | None = None) -> Result:
+        """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`.
+
+        `on_step(step, metrics)` is called in this process once for each step that ends after `start` or
+        `open`. What is known later, such as an evaluation, is in `metrics()`. What `on_step` raises is raised
+        here, and the run goes on.
+        """
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        while self.is_up:
-            if time.monotonic() > until_s:
+        is_up = True
+        while is_up:
+            is_up = self.is_up  # before the lines are read, so that the last ones are among them
+            if on_step:
+                self._report(on_step)
+            if is_up and time.monotonic() > until_s:
                 raise TimeoutError(f"{self.directory}: the run is not over after {timeout_s} s; it goes on")
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if is_up else 0)
         status = self.status()
         if self._process and (message := self._process.failure()):
             raise RunError(message)
@@ -84,6 +105,12 @@ class Run:
             raise RunError(f"{self.directory}: {status.message or 'the run failed; see its logs'}")
         finished = status is not None and status.state == "finished"
         return Result(directory=self.directory, is_finished=finished, step=status.step if status else 0)
+
+    def _report(self, on_step: OnStep) -> None:
+        for record in self._lines:
+            row = numbers(record)
+            if "time/step" in row and row.pop("time") >= self._since_s:
+                on_step(int(row.pop("step")), row)
 
     def stop(self) -> Result:
         """Save, stop all processes of the run, and wait until they have ended."""
@@ -98,7 +125,7 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return all learner metrics by step, for `pandas.DataFrame.from_dict(..., orient="index")`."""
-        return dict(read_history(self._directory)[0].rows)
+        return dict(read_state(self.directory).history.rows)
 
     def samples(
         self,
@@ -113,7 +140,7 @@ class Run:
         With `kind` "eval" they are those of one evaluation, which keeps all: of `step`, or of the newest.
         """
         wanted = Wanted(count=count, step=step, kind=kind, order=order)
-        return wanted.choose(recorded(self._directory, wanted))
+        return choose(recorded_samples(self._directory, wanted), wanted)[0]
 
     def evaluate(self, *overrides: str) -> dict[str, float]:
         """Start an engine and return held-out metrics of the newest checkpoint. Raises RunError."""
@@ -130,33 +157,80 @@ class Run:
         return Path(to)
 
 
-def train(config: ConfigSource, *overrides: str, fresh: bool = False) -> Result:
-    """Call `start` and `Run.wait`; Ctrl-C saves and stops the run."""
-    run = start(config, *overrides, fresh=fresh)
+def train(
+    config: ConfigSource = None,
+    *overrides: str,
+    model: Path | str | None = None,
+    data: Path | str | Rows | None = None,
+    reward: Reward | None = None,
+    on_step: OnStep | None = None,
+    fresh: bool = False,
+) -> Result:
+    """Call `start` and `Run.wait`. Ctrl-C, and what `on_step` raises, saves and stops the run."""
+    run = start(config, *overrides, model=model, data=data, reward=reward, fresh=fresh)
     try:
-        return run.wait()
-    except KeyboardInterrupt:
-        run.stop()
+        return run.wait(on_step=on_step)
+    except (KeyboardInterrupt, Exception):
+        if run.is_up:
+            run.stop()
         raise
 
 
-def start(config: ConfigSource, *overrides: str, fresh: bool = False) -> Run:
+def start(
+    config: ConfigSource = None,
+    *overrides: str,
+    model: Path | str | None = None,
+    data: Path | str | Rows | None = None,
+    reward: Reward | None = None,
+    fresh: bool = False,
+) -> Run:
     """Start or resume a run on this machine, as `asyncrl up` does, and return immediately.
 
     Args:
-        config: a YAML file, or its content as a dictionary or `Config`.
+        config: a YAML file, or its content as a dictionary or `Config`; None if other arguments say all.
         overrides: `key=value`, such as `learner.steps=200`. Of two values for a key, the later one counts.
+        model: `model.path`.
+        data: `data.train`, or the rows themselves: a list of dictionaries, or a `datasets.Dataset`.
+        reward: `reward.functions`, where a function may stand for its name. One that no other process can
+            import, such as one of a notebook, is pickled with what it uses, and rows are written as JSON.
+            Both go into the run directory, where a resume finds them without this process.
         fresh: delete the files of an earlier run of this name.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them.
     """
+    if isinstance(config, str) and "=" in config and not os.path.isfile(config):
+        overrides, config = (config, *overrides), None
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as scratch:
-        path = _as_file(config, Path(scratch))
+        path = _as_file({"run": {"name": "first"}} if config is None else config, Path(scratch))
+        if found := read_draft(Config, path, overrides).config:
+            given = _given(RunDirectory(found.run.directory), model, data, reward)
+            overrides = (*given, *overrides)
         checked = validated_config(path, overrides, resumes=not fresh)
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     return Run(RunDirectory(checked.run.directory), process)
+
+
+def _given(
+    directory: RunDirectory, model: Path | str | None, data: Path | str | Rows | None, reward: Reward | None
+) -> list[str]:
+    """Write rows and functions into the run directory; return overrides that name them."""
+
+    def named(entry: Any) -> Any:
+        if isinstance(entry, Mapping):
+            return {**entry, "function": named(entry["function"])} if "function" in entry else {**entry}
+        return entry if isinstance(entry, str) else importable(entry) or write_reward(entry, directory)
+
+    given: dict[str, Any] = {}
+    if model is not None:
+        given["model.path"] = str(model)
+    if data is not None:
+        given["data.train"] = str(data if isinstance(data, str | Path) else write_rows(data, directory))
+    if reward is not None:
+        entries = reward if isinstance(reward, list | tuple) else [reward]
+        given["reward.functions"] = [named(entry) for entry in entries]
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
 
 def open(run: Path | str | None = None) -> Run:
@@ -221,17 +295,9 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
-    return _name_of(value) if callable(value) else value
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return the name by which other processes find a function. Raises ConfigError if they cannot."""
-    name = getattr(function, "__qualname__", "")
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    file = getattr(module, "__file__", None)
-    if not name or "<" in name or "." in name or module is None or file is None:
+    if callable(value) and (value := importable(function := value)) is None:
         raise ConfigError(
-            f"{function!r} is known in this Python process only, and a run has others; write it into a file "
-            'and name it "path.py:function", or import it from a module'
+            f"{function!r} is known in this Python process only, and a run has others; give a reward as "
+            '`reward=`, or write the function into a file and name it "path.py:function"'
         )
-    return f"{Path(file).absolute()}:{name}" if module.__name__ == "__main__" else f"{module.__name__}:{name}"
+    return value

@@ -13,11 +13,14 @@ The first axis of a column says whose entries they are:
                                      `Rollout.recorded`
     rollouts, spans, turns,          of a rollout, a version span, a turn, an answer's byte, an episode:
     answer_bytes, episodes           `wire/group_frames.py` fills them
+    kept_counts                      of a token that a response token could have been: an entry of
+                                     `Rollout.recorded`
     any other name                   of the prompt: an entry of `Group.recorded`
 
 If an axis has the name of a column, that column counts the entries of each rollout, which lie one after the
-other. The sizes of all other axes are the same in the whole group, and those behind the first axis of a
-recorded column are the same in the whole run (`GroupLimits.sizes`).
+other; `kept_counts` counts those of each response token. The sizes of all other axes are the same in the
+whole group, and those behind the first axis of a recorded column are the same in the whole run
+(`GroupLimits.sizes`).
 """
 
 from collections.abc import Sequence
@@ -35,6 +38,9 @@ NONE = -1
 TOKENS = "tokens"
 # The recorded column of what routers chose for each token.
 EXPERTS = "routed_experts"
+# The tokens that `sampling.top_k`, `top_p` and `min_p` left to choose from, where these are set: how many for
+# each response token, 0 where the policy did not sample, and their ids.
+KEPT_COUNTS, KEPT_IDS = "kept_counts", "kept_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ COLUMNS = {
     "turn_states": Column(np.uint64, ("turns",), optional=True),
     "turn_order": Column(np.int32, ("turns",), optional=True),
     EXPERTS: Column(np.int16, (TOKENS, "layers", "top_k"), optional=True, default=NONE, below="experts"),
+    KEPT_COUNTS: Column(np.int32, ("response_tokens",), optional=True, least=0),
+    KEPT_IDS: Column(np.int32, (KEPT_COUNTS,), below="token_ids"),
     "image_digests": Column(np.uint64, ("images",), optional=True),
     "judgements": Column(np.uint8, ("judgement_bytes",), optional=True),
     "episode_metrics": Column(np.float32, ("episodes", "metrics"), optional=True, default=np.nan),
@@ -91,7 +99,7 @@ def of_prompt(name: str) -> bool:
 def of_token(name: str) -> bool:
     """Whether rollouts record the column for their tokens."""
     column, axes = COLUMNS.get(name), ("prompt_tokens", "response_tokens", TOKENS)
-    return column is not None and column.optional and column.axes[0] in axes
+    return name == KEPT_IDS or (column is not None and column.optional and column.axes[0] in axes)
 
 
 def filled(name: str, pieces: Sequence[NDArray[Any] | None], lengths: Sequence[int]) -> list[NDArray[Any]]:

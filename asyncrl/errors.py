@@ -76,6 +76,10 @@ class CodeChanged(EngineError):
     """A file with user code changed under a running generator, which must end."""
 
 
+class RowsChanged(EngineError):
+    """A file of rows changed under a running generator, which must end."""
+
+
 class ResultError(EngineError):
     """The engine's answer cannot be trained on. The ticket has failed, the engine continues."""
 

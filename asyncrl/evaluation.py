@@ -1,9 +1,10 @@
-"""Held-out evaluation during training: the generators answer, through a second lane of the buffer.
+"""Held-out evaluation during training: the generators answer, through further lanes of the buffer.
 
-Round r asks the first N held-out prompts, answered by weights of version min(r * every, steps) or newer. Its
-ids are r N + 1 .. (r + 1) N, taken in strict order, so none is lost or counted twice. The meaning of an id
-depends on the rules (`Rounds`), so each combination of rules has its own lane. A run that is resumed with
-other rules begins with the next round that its version has not passed (`resume_ledger`).
+Each set of data.eval has a lane. Round r asks its first N prompts, answered by weights of version
+min(r * every, steps) or newer. Its ids are r N + 1 .. (r + 1) N, taken in strict order, so none is lost or
+counted twice. The meaning of an id depends on the rules (`Rounds`), so each combination of rules has its own
+lane. A run that is resumed with other rules begins with the next round that its version has not passed
+(`resume_ledger`).
 """
 
 import logging
@@ -20,6 +21,7 @@ from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.config.data_section import error_of, prefix_of
 from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.errors import BufferGap
@@ -41,9 +43,13 @@ class Rounds(NamedTuple):
     asked: str  # identifies the prompts and how answers are sampled and scored
 
     @classmethod
-    def of(cls, config: Config, prompts: int) -> Self:
-        """Return the rules of the config, with as many held-out prompts as there are."""
-        return cls(prompts, config.eval.every, config.learner.steps, eval_digest(config))
+    def of(cls, config: Config, rows: Sequence[int]) -> dict[str, Self]:
+        """Return the rules of each set by its name; `rows` says how many rows each has."""
+        found = {}
+        for (name, task), count in zip(config.data.sets.items(), rows, strict=True):
+            asked, digest = config.of(task).eval, eval_digest(config, task)
+            found[name] = cls(min(asked.prompts, count), asked.every, config.learner.steps, digest)
+        return found
 
     @property
     def lane(self) -> str:
@@ -84,6 +90,7 @@ class EvalResult:
     version: int
     metrics: dict[str, float]
     groups: tuple[Group, ...]
+    name: str = ""  # of the set
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -97,10 +104,11 @@ def standard_error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def summarise(groups: Sequence[Group], version: int) -> EvalResult:
-    """Return the metrics of a round; a sample counts as solved if its reward is 1 or more.
+def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResult:
+    """Return the metrics of a round of a set; a sample counts as solved if its reward is 1 or more.
 
-    `eval/se/<name>` is the standard error of `eval/<name>` over the `eval/prompts` prompts with a score.
+    `eval/se/<metric>` is the standard error of `eval/<metric>` over the `eval/prompts` prompts with a score.
+    With `name` they begin with `eval/<name>/`.
     """
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
@@ -123,10 +131,10 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
             },
             **_majorities(votes),
         }
-        for name, values in by_prompt.items():
-            metrics[name] = _mean(values)
+        for metric, values in by_prompt.items():
+            metrics[metric] = _mean(values)
             if (error := standard_error(values)) is not None:
-                metrics[f"eval/se/{name.removeprefix('eval/')}"] = error
+                metrics[error_of(metric)] = error
         if votes:
             metrics["eval/answered_share"] = _mean(bool(one) for answers, _ in votes for one in answers)
         metrics |= {
@@ -135,7 +143,8 @@ def summarise(groups: Sequence[Group], version: int) -> EvalResult:
             ),
             "eval/newest_version": max(group.finished_version for group in scored),
         }
-    return EvalResult(version=version, metrics=metrics, groups=tuple(groups))
+    named = {f"{prefix_of(name)}{metric.removeprefix('eval/')}": one for metric, one in metrics.items()}
+    return EvalResult(name=name, version=version, metrics=named, groups=tuple(groups))
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -161,8 +170,9 @@ def _majorities(votes: Sequence[tuple[list[str | None], list[bool]]]) -> dict[st
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """The learner's side of the evaluation lane."""
+    """The learner's side of the lane of one set."""
 
+    name: str = ""
     buffer: LearnerBuffer
     ledger: Ledger
     gate: Gate
@@ -225,7 +235,8 @@ class Evaluation:
                 if len(self._round) == self.rounds.prompts:
                     version = self.rounds.version(self._done - 1)
                     groups, self._round, self._finished = self._round, [], self.ledger.to_dict()
-                    results.append(summarise(sorted(groups, key=lambda group: group.ticket_id), version))
+                    ordered = sorted(groups, key=lambda group: group.ticket_id)
+                    results.append(summarise(ordered, version, self.name))
                     self.buffer.commit(self.ledger.takes, self.ledger.chain)
         return results
 
@@ -236,7 +247,7 @@ class Evaluation:
         if take is None or groups is None:
             return False
         self.ledger.consume(take.ids)
-        self._round += groups
+        self._round += [group for group, _ in groups]
         return True
 
     def wait(self, wait_s: float) -> list[EvalResult]:

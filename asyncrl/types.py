@@ -54,7 +54,8 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
     messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
-    held_out: int | None = None  # its place in data.eval, from 0; it seeds the prompt's episodes
+    held_out: int | None = None  # its place in its set of data.eval, from 0; it seeds the prompt's episodes
+    task: int = 0  # place of its source or set in `DataConfig.tasks`, which scores and plays it
     images: Callable[[], Any] | None = None  # reads its images now, as `engine.base.PromptImages`
 
 

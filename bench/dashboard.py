@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.telemetry.live import INTERVAL_S, Dashboard
-from asyncrl.telemetry.state import StateReader
+from asyncrl.telemetry.state import RunReader
 from bench.environment import describe
 from tests.support.synthetic_run import SyntheticRun
 
@@ -33,7 +33,7 @@ def main():
         for _ in range(options.steps):
             run.advance()
         console = Console(file=io.StringIO(), width=120, height=40, force_terminal=True)
-        view, reader = Dashboard(console), StateReader(Path(directory))
+        view, reader = Dashboard(console), RunReader(Path(directory))
         view.show(reader.read())  # the history is read once
         cpu_s, frames, started_s = 0.0, 0, time.perf_counter()
         while time.perf_counter() - started_s < options.seconds:

@@ -36,12 +36,12 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.open import open_engine
 from asyncrl.engine.talk import Budget, SessionTalk
 from asyncrl.environments.base import Outcome
-from asyncrl.preflight.gpu.sampling_rate import Load
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.tree import Session
 from asyncrl.types import Group, Prompt, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import encode_group
 from bench.environment import describe, engine_package, report
+from bench.gpu.sampling_rate import Load
 
 CALLERS = 64
 TEMPLATE = (

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from asyncrl.engine.open import open_bare, open_engine
 from asyncrl.lineage import Weights
-from asyncrl.preflight.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import Slot
 from bench.environment import add_options, describe, engine_package, report
+from bench.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from bench.stall import version_of
 
 

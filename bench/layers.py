@@ -29,10 +29,10 @@ from transformers import AttentionInterface
 
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.preflight.gpu.training_rate import lone_trainer, rollouts, step_of
 from asyncrl.trainer.attention import repeated
 from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from bench.environment import add_options, describe, report
+from bench.gpu.training_rate import lone_trainer, rollouts, step_of
 from tests.support.models import tiny_qwen2
 
 VOCABULARY, LIMIT = 512, 128

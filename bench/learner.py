@@ -11,6 +11,10 @@ are compared, so that both did the same work.
 
 "dispatches" are the operators, but for views, that the host starts for one micro-batch of so many sequences,
 forward and backward: on 24 layers of Qwen2 in bfloat16, counted on tensors without numbers.
+
+"kept" is a step of ours on rollouts that were sampled among a few tokens (`sampling.top_k`), 8 in the mean
+and 50 at most: the bytes that record these, and the step's time relative to one among all tokens. On a CPU,
+all seconds are of the processor, which other programs change little.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +37,33 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.batch.packing import TrainSample, pack
+from asyncrl.columns import KEPT_COUNTS
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.preflight.gpu.training_rate import clipped, lone_trainer, rollouts, step_of
 from bench.environment import add_options, report
+from bench.gpu.training_rate import clipped, lone_trainer, rollouts, step_of
 from tests.support.dispatches import dispatches_of
 
 
-def our_step(model: str, items: list[TrainSample], budget: int, options) -> tuple[Callable[[], float], int]:
+def with_kept(items: list[TrainSample], vocabulary: int) -> list[TrainSample]:
+    rng, found = np.random.default_rng(0), []
+    for item in items:
+        counts = rng.geometric(1 / 8, len(item.response_ids)).clip(max=50).astype(np.int32)
+        ids = rng.integers(3, vocabulary, counts.sum(), dtype=np.int32)
+        ids[np.cumsum(counts) - 1] = item.response_ids
+        found.append(replace(item, recorded={KEPT_COUNTS: counts}, kept_ids=ids))
+    return found
+
+
+def our_steps(
+    model: str, workloads: list[list[TrainSample]], budget: int, options
+) -> tuple[list[Callable[[], float]], int]:
     learner = LearnerConfig(
         device=options.device, threads=1, optimizer=OptimizerConfig(lr=1e-6), tokens_per_microbatch=budget
     )
     trainer = lone_trainer(model, learner, dtype=options.dtype, auto=options.device)
-    return step_of(trainer, items, budget), len(pack([one.tokens for one in items], budget))
+    steps = [step_of(trainer, items, budget) for items in workloads]
+    return steps, len(pack([one.tokens for one in workloads[0]], budget))
 
 
 def plain_step(model: str, items: list[TrainSample], options) -> tuple[Callable[[], float], int]:
@@ -83,15 +102,15 @@ def plain_step(model: str, items: list[TrainSample], options) -> tuple[Callable[
 
 
 def measure(
-    steps: dict[str, Callable[[], float]], repetitions: int
+    steps: dict[str, Callable[[], float]], repetitions: int, clock: Callable[[], float]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     norms = {name: step() for name, step in steps.items()}  # warm-up, and the check that both do the same
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repetitions):
         for name, step in steps.items():
-            started_s = time.perf_counter()
+            started_s = clock()
             step()
-            seconds[name].append(time.perf_counter() - started_s)
+            seconds[name].append(clock() - started_s)
     return seconds, norms
 
 
@@ -114,11 +133,16 @@ def main() -> None:
         len(items[i : i + arguments.width]) * max(one.tokens for one in items[i : i + arguments.width])
         for i in range(0, len(items), arguments.width)
     )
-    ours, our_microbatches = our_step(
-        arguments.model, items, max(limit, padded * arguments.width // len(items)), arguments
+    kept = with_kept(items, config.vocab_size)
+    recorded = [column for one in kept for column in (one.kept_ids, one.recorded[KEPT_COUNTS])]
+    kept_bytes = sum(column.nbytes for column in recorded if column is not None)
+    (ours, among_kept), our_microbatches = our_steps(
+        arguments.model, [items, kept], max(limit, padded * arguments.width // len(items)), arguments
     )
     plain, plain_microbatches = plain_step(arguments.model, items, arguments)
-    seconds, norms = measure({"asyncrl": ours, "plain": plain}, arguments.repetitions)
+    steps = {"asyncrl": ours, "plain": plain, "kept": among_kept}
+    clock = time.process_time if arguments.device == "cpu" else time.perf_counter
+    seconds, norms = measure(steps, arguments.repetitions, clock)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "workload": {
@@ -132,9 +156,14 @@ def main() -> None:
             "action_tokens": sum(len(one.response_ids) for one in items),
             "microbatches": {"asyncrl": our_microbatches, "plain": plain_microbatches},
         },
-        "tokens_per_s": {name: tokens / value for name, value in median.items()},
+        "tokens_per_s": {name: tokens / median[name] for name in ("asyncrl", "plain")},
         "ratio": median["plain"] / median["asyncrl"],
         "ratio_by_repetition": [p / a for p, a in zip(seconds["plain"], seconds["asyncrl"], strict=True)],
+        "kept": {
+            "bytes_per_token": kept_bytes / sum(len(one.response_ids) for one in items),
+            "time_ratio": median["kept"] / median["asyncrl"],
+            "by_repetition": [k / a for k, a in zip(seconds["kept"], seconds["asyncrl"], strict=True)],
+        },
         "seconds": seconds,
         "grad_norm": norms,
         "dispatches": {str(sequences): dispatches_of(sequences) for sequences in (4, 110)},

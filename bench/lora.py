@@ -30,12 +30,12 @@ from asyncrl.config.sections import LoraConfig
 from asyncrl.engine.base import Engine
 from asyncrl.engine.open import open_engine
 from asyncrl.lora import adapter_tensors, inject
-from asyncrl.preflight.gpu.sampling_rate import Load, sampled_per_s
 from asyncrl.weights.base import TensorSpec, UpdateOrder
 from asyncrl.weights.layout import Layout, checksums
 from asyncrl.weights.slots import Slot
 from asyncrl.weights.staging import HostStaging
 from bench.environment import add_options, describe, engine_package, report
+from bench.gpu.sampling_rate import Load, sampled_per_s
 
 TARGETS = ("adapter", "weights")
 TIMES = ("stage_s", "wait_s", "load_s", "paused_s", "beyond_step_s")

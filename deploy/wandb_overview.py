@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import wandb_workspaces.reports.v2 as wr
 
-from asyncrl.results.run_charts import CURVES, STALENESS, Curve
+from asyncrl.results.charts import CURVES, STALENESS, Curve
 
 WAITING = (
     Curve("The learner waits for groups", ("idle/learner",), "share of the time"),

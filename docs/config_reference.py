@@ -12,26 +12,29 @@ from typing import Any
 from asyncrl.config import registry
 from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Choice, Keys, Part
-from asyncrl.config.checkpoint_section import StopConfig
+from asyncrl.config.checkpoint_section import HubConfig, StopConfig
 from asyncrl.config.document import keys_of
 from asyncrl.config.outline import all_paths, kind_at, known_keys, schema_at
-from asyncrl.config.resume import on_resume
+from asyncrl.config.resume import bound
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import describe
 
 Schema = dict[str, Any]
 
-REQUIRED = {"run.name", "model.path", "data.train", "data.train.path", "algorithm.reference.path"}
+REQUIRED = {"run.name", "model.path", "data.train", "data.train.path", "data.eval.path"}
+REQUIRED |= {"algorithm.reference.path"}
 REQUIRED |= {"reward.functions", "reward.functions.function"}
-REQUIRED |= {"learner.stop_when.metric"}
+REQUIRED |= {"learner.stop_when.metric", "checkpoint.hub.repo"}
 EXTENDS: Schema = {
     "description": "YAML files below this one, paths relative to it; this one wins.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}],
 }
 OWN: Schema = {"type": "string", "pattern": ":"}
 """A user's own function: `package.module:function` or `path.py:function`."""
-ITEMS = ("RewardFunctionConfig", "DataSource")
+ITEMS = ("RewardFunctionConfig", "DataSource", "EvalSet")
 """Sections in lists."""
+SAME = {("critic", "optimizer"): ("learner", "optimizer"), ("data", "eval", 0): ("data", "train", 0)}
+"""Sections whose keys are described in another one."""
 HIDDEN = ("title", "stand_in", "resume")
 """What an editor has no use for."""
 
@@ -137,7 +140,9 @@ def tables() -> Iterator[str]:
     taught = least.algorithm.model_copy(update={"reference": ReferenceConfig(path="m")})
     # Without a value and a patience it would be refused.
     ends = least.learner.model_copy(update={"stop_when": StopConfig.model_construct(metric="eval/accuracy")})
-    yield from _tables((), least.model_copy(update={"algorithm": taught, "learner": ends}))
+    pushed = least.checkpoint.model_copy(update={"hub": HubConfig(repo="you/model")})
+    shown = {"algorithm": taught, "learner": ends, "checkpoint": pushed}
+    yield from _tables((), least.model_copy(update=shown))
 
 
 def _tables(keys: Keys, part: Any) -> Iterator[str]:
@@ -149,38 +154,65 @@ def _tables(keys: Keys, part: Any) -> Iterator[str]:
             below.append((path, value))
         elif schema_at(Config, (*path, 0)).get("title") in ITEMS:
             rows.append(_row(path, schema, None))
-            below.append(((*path, 0), value[0]))
+            below += [((*path, 0), value[0])] if value else []
         else:
             rows.append(_row(path, schema, value))
     if rows:
         name = ".".join(map(str, keys)).replace(".0", "")
         each = ", each item" if 0 in keys else ""
-        yield from ["", f"## `{name}`{each}", "", schema_at(Config, keys)["description"], ""]
-        yield from ["| key | allowed | default | meaning | on resume |", "|---|---|---|---|---|", *rows]
+        yield from [
+            "",
+            f"## `{name}`{each}" if name else "## Top level",
+            "",
+            schema_at(Config, keys)["description"],
+            "",
+        ]
+        yield from [
+            "| key | allowed | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+        ]
     for path, value in below:
         yield from _tables(path, value)
+
+
+def resumed() -> Iterator[str]:
+    """A row for each reason why keys must not change when a run is resumed."""
+    kept = {key: tuple(reason) for key, reason in bound(Config).items()}
+    for key in known_keys(Config, ("data", "train", 0)):
+        schema = schema_at(Config, ("data", "train", 0, key))
+        if "resume" in schema:
+            kept[f"data.train.{key}"] = tuple(schema["resume"])
+    yield from ["| keys | a change is | because |", "|---|---|---|"]
+    for kind, why in dict.fromkeys(kept.values()):
+        keys = ", ".join(f"`{key}`" for key, reason in kept.items() if reason == (kind, why))
+        yield f"| {keys} | {kind} | {why} |"
 
 
 def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
     name = ".".join(str(key) for key in path if key != 0)
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
-    allowed = "text or a list of sections, see below" if name == "data.train" else allowed
+    allowed = "text or a list of sections, see below" if name in ("data.train", "data.eval") else allowed
+    if name.endswith((".train.reward", ".eval.reward")):
+        allowed = "a list of sections, as `reward.functions`, or null"
+    if name.endswith((".train.environment", ".eval.environment")):
+        allowed = "a section, as `environment`, or null"
+    meaning, twin = schema["description"], SAME.get(path[:-1])
+    if twin and schema_at(Config, (*twin, path[-1])).get("description") == meaning:
+        allowed, meaning = f"as `{'.'.join(str(key) for key in (*twin, path[-1]) if key != 0)}`", ""
+    allowed = re.sub(r"\b(a|one of) ", "", allowed if value is not None else allowed.removesuffix(" or null"))
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
-    return f"| `{name}` | {allowed} | {default} | {schema['description']} | {on_resume(schema)} |".replace(
-        "\n", " "
-    )
+    return f"| `{name}` | {allowed} | {default} | {meaning} |".replace("\n", " ")
 
 
 def _function(path: Keys) -> str:
     kind, item_kind = kind_at(Config, path), kind_at(Config, (*path, 0))
     if path == ("learner", "hooks"):
         return "a list of your own classes ([hooks.md](hooks.md))"
-    if not (known := kind or item_kind):
+    if not (kind or item_kind):
         return ""
-    return ("a function: " if kind else "a list of functions: ") + ", ".join(
-        f"`{name}`" for name in registry.names(known)
-    )
+    return ("" if kind else "list of ") + f"[function{'' if kind else 's'}](algorithms.md)"
 
 
 def shown(value: Any) -> str:
@@ -201,7 +233,7 @@ def minimal() -> Config:
         {
             "run": {"name": "x"},
             "model": {"path": "m", "lora": {}},
-            "data": {"train": "t"},
+            "data": {"train": "t", "eval": "e"},
             "reward": {"functions": functions},
         }
     )

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from config_reference import json_schema, minimal, shown, tables
+from config_reference import json_schema, minimal, resumed, shown, tables
 
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.config import registry
 from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.load import load_config
-from asyncrl.config.outline import kind_at, schema_at
+from asyncrl.config.outline import kind_at
 from asyncrl.config.schema import Config
 from asyncrl.config.vllm_settings import REFUSED
 from asyncrl.config.wording import describe
@@ -35,8 +35,6 @@ USER = re.compile(rf"((?:ACL SETUSER|user) ({LEARNER}|{GENERATOR})(?: reset)? on
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
 CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
-SETTINGS = ("algorithm.proximal", "algorithm.mask_truncated", "algorithm.max_refills")
-SECTIONS = ("algorithm.kl", "algorithm.entropy", "critic")
 
 
 def rewritten(page: str) -> str:
@@ -44,7 +42,7 @@ def rewritten(page: str) -> str:
 
     def region(match: re.Match[str]) -> str:
         start, kind, table, end = match.groups()
-        rows = {"presets": presets, "settings": settings, "keys": tables, "vllm": refused}.get(
+        rows = {"presets": presets, "keys": tables, "resumed": resumed, "vllm": refused}.get(
             kind, lambda: with_parameters(kind, table.splitlines())
         )()
         return start + "\n".join(rows) + "\n" + end
@@ -85,30 +83,9 @@ def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
 def parameter(key: str, schema: Mapping[str, Any]) -> str:
     """Name, what is allowed, default."""
     allowed = describe(schema).removeprefix("a number ").removeprefix("one of ")
+    if schema.get("default", ...) is None:
+        allowed = allowed.removesuffix(" or null")
     return f"`{key}` {allowed} ({shown(schema['default']) if 'default' in schema else 'required'})"
-
-
-def settings() -> Iterator[str]:
-    """Keys of a config that are no choice of a function, with what is allowed, default and meaning."""
-    yield "| key | allowed | default | meaning |"
-    yield "|---|---|---|---|"
-    below = [
-        f"{section}.{key}"
-        for section in SECTIONS
-        for key in schema_at(Config, tuple(section.split(".")))["properties"]
-    ]
-    for path in (*SETTINGS, *below):
-        schema, default = schema_at(Config, tuple(path.split("."))), value_at(minimal(), path)
-        if isinstance(default, Choice):
-            yield line([f"`{path}`", "a function, see KL below", f"`{default.name}`", ""])
-        elif isinstance(default, Part):
-            changed = ", ".join(
-                f"{key} {shown(value)}" for key, value in default.model_dump(exclude_defaults=True).items()
-            )
-            yield line([f"`{path}`", "as `learner.optimizer`", changed, schema.get("description", "")])
-        else:
-            allowed = describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
-            yield line([f"`{path}`", allowed, shown(default), schema.get("description", "")])
 
 
 def refused() -> Iterator[str]:
@@ -172,13 +149,6 @@ def choice(kind: str, chosen: Choice) -> str:
     own = {key: value for key, value in chosen.params.items() if value != known[key].default}
     listed = ", ".join(f"{key} {shown(value)}" for key, value in own.items())
     return f"`{chosen.name}`" + (f" ({listed})" if listed else "")
-
-
-def value_at(part: Any, path: str) -> Any:
-    """The value under a dotted key."""
-    for key in path.split("."):
-        part = getattr(part, key)
-    return part
 
 
 def cells(row: str) -> list[str]:

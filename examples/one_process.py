@@ -19,7 +19,7 @@ Read `train` first, then `asyncrl/learner.py` and `asyncrl/generator.py`.
 """
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,7 +139,7 @@ class TableTrainer:
         """Yield the table."""
         yield "logits", self._logits.detach()
 
-    def export(self, directory: Path) -> None:
+    def export(self) -> Callable[[Path], None]:
         """Nothing is exported here."""
         raise NotImplementedError
 

@@ -1,12 +1,29 @@
 """Settings of all tests."""
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
+from asyncrl.hosting.environment import SHARED_CORES
+
+# Tests share the cores with each other and with what they start: a thread that waits must not spin.
+for name, value in SHARED_CORES.items():
+    os.environ.setdefault(name, value)
+
+# Ray reads it once, when a test or a library first imports it.
+os.environ["RAY_AUTH_MODE"] = "token"
+
+# What the terminal of a user or of CI can do changes no test.
+os.environ["TERM"] = "xterm-256color"
+for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
+# A shell starts what runs in the background with SIGINT ignored, and whatever tests start would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.support.groups", "tests.support.leftovers"]
 

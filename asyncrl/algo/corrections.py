@@ -30,7 +30,7 @@ class Correction:
 
     weights_T: Tensor  # float32, 0 where rejected; becomes `TokenBatch.weights_T`
     keep_T: Tensor  # bool, False where rejected
-    metrics: Mapping[str, float] = field(default_factory=dict)  # sums over tokens, by name
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)  # sums over tokens, by name
 
 
 def none(batch: TokenBatch) -> Correction:

@@ -23,7 +23,7 @@ class TokenLoss:
     """Loss of every action token, and sums over tokens for metrics."""
 
     losses_T: Tensor  # differentiable, with importance weights
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     left_out_T: Tensor | None = None  # bool, tokens that the loss leaves out; None if it trains all tokens
 
 
@@ -127,7 +127,7 @@ def dro(batch: TokenBatch, logprobs_T: Tensor, *, beta: Positive) -> TokenLoss:
 
 def clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """[T]: -min(r A, clip(r) A); and how many tokens the clip removed from the gradient on either side."""
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)

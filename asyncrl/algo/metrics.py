@@ -1,9 +1,10 @@
 """Metrics of one optimizer step: sums over micro-batches and ranks, then the published numbers.
 
-Sums are floats by name; names that end in `/max` or `/min` are reduced that way, all others by addition
-(`merge`). Ratios are raw: a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and
-the log-probabilities behind perplexities and `reference/nll`, are clamped to +-20, so every metric is finite
-unless a behaviour or reference log-probability is NaN.
+Sums are by name; names that end in `/max` or `/min` are reduced that way, all others by addition (`merge`).
+Those of a micro-batch are tensors [] on its device, so that the host need not wait for them. Ratios are raw:
+a clipped or truncated ratio would hide the tail that ends a run. Log-ratios, and the log-probabilities behind
+perplexities and `reference/nll`, are clamped to +-20, so every metric is finite unless a behaviour or
+reference log-probability is NaN.
 
     mismatch/*   proximal / behaviour: staleness plus the numerical difference between generator and learner
     policy/*     current / proximal: how far this update has moved
@@ -13,7 +14,7 @@ Axes in names:  T action tokens, S sequences (rollouts), G groups.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def policy_metrics(
     *,
     left_out_T: Tensor | None = None,
     max_response_tokens: int | None = None,
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """Sums over the tokens of one micro-batch, for `merge` and `finish`. A missing column is not measured.
 
     Args:
@@ -80,7 +81,7 @@ def policy_metrics(
     return _reduced(columns, batch.tokens)
 
 
-def group_metrics(rewards: GroupRewards) -> dict[str, float]:
+def group_metrics(rewards: GroupRewards) -> dict[str, Tensor]:
     """Sums over groups and sequences of one batch, of the rewards behind the advantages."""
     totals_S = rewards.totals_S
     sizes_G = torch.bincount(rewards.group_S, minlength=rewards.num_groups)
@@ -100,10 +101,13 @@ def group_metrics(rewards: GroupRewards) -> dict[str, float]:
     return _reduced(columns, rewards.num_sequences)
 
 
-def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce micro-batches or ranks, which may lack names: extremes by maximum or minimum, others by sum."""
+def merge(parts: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
+    """Reduce micro-batches or ranks, which may lack names: extremes by maximum or minimum, others by sum.
+
+    The host waits for the device once, whatever the number of parts.
+    """
     merged: dict[str, float] = {}
-    for part in parts:
+    for part in _read(list(parts)):
         for name, value in part.items():
             if name not in merged:
                 merged[name] = value
@@ -141,6 +145,15 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
         of = name.removesuffix("/square")
         published[f"{of}/std"] = max(published.pop(name) - published[f"{of}/mean"] ** 2, 0.0) ** 0.5
     return published
+
+
+def _read(parts: Sequence[Mapping[str, float | Tensor]]) -> Iterator[dict[str, float]]:
+    """Each part with numbers in place of tensors, which come from their device in one transfer."""
+    tensors = [value for part in parts for value in part.values() if isinstance(value, Tensor)]
+    values = [value.detach().to(tensors[0].device, torch.float64) for value in tensors]
+    numbers = iter(torch.stack(values).tolist() if values else [])
+    for part in parts:
+        yield {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
 
 
 def _denominator(name: str) -> str:
@@ -242,7 +255,7 @@ def _k3(log_ratio_T: Tensor) -> Tensor:
     return torch.expm1(log_ratio_T.double()) - log_ratio_T
 
 
-def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, float]:
+def _reduced(columns: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     """The sum, maximum or minimum of each column, by its name; an empty batch has no extremes."""
     reduced: dict[str, Tensor] = {}
     for name, column in columns.items():

@@ -22,5 +22,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 # Bound on the rollouts of one episode: the branches of its conversation, and its other conversations.
 MOST_SEQUENCES = 256
+# Bound on the tokens that a sampled one could have been, of which all are recorded.
+MOST_KEPT = 256
 # Bound on the absolute value of a reward: sums of squares over a batch stay finite in float32.
 MOST_REWARD = 1e9

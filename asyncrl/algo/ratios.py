@@ -50,7 +50,6 @@ def binary_kl(p_T: Tensor, q_T: Tensor) -> Tensor:
     return sampled_T + (1 - q_T) * ((1 - q_T + PROBABILITY_EPS) / (1 - p_T + PROBABILITY_EPS)).log()
 
 
-def sums(**columns: Tensor) -> dict[str, float]:
-    """Sum of each column in float64, with one transfer from the device for all of them."""
-    totals = torch.stack([column.detach().sum(dtype=torch.float64) for column in columns.values()])
-    return dict(zip(columns, totals.tolist(), strict=True))
+def sums(**columns: Tensor) -> dict[str, Tensor]:
+    """Sum of each column in float64, [], left on its device: `metrics.merge` reads it."""
+    return {name: column.detach().sum(dtype=torch.float64) for name, column in columns.items()}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.algo.ranges import MOST_REWARD, MOST_SEQUENCES
-from asyncrl.columns import COLUMNS, NONE, TEACHER
+from asyncrl.algo.ranges import MOST_KEPT, MOST_REWARD, MOST_SEQUENCES
+from asyncrl.columns import COLUMNS, KEPT_COUNTS, KEPT_IDS, NONE, TEACHER
 from asyncrl.types import Group, Rollout, Turns
 
 # The reason in counts and dead letters.
@@ -116,6 +116,8 @@ def _rollout_faults(rollout: Rollout, limits: GroupLimits) -> Iterator[str]:
     if rollout.answer is not None and len(rollout.answer) > MOST_CHARACTERS:
         yield f"an answer of {len(rollout.answer)} characters, {MOST_CHARACTERS} are allowed"
     yield from _recorded_faults(rollout.recorded, limits)
+    if KEPT_COUNTS in rollout.recorded or KEPT_IDS in rollout.recorded:
+        yield from _kept_faults(rollout)
     yield from _reward_faults(rollout)
     yield from _turn_faults(rollout, rollout.turns) if rollout.turns else ()
 
@@ -139,6 +141,21 @@ def _recorded_faults(recorded: Mapping[str, NDArray[Any]], limits: GroupLimits) 
             most = limits.sizes.get(of, 0) - 1
             if (wrong := _outside(column, NONE, most)) is not None:
                 yield f"{name} has {wrong:.0f}, but {of} are {NONE} (none) to {most}"
+
+
+def _kept_faults(rollout: Rollout) -> Iterator[str]:
+    tokens, none = len(rollout.response_ids), np.zeros(0, np.int32)
+    counts, ids = (rollout.recorded.get(name, none) for name in (KEPT_COUNTS, KEPT_IDS))
+    if len(counts) != tokens or counts.sum() != len(ids) or ids.min(initial=0) < 0:
+        yield f"{len(counts)} kept_counts of {len(ids)} kept_ids for {tokens} tokens contradict each other"
+        return
+    if (most := counts.max(initial=0)) > MOST_KEPT:
+        yield f"a token could have been {most} ones, {MOST_KEPT} are allowed"
+    is_sampled = np.zeros(tokens, np.bool_)
+    of = np.repeat(np.arange(tokens), counts)
+    is_sampled[of[ids == rollout.response_ids[of]]] = True
+    if ((counts > 0) != rollout.action_mask).any() or (is_sampled != rollout.action_mask).any():
+        yield "kept_ids must have each sampled token among those of its place, and none of other tokens"
 
 
 def _turn_faults(rollout: Rollout, turns: Turns) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts, token_mean
+from asyncrl.algo.ratios import sums
 from asyncrl.algo.value import value_loss
 from asyncrl.batch.plan import Plan
 from asyncrl.trainer.base import LOSS, CriticLossFunction, LossSums, MicroBatch, StepResult, Trainer
@@ -35,8 +36,9 @@ def critic_loss(counts: Counts, *, clip: float | None) -> CriticLossFunction:
         assert tokens.values_T is not None and tokens.returns_T is not None
         token_loss = value_loss(values_T, tokens.values_T, tokens.returns_T, clip=clip)
         loss = token_mean(token_loss.losses_T, tokens, counts)
-        metrics = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
-        metrics |= {"tokens": float(tokens.tokens), LOSS: float(loss.detach())}
-        return LossSums(loss=loss, metrics=metrics)
+        of_loss = {f"critic/{name}": value for name, value in token_loss.metrics.items()}
+        return LossSums(
+            loss=loss, metrics={**of_loss, "tokens": float(tokens.tokens), **sums(**{LOSS: loss})}
+        )
 
     return loss_of

@@ -10,7 +10,7 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import Correction, combined, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
-from asyncrl.algo.metrics import merge, policy_metrics
+from asyncrl.algo.metrics import policy_metrics
 from asyncrl.algo.ratios import sums
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.config import registry
@@ -54,7 +54,6 @@ class Objective:
                 tokens, logprobs_T, entropy_T.detach(), left_out_T=left_out_T, max_response_tokens=limit
             )
             of_loss = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
-            metrics = merge([metrics, of_loss, weight_metrics])
             totals: dict[str, Tensor] = {}
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
@@ -66,13 +65,14 @@ class Objective:
             if entropy_coefficient:
                 losses_T = losses_T - entropy_coefficient * entropy_T
             loss = self.aggregation(losses_T, tokens, counts)
-            return LossSums(loss=loss, metrics=metrics | sums(**totals, **{LOSS: loss}))
+            of_step = sums(**totals, **{LOSS: loss})
+            return LossSums(loss=loss, metrics={**metrics, **of_loss, **weight_metrics, **of_step})
 
         return loss_of
 
     def _correct(
         self, tokens: TokenBatch, logprobs_T: Tensor, step: TokenBatch | None
-    ) -> tuple[TokenBatch, Mapping[str, float]]:
+    ) -> tuple[TokenBatch, Mapping[str, float | Tensor]]:
         """Return the tokens with their weights behaviour -> proximal, and metrics of these weights."""
         if self.proximal == "behaviour":
             return tokens, {}

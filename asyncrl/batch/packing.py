@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.algo.tokens import TokenBatch
-from asyncrl.columns import COLUMNS, EXPERTS, filled
+from asyncrl.columns import COLUMNS, EXPERTS, KEPT_COUNTS, KEPT_IDS, NONE, filled
 from asyncrl.errors import ShapeError
 from asyncrl.trainer.base import MicroBatch
 from asyncrl.types import Group
@@ -50,6 +50,8 @@ class TrainSample:
     recorded: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     # int16 [tokens of prompt and response, layers, top_k]: the experts that the engine chose; -1: unknown.
     experts: NDArray[np.int16] | None = None
+    # int32, as many for each token as `recorded["kept_counts"]` says: the ids that it could have been.
+    kept_ids: NDArray[np.int32] | None = None
     # The files of the prompt's images.
     images: tuple[bytes, ...] = ()
 
@@ -95,6 +97,7 @@ def samples_of(
             lag=version - rollout.versions,
             recorded={name: pieces[index] for name, pieces in recorded.items()},
             experts=experts[index] if experts else None,
+            kept_ids=rollout.recorded.get(KEPT_IDS),
             images=own[index],
         )
         for index, rollout in enumerate(rollouts)
@@ -229,8 +232,21 @@ def microbatch(
         target_T=joined((sequence.response_ids for sequence in sequences), torch.int64),
         tokens=tokens,
         experts_NLK=_joined(experts, torch.int16, device) if experts else None,
+        kept_TK=_kept(sequences, device),
         model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
     )
+
+
+def _kept(sequences: Sequence[TrainSample], device: torch.device) -> torch.Tensor | None:
+    """Return [T, K]: the ids that each kept token could have been, filled up with -1."""
+    counts = [sequence.recorded[KEPT_COUNTS] for sequence in sequences if sequence.kept_ids is not None]
+    if not counts:
+        return None
+    ids = [one.kept_ids[np.repeat(one.keep, own)] for one, own in zip(sequences, counts, strict=True)]  # type: ignore[index]
+    count_T = np.concatenate([own[one.keep] for one, own in zip(sequences, counts, strict=True)])
+    kept_TK = np.full((len(count_T), count_T.max(initial=1)), NONE, dtype=np.int32)
+    kept_TK[np.arange(kept_TK.shape[1]) < count_T[:, None]] = np.concatenate(ids)
+    return torch.from_numpy(kept_TK).to(device)
 
 
 def _episode_tokens(sequences: Sequence[TrainSample], device: torch.device) -> torch.Tensor | None:

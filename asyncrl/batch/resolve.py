@@ -19,7 +19,6 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
-from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError
@@ -107,7 +106,7 @@ def recipe_of(
         config.critic,
         settings,
         max_response_tokens=config.sampling.max_response_tokens,
-        reward_parts=reward_parts(config.reward, config.environment),
+        reward_parts=config.reward_parts,
     )
 
 

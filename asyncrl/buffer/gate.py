@@ -31,20 +31,20 @@ class Gate:
         """Return the ticket's id outside this lane of the buffer; the frame carries it."""
         return ticket_id
 
-    def groups(self, buffer: LearnerBuffer, take: Take) -> list[Group] | None:
-        """Return the groups of a take, or None after a frame that cannot be decoded.
+    def groups(self, buffer: LearnerBuffer, take: Take) -> list[tuple[Group, bytes]] | None:
+        """Return the groups of a take with their frames, or None after a frame that cannot be decoded.
 
         The gate rejects such a frame, and the caller takes again, which returns the rest of the take. A group
         that cannot be trained on is returned as a dead group, whose `dead_reason` begins with its kind: dead,
         untrainable or deadly.
         """
-        groups: list[Group] = []
+        groups: list[tuple[Group, bytes]] = []
         for ticket_id, frame in zip(take.ids, buffer.frames(take.ids), strict=True):
             beat()
             name = self.name_of(ticket_id)
             where = {"ticket_id": name, "lane": self.lane}
             try:
-                groups.append(self._group(name, frame))
+                groups.append((self._group(name, frame), frame))
             except WireError as error:
                 invalid = "the frame of group %d is not valid and counts as a failed attempt: %s"
                 log.error(invalid, name, error, extra=where)
@@ -54,7 +54,7 @@ class Gate:
                 reason = str(verdict)
                 log.error("group %d is set aside: %s", name, reason, extra=where)
                 buffer.reject_frame(take, ticket_id, frame, reason, final=True)
-                groups.append(_dead(name, reason))
+                groups.append((_dead(name, reason), frame))
         return groups
 
     def _group(self, name: int, frame: bytes) -> Group:

@@ -29,13 +29,14 @@ class Collected:
     rejected: tuple[tuple[Group, str], ...]  # groups that were consumed but are not trained, with the reason
     takes: int
     taken_at: Mapping[int, float] = field(default_factory=dict)  # Unix seconds by ticket id, of both kinds
+    frames: tuple[bytes, ...] = ()  # of `groups`, in their order; only on rank 0
 
 
 @dataclass(slots=True)
 class _Step:
     """The groups that the current step has so far."""
 
-    accepted: list[Group] = field(default_factory=list)
+    accepted: list[tuple[Group, bytes]] = field(default_factory=list)  # with its frame
     rejected: list[tuple[Group, str]] = field(default_factory=list)
     unfit: Counter[str] = field(default_factory=Counter)  # rejections that count as refills, by kind
     takes: int = 0
@@ -109,8 +110,13 @@ class Intake:
         self.ledger.trained += len(step.accepted)
         self._settled = self.ledger.to_dict()
         self._step = _Step()
-        groups, rejected = tuple(step.accepted), tuple(step.rejected)
-        return Collected(groups=groups, rejected=rejected, takes=step.takes, taken_at=step.taken_at)
+        return Collected(
+            groups=tuple(group for group, _ in step.accepted),
+            rejected=tuple(step.rejected),
+            takes=step.takes,
+            taken_at=step.taken_at,
+            frames=tuple(frame for _, frame in step.accepted),
+        )
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:
         """Let the store forget the groups of a checkpoint; `saved` is the ledger in that checkpoint."""
@@ -147,12 +153,12 @@ class Intake:
         self.ledger.consume(take.ids)
         self._stall.progress()
         step.takes += 1
-        step.taken_at |= dict.fromkeys((group.ticket_id for group in groups), time_of_day())
-        for ticket_id, group in zip(take.ids, groups, strict=True):
+        step.taken_at |= dict.fromkeys((group.ticket_id for group, _ in groups), time_of_day())
+        for ticket_id, (group, frame) in zip(take.ids, groups, strict=True):
             reason = reason_to_reject(group, version, judge=self.judge, known_kinds=self.ledger.rejected)
             self._ever_fit = self._ever_fit or group.dead_reason is None
             if reason is None:
-                step.accepted.append(group)
+                step.accepted.append((group, frame))
             else:
                 step.rejected.append((group, reason))
                 self.ledger.count_rejected(kind := kind_of(reason))

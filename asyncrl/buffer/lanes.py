@@ -13,7 +13,7 @@ from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, shard_names
-from asyncrl.columns import TEACHER
+from asyncrl.columns import KEPT_COUNTS, KEPT_IDS, TEACHER
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
@@ -45,15 +45,17 @@ def eval_lane(config: Config, connection: StoreConnection, lane: str, prompts: i
 
 def group_limits(config: Config, vocabulary: int) -> tuple[GroupLimits, GroupLimits]:
     """Return what a group must satisfy (to be trained on, to count in held-out evaluation)."""
+    truncates = config.sampling.top_k > 0
     limits = GroupLimits(
         vocabulary=vocabulary,
         rollouts=config.batch.group_size,
         max_tokens=min(config.sampling.max_tokens, config.learner.tokens_per_microbatch),
-        sizes=routing_sizes(config.model),
+        sizes={**routing_sizes(config.model), **({"token_ids": vocabulary} if truncates else {})},
     )
     # A held-out group with another number of samples was sampled before a resume.
     held_out = replace(limits, rollouts=config.eval.samples, whole=True)
-    return replace(limits, required=(TEACHER,) if config.teacher else ()), held_out
+    required = (TEACHER,) if config.teacher else (KEPT_COUNTS, KEPT_IDS) if truncates else ()
+    return replace(limits, required=required), held_out
 
 
 def open_intake(

@@ -25,7 +25,7 @@ from asyncrl.buffer.store_data import Loading, StoreData, open_log
 from asyncrl.buffer.users import StoreUser
 from asyncrl.config.store import StoreConfig
 from asyncrl.errors import StoreError
-from asyncrl.hosting.processes import bound_to_us, public_environment, stop_process
+from asyncrl.hosting.processes import bound_to_us, public_environment, stop_processes
 
 Choice = Literal["auto", "redis-server", "valkey-server", "bundled"]
 
@@ -205,7 +205,7 @@ class StoreServer:
     def stop(self) -> None:
         """Ask the server to stop, wait, then kill it. Does nothing if it does not run."""
         if self._process is not None:
-            stop_process(self._process, grace_s=STOP_S)
+            stop_processes([self._process], grace_s=STOP_S)
             self._process = None
 
     def kill(self) -> None:

@@ -205,6 +205,7 @@ class ShardedIntake:
             rejected=tuple(rejected for part in parts for rejected in part.rejected),
             takes=sum(part.takes for part in parts),
             taken_at={name: at for part in parts for name, at in part.taken_at.items()},
+            frames=tuple(frame for part in parts for frame in part.frames),
         )
 
     def commit(self, saved: Mapping[str, Any], version: int) -> None:

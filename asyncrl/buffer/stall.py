@@ -43,7 +43,11 @@ class StallWatch:
             self._arrived, self._last_progress_s = arrived, time.monotonic()
         silent_s = time.monotonic() - self._last_progress_s
         if silent_s > min(REPAIR_AFTER_S, self.stall_s / 2) and self._repaired_at_s < self._last_progress_s:
-            log.info("no group arrived for %.0f s; in case it is damaged, the store is repaired", silent_s)
+            log.info(
+                "no group arrived for %.0f s: engines may be starting, or groups take that long; in case the "
+                "store lost tickets, it is made to agree with the ledger",
+                silent_s,
+            )
             self._repaired_at_s = time.monotonic()
             recover()
         if silent_s > self.stall_s:

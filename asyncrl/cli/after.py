@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, MaybeWords, RunArgument, config_and_overrides
+from asyncrl.cli.arguments import ConfigOption, RunArgument, Words, config_and_overrides
 
 app = typer.Typer()
 
@@ -18,17 +18,21 @@ BestOption = Annotated[
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run (its newest checkpoint) or a model directory.")],
-    words: MaybeWords = None,
+    words: Words = None,
     config: ConfigOption = None,
     best: BestOption = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="A set of data.eval by its name; by default all.")
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint or model on held-out prompts: of the given config, or of the run's own."""
+    from asyncrl.config.data_section import error_of
     from asyncrl.results.evaluate import evaluate_model
     from asyncrl.telemetry.history import score
 
-    metrics = evaluate_model(model, *config_and_overrides(words, config), best=best)
+    metrics = evaluate_model(model, *config_and_overrides(words, config), best=best, only=only or ())
     for name in metrics:
-        if name.replace("eval/", "eval/se/") in metrics:
+        if error_of(name) in metrics:
             typer.echo(f"{name}: {score(metrics, name)}", err=True)
     typer.echo(json.dumps(metrics, indent=1))
 
@@ -57,25 +61,6 @@ def compare(
     from asyncrl.results.compare import compare_runs
 
     show_tables(compare_runs(runs, to))
-    if to:
-        typer.echo(to)
-
-
-@app.command()
-def analyze(
-    run: RunArgument = None,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Metrics or globs; default: list what there is.", show_default=False),
-    ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help=".html (curves) or .csv (all values).")] = None,
-) -> None:
-    """Statistics, values and curves of any metrics of a run."""
-    from asyncrl.cli.screens import show_metrics, show_names
-    from asyncrl.results.analyze import analyze_run
-
-    metrics = analyze_run(run, names or [], to)
-    (show_metrics if names else show_names)(metrics)
     if to:
         typer.echo(to)
 

@@ -30,14 +30,13 @@ ConfigOption = Annotated[
 ]
 # Of a command that gives only keys.
 NO_FILE = Path(asyncrl.config.__file__).with_name("no_file.yaml")
-_FILE_AND_CHANGES = "The YAML file of a run, and the keys to change in it."
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
-]
-MaybeWords = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help=_FILE_AND_CHANGES, show_default=False),
+    typer.Argument(
+        metavar="[FILE] [KEY=VALUE]...",
+        help="The YAML file of a run, and the keys to change in it.",
+        show_default=False,
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, Json, MaybeWords, Words, config_and_overrides, required_config
+from asyncrl.cli.arguments import ConfigOption, Json, Words, config_and_overrides, required_config
 from asyncrl.errors import ConfigError
 
 app = typer.Typer()
@@ -85,23 +85,14 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
 
 @app.command()
 def doctor(
-    words: MaybeWords = None,
+    words: Words = None,
     config: ConfigOption = None,
     as_json: Json = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the GPUs instead, in 5 to 10 minutes.")] = False,
-    device: Annotated[
-        str, typer.Option(help="With --gpu: cuda, or cpu for a rehearsal of a minute or two.")
-    ] = "cuda",
-    model: Annotated[
-        Path | None, typer.Option(help="With --gpu: a model's directory; default: random weights.")
-    ] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
 ) -> None:
     """Check this machine, and what a run needs of it; failures come with their fix and exit status 1."""
     if gpu:
-        _measure(config_and_overrides(words, config), device, model, as_json=as_json)
-        return
-    if model is not None or device != "cuda":
-        raise ConfigError("doctor: found --device or --model without --gpu; add --gpu, or leave them out")
+        raise ConfigError("doctor: found --gpu; GPUs are measured by `python -m bench.gpu`, in a clone")
     from rich.console import Console
     from rich.text import Text
 
@@ -121,40 +112,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _measure(given: tuple[Path | None, list[str]], device: str, model: Path | None, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from asyncrl.cli.screens import show_result
-    from asyncrl.preflight.gpu.kit import check, open_place
-
-    if given != (None, []):
-        raise ConfigError(
-            "doctor --gpu: found a config or an override; it makes its own task, leave them out"
-        )
-    if device not in ("cuda", "cpu"):
-        raise ConfigError(f"doctor --gpu: found --device {device}; allowed are cuda and cpu")
-    place = open_place("cuda" if device == "cuda" else "cpu", model)
-    console, results = Console(highlight=False), []
-    for result in check(place):
-        results.append(result)
-        if not as_json:
-            show_result(result, console)
-    file = place.directory / "result.json"
-    if as_json:
-        typer.echo(file.read_text())
-    else:
-        failed = [result.name for result in results if result.verdict == "failed"]
-        said = f"failed: {', '.join(failed)}" if failed else f"all {len(results)} rows passed"
-        console.print(f"{said}; figures and logs: {file}", style="bold", soft_wrap=True)
-    if any(result.verdict == "failed" for result in results):
-        raise typer.Exit(1)
-
-
 @app.command()
 def plan(words: Words = None, config: ConfigOption = None, as_json: Json = False) -> None:
     """Show what a config asks of this machine (batches, staleness, store, memory), with all formulas."""
     from asyncrl.cli.screens import show_plan
-    from asyncrl.preflight.forecast import plan_of
+    from asyncrl.preflight.fit import plan_of
 
     found = plan_of(*required_config(words, config))
     if as_json:
@@ -268,9 +230,10 @@ def warmup(
     from asyncrl.quickstart.tiny import Size
     from asyncrl.quickstart.warmup import WarmupSettings, build
 
+    seed = seed or 0
     if game == "sums":
-        build(directory, WarmupSettings(seed=seed or 0), typer.echo)
+        build(directory, WarmupSettings(seed=seed), typer.echo)
     elif game in PUPILS:
-        make_pupil(game, directory, Size(seed=seed or 0), typer.echo)
+        make_pupil(game, directory, Size(seed=seed), typer.echo)
     else:
         raise typer.BadParameter(f"found {game}; allowed are sums, {', '.join(PUPILS)}", param_hint="--game")

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,9 @@ from asyncrl.stages.record import is_finished, refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
-from asyncrl.telemetry.live import INTERVAL_S, Dashboard, PlainReporter, View
-from asyncrl.telemetry.state import StateReader, read_state
+from asyncrl.telemetry.history import of_sets
+from asyncrl.telemetry.live import viewer
+from asyncrl.telemetry.state import read_state
 
 # Metrics whose first and last value are shown at the end, of runs and of stages.
 RESULTS = ("eval/accuracy", "eval/reward_mean", "reward/mean", "eval/loss", "eval/rewards/accuracies")
@@ -81,7 +82,8 @@ def stage_here(config: StageConfig, *, fresh: bool, plain: bool) -> int:
 def _watched(run: StartedRun, directory: RunDirectory, *, lines: bool) -> int:
     """Show a run until its end or a stop, then its result, and return the exit status."""
     may_fail = BestEffort()
-    with viewer(directory, lines=lines) as show, stop_on_signals(run.supervisor) as stopped:
+    view = viewer(directory.path, Console(), lines=lines, since=time.time())
+    with view as show, stop_on_signals(run.supervisor) as stopped:
 
         def on_tick() -> None:
             with may_fail("the view"):
@@ -125,37 +127,14 @@ def stop_on_signals(supervisor: Supervisor) -> Iterator[Stopped]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def viewer(directory: RunDirectory, *, lines: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function that shows news as lines or as the dashboard. It may be called at any rate."""
-    now = time.time()
-    view: View = PlainReporter(typer.echo, since=now) if lines else Dashboard(Console())
-    # With lines, the supervisor, which is this process, logs to the console itself.
-    reader = StateReader(directory.path, since=now, without="supervisor" if lines else "")
-    shown_at_s = 0.0
-
-    def show() -> None:
-        nonlocal shown_at_s
-        if time.monotonic() - shown_at_s >= INTERVAL_S:
-            shown_at_s = time.monotonic()
-            view.show(reader.read())
-
-    try:
-        yield show
-        with BestEffort()("the last view"):
-            view.show(reader.read())
-    finally:
-        view.close()
-
-
 def show_result(directory: RunDirectory, *, finished: bool) -> None:
     """Print results before and after training, a few samples, the run directory, and the next commands."""
     state, path = read_state(directory.path), directory.path
     console = Console(highlight=False)
     console.print()
-    for name in RESULTS:
-        if len(series := state.series(name)) >= 2:
-            first, last = (state.history.at_step(name, series[index][0]) for index in (0, -1))
+    for name in [name for wanted in RESULTS for name in of_sets(wanted, state.history.names)]:
+        if len(state.series(name)) >= 2:
+            first, last = state.history.shown(name, "first"), state.history.shown(name, "last")
             console.print(f"{name}: {first} -> {last}")
     for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:
         for text in sample_lines(sample, console.width, 3):

@@ -26,6 +26,8 @@ ELSEWHERE = {
     "stop": "down",
     "train": "up",
 }
+# Commands that an earlier release had, and where their results are now.
+GONE = {"analyze": "curves are in `asyncrl report`, all values in RUN/metrics/*.jsonl and `Run.metrics()`"}
 # typer's error for a wrong command line: a class of click, which newer releases of typer contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -70,13 +72,14 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
         found = f"found no command `{unknown[1]}`"
         meant = ELSEWHERE.get(unknown[1].lower())
         hint = f"; did you mean `{meant}`?" if meant else did_you_mean(unknown[1].lower(), commands)
+        hint = f"; {GONE[unknown[1]]}" if unknown[1] in GONE else hint
         allowed = f"{', '.join(commands)}{hint}"
     return f"{command}: {found}; allowed is {allowed}; `{command} --help` says more"
 
 
 def _key(option: str) -> str:
     """Return a hint for options such as `--learning_rate`: keys of the config are given as KEY=VALUE."""
-    from asyncrl.config.report import meant_keys
+    from asyncrl.config.load import meant_keys
     from asyncrl.config.schema import Config
 
     keys = meant_keys(Config, option.lstrip("-"))

@@ -46,8 +46,7 @@ def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: boo
     """Return the config of a learner after checking it for this machine; print doubts about it."""
     from asyncrl.preflight.checks.gpu import gpu_doubts, require_usable_gpus
     from asyncrl.preflight.doubts import doubts, require_device
-    from asyncrl.preflight.fit import require_fit
-    from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
+    from asyncrl.preflight.fit import HOST_SLOTS, require_fit, with_slots
     from asyncrl.preflight.validate import validated_config
 
     checked = validated_config(file, overrides, resumes=resumes, generators=generators)
@@ -295,6 +294,28 @@ def status(
 
 
 @app.command()
+def logs(
+    run: RunArgument = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A process or host, such as g0 or generators-1: all that it has printed. "
+            "Default: warnings and errors of all processes.",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")
+    ] = False,
+) -> None:
+    """Show what the processes and hosts of a run have logged."""
+    from asyncrl.results.recorded import logs_of
+
+    for text in logs_of(run, name, follow=follow):
+        typer.echo(text, nl=False)
+
+
+@app.command()
 def samples(
     run: RunArgument = None,
     count: Annotated[int, typer.Option(min=1)] = 5,
@@ -313,7 +334,7 @@ def samples(
 ) -> None:
     """Show rollouts: prompt, response, reward parts, versions of the tokens."""
     from asyncrl.cli.screens import show_samples
-    from asyncrl.results.samples import pairs_of, samples_of, wanted
+    from asyncrl.results.recorded import pairs_of, samples_of, wanted
 
     if pairs:
         for line in pairs_of(run):

@@ -1,10 +1,10 @@
-"""Prints tables, curves, samples, checks and plans on a terminal. Text of models is never read as markup."""
+"""Prints tables, samples, checks and plans on a terminal. Text of models is never read as markup."""
 
 import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -12,19 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.results.samples import sample_head
 from asyncrl.rewards.base import ABSTAINED
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.curves import curve
 from asyncrl.telemetry.text import number, visible, visible_lines
 
 if TYPE_CHECKING:  # a command imports only what it shows
     from asyncrl.preflight.checks.base import Outcome
     from asyncrl.preflight.environment_trial import Trial as EnvironmentTrial
     from asyncrl.preflight.forecast import Forecast
-    from asyncrl.preflight.gpu.kit import Result
     from asyncrl.preflight.reward_trial import Trial, Tried
-    from asyncrl.results import analyze, page
+    from asyncrl.results import page
 
 VERDICT_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 ENVIRONMENT_KINDS = {
@@ -49,26 +46,6 @@ def show_tables(tables: "Iterable[page.Table]") -> None:
         console.print(shown)
 
 
-def show_names(metrics: "Mapping[str, analyze.Metric]") -> None:
-    """Print one line for each metric: its name, the number of its values, and the last one."""
-    console = Console(highlight=False)
-    for name, metric in metrics.items():
-        line = f"{visible(name)}  {len(metric.series)} values, last {number(metric.series[-1][1])}"
-        console.print(Text(line), soft_wrap=True)
-
-
-def show_metrics(metrics: "Mapping[str, analyze.Metric]") -> None:
-    """Print statistics, values and curves of metrics."""
-    from asyncrl.results.analyze import statistics, values
-
-    show_tables([statistics(metrics), *values(metrics)])
-    console = Console(highlight=False)
-    for name, metric in metrics.items():
-        title = f"{visible(name)} by {metric.axis}"
-        for line in curve(title, metric.series, width=console.width, height=12, style="cyan"):
-            console.print(line)
-
-
 def show_samples(samples: Iterable[SampleRecord]) -> None:
     """Print rollouts in full."""
     console = Console(highlight=False)
@@ -79,6 +56,8 @@ def show_samples(samples: Iterable[SampleRecord]) -> None:
 
 def full_lines(sample: SampleRecord) -> list[Text]:
     """Return head, prompt, response and judgements. A bar keeps a model's lines from looking like ours."""
+    from asyncrl.results.recorded import sample_head
+
     head, details = sample_head(sample)
     style = "yellow" if math.isnan(sample.reward) or sample.reward <= 0 else "green"
     lines = [Text.assemble((visible(head), style), ("  " + visible(details), "dim"))]
@@ -100,25 +79,6 @@ def show_outcome(outcome: "Outcome", console: Console) -> None:
     console.print(head.append(finding.found.strip().replace("\n", "\n" + " " * 23)), soft_wrap=True)
     if finding.fix:
         console.print(Text.assemble(" " * 23, ("fix: ", "bold"), finding.fix), soft_wrap=True)
-
-
-def show_result(result: "Result", console: Console) -> None:
-    """Print a row of the check of the GPUs: a line for each figure, with its limit."""
-    style = VERDICT_STYLES[result.verdict]
-    took = f"{result.seconds:.0f} s of at most {result.limit_s:.0f} s"
-    console.print(Text.assemble((result.name, f"bold {style}"), f"  {took}"), soft_wrap=True)
-    for figure in result.figures:
-        value = "" if figure.value is None else f"{figure.value:.4g} {figure.unit}".strip()
-        line = Text.assemble(
-            (f"  {figure.verdict:<10}", VERDICT_STYLES.get(figure.verdict, "dim")),
-            f"{figure.name:<58}{value:<18}",
-            (f"{figure.limit:<16}", "dim"),
-        )
-        console.print(line.append(visible(figure.note), "dim"), soft_wrap=True)
-    if result.problem:
-        console.print(
-            Text(f"  failed    {visible(result.problem)}", VERDICT_STYLES["failed"]), soft_wrap=True
-        )
 
 
 def show_plan(plan: "Forecast") -> None:

@@ -49,8 +49,7 @@ def sweep(
     from asyncrl.cli.screens import show_tables
     from asyncrl.commands.sweep import page_of, swept
     from asyncrl.preflight.validate import validated_config
-    from asyncrl.results.compare import compare_runs
-    from asyncrl.results.seeds import over_seeds
+    from asyncrl.results.compare import compare_runs, over_seeds
 
     file, overrides = required_config(words, config)
     trials, failed = swept(file, overrides, seeds), list[Path]()

@@ -29,6 +29,8 @@ from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 CONNECT_S, END_S, LOOK_S = 60.0, 15.0, 2.0
+# A host ends if its driver was silent so long. Ray ends it with the driver, but not without its own head.
+SILENT_S = 120.0
 AUTH_VARIABLE = "RAY_AUTH_MODE"
 _NO_TOKEN = (
     f"{AUTH_VARIABLE} is not `token`, and without that everybody who reaches a Ray cluster runs programs in "
@@ -43,6 +45,7 @@ class _Host:
     def __init__(self) -> None:
         self._is_begun = threading.Event()
         self._process: Popen[bytes] | None = None
+        self._asked_s = time.monotonic()
 
     def run(self, words: Sequence[str], directory: Path, output: Path, secret: str | None) -> int:
         """Run the command in a directory to its end, and return its exit status. Raises RunError."""
@@ -64,8 +67,18 @@ class _Host:
                 "and that of the run, run.root, at the same place on a shared file system"
             ) from error
         self._is_begun.set()
-        self._process.communicate((secret or "").encode())
-        return self._process.returncode
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write((secret or "").encode())
+        while self._process.poll() is None and time.monotonic() < self._asked_s + SILENT_S:
+            time.sleep(LOOK_S / 4)
+        if self._process.poll() is None:
+            self.end(kill=False)
+        return self._process.wait()
+
+    def ask_for(self) -> None:
+        """Hear that the driver still wants this host."""
+        self._asked_s = time.monotonic()
 
     def where(self) -> tuple[str, int]:
         """Return our address and the id of the command's process, when it runs."""
@@ -98,7 +111,7 @@ class RayCluster:
 
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}
-        self._free, self._looked_s = "", 0.0
+        self._free, self._looked_s, self._asked_s = "", 0.0, 0.0
         if os.environ.get(AUTH_VARIABLE) != "token":
             raise RunError(f"cluster.kind is ray, but {_NO_TOKEN}")
         on_term = signal.getsignal(signal.SIGTERM)
@@ -119,7 +132,11 @@ class RayCluster:
         self._placed[plan.name] = _Placed(plan, output, group, actor, done, actor.where.remote())
 
     def states(self) -> Mapping[str, HostState]:
+        if is_due := time.monotonic() > self._asked_s + LOOK_S:
+            self._asked_s = time.monotonic()
         for placed in self._live().values():
+            if is_due:
+                placed.actor.ask_for.remote()
             self._look(placed)
         return {name: placed.state for name, placed in self._placed.items()}
 

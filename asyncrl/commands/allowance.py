@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import HttpReward, LlmJudge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import ADAPTERS, TOOLS
@@ -30,9 +29,9 @@ class Wish(NamedTuple):
 
 def wishes(config: Config) -> Iterator[Wish]:
     """Yield code outside this package that a generator would load, and variables that it would inherit."""
-    for index, function in enumerate(config.reward.functions):
-        yield from _reward(f"reward.functions[{index}]", function)
-    yield from _environment(config.environment)
+    for key, function in config.reward_functions.items():
+        yield from _reward(key, function)
+    yield from _environments(config)
     advantage = config.algorithm.advantage.name
     if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
         yield Wish("algorithm.advantage", advantage.rpartition(":")[0])
@@ -56,16 +55,17 @@ def _reward(key: str, function: RewardFunctionConfig) -> Iterator[Wish]:
             yield Wish(f"{key}.params.prompt", str(remote.prompt))
 
 
-def _environment(environment: EnvironmentConfig) -> Iterator[Wish]:
-    for name in (environment.uses,) if isinstance(environment.uses, str) else environment.uses:
+def _environments(config: Config) -> Iterator[Wish]:
+    for key, name, _ in config.environment_names:
         if name.partition(":")[0] in ADAPTERS:  # the rest of the name may be a command, or name a module
-            yield Wish("environment.uses", name)
+            yield Wish(key, name)
         elif name not in TOOLS and (place := name.rpartition(":")[0]) != GAMES:
-            yield Wish("environment.uses", place)
-    if environment.command:
-        yield Wish("environment.command", f"command:{shlex.join(environment.command)}")
-    if environment.python:
-        yield Wish("environment.python", str(environment.python))
+            yield Wish(key, place)
+    for key, environment in config.environments.items():
+        if environment.command:
+            yield Wish(f"{key}.command", f"command:{shlex.join(environment.command)}")
+        if environment.python:
+            yield Wish(f"{key}.python", str(environment.python))
 
 
 def check_allowed(config: Config, allowed: Collection[str]) -> None:

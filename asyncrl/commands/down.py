@@ -42,7 +42,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
         if supervisor is not None:
             descendants: list[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess):
-                # All processes of the run stay below its supervisor while it lives: see `hosting.family`.
+                # All processes of the run stay below its supervisor while it lives: see `hosting.children`.
                 descendants = list(supervisor.children(recursive=True))
                 supervisor.send_signal(signal.SIGTERM)
             members = [*descendants, supervisor, *members]

@@ -26,8 +26,7 @@ from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.hosting.children import ProcessSpec
-from asyncrl.hosting.family import family
+from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.route import PEERS_VARIABLE
 from asyncrl.hosting.supervisor import Supervisor
@@ -52,7 +51,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
             directory.make()
         stack.enter_context(RunLock(directory.driver_lock))
         with needing(directory.path):
-            directory.create(fresh=fresh)
+            directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret()
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
@@ -145,7 +144,7 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
                 directory.require_run()
             directory.make()
         with RunLock(directory.driver_lock), needing(directory.path):
-            directory.create(fresh=fresh)
+            directory.create(fresh=fresh, config=dump_config(config))
             if not directory.config.exists():  # by which other commands know a run
                 replace_text(directory.config, dump_config(config))
             replace_text(directory.job, script := run_script(config, command))

@@ -77,7 +77,8 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
 
 def require_whole(audit: dict[str, Any]) -> None:
     """Raise RunError if an id is missing or in two places."""
-    for lane, found in (("training", audit), ("evaluation", audit["evaluation"])):
+    lanes = [("training", audit), *((name, one) for name, one in audit.items() if name.startswith("eval"))]
+    for lane, found in lanes:
         if found and (missing := int(found.get("missing", 0))):
             where = "nowhere" if missing > 0 else "in two places"
             problem = f"{abs(missing)} issued ids are {where}"
@@ -85,7 +86,7 @@ def require_whole(audit: dict[str, Any]) -> None:
 
 
 def audit_store(config: Config, directory: RunDirectory, store_url: str | None) -> dict[str, Any]:
-    """Return counts of the training lane's ids by place, and under `evaluation` those of held-out prompts."""
+    """Return counts of the training lane's ids by place, and under `evaluation NAME` those of each set."""
     from asyncrl.buffer.connection import StoreConnection
     from asyncrl.buffer.lanes import eval_lane, train_lane
     from asyncrl.evaluation import Rounds
@@ -100,13 +101,13 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
     connection = StoreConnection(url, password=password, retry_s=2.0)
     found = _audit_of(train_lane(config, connection))
     try:
-        held_out = min(config.eval.prompts, DataFiles(config).held_out_rows)
+        rounds = Rounds.of(config, DataFiles(config).held_out_rows)
     except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
-    if not held_out:
-        return found | {"evaluation": None}
-    lane = eval_lane(config, connection, Rounds.of(config, held_out).lane, held_out)
-    return found | {"evaluation": _audit_of(lane)}
+    for name, one in rounds.items():
+        lane = eval_lane(config, connection, one.lane, one.prompts)
+        found[f"evaluation {name}".strip()] = _audit_of(lane)
+    return found
 
 
 def _audit_of(lane: ShardedBuffer | RedisBuffer) -> dict[str, Any]:

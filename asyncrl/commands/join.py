@@ -27,7 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
-from asyncrl.hosting.family import family
+from asyncrl.hosting.children import family
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run

@@ -14,13 +14,12 @@ from asyncrl.commands.stopping import MARGIN
 from asyncrl.commands.up import StartedRun, learner_spec
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.hosting.children import family
 from asyncrl.hosting.environment import RUN_VARIABLE
-from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.progress import Limits
-from asyncrl.hosting.rank_group import workers_of
-from asyncrl.hosting.standby import FLAG, HOST, LEARNER, name_of
+from asyncrl.hosting.rank_group import FLAG, HOST, LEARNER, name_of, workers_of
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.logs import setup_logging

@@ -8,9 +8,8 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.commands.stopping import announce
 from asyncrl.commands.up import StartedRun, claimed, share_of_cores, supervised
 from asyncrl.config.sections import ControlConfig
-from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.environment import LEARNER, role_environment
-from asyncrl.hosting.family import family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.rank_group import workers_of

@@ -5,6 +5,7 @@ import logging
 from typing import NamedTuple
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.config.named_files import EXPORT
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.state import read_state
@@ -19,7 +20,7 @@ LEAST_S = 90.0
 MARGIN = 2.0
 # What a learner or stage reports while nothing is trained that is not saved, and between steps.
 BEFORE, BETWEEN = ("start", "load the model"), ("wait_groups", "report", "checkpoint", "last checkpoint")
-# What a stage reports before its first step and behind its last one.
+# What a stage reports before its first step, and a stage or learner behind its last one.
 AROUND = {
     "evaluate": "ending the evaluation, which changes nothing",
     "export": "finishing the export of the model",
@@ -82,7 +83,8 @@ def what_is_saved(directory: RunDirectory) -> str:
     if saved is None:
         return f"nothing is saved: {steps(lost)} lost" if lost else ""
     where = directory.saved_steps()[saved]
-    return f"step {saved} is saved in {where}" + (f", {steps(lost)} after it lost" if lost > 0 else "")
+    text = f"step {saved} is saved in {where}" + (f", {steps(lost)} after it lost" if lost > 0 else "")
+    return text + ("" if (where / EXPORT).is_dir() else f"; its {EXPORT}/ is missing until the run goes on")
 
 
 def steps(count: int) -> str:

@@ -22,18 +22,16 @@ from asyncrl.config.store import StoreConfig
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.hosting.children import ProcessSpec
+from asyncrl.hosting.children import Family, ProcessSpec, family
 from asyncrl.hosting.environment import LEARNER as LEARNER_VARIABLES
 from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
-from asyncrl.hosting.family import Family, family
 from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import Placement, Seat, overfull, placement_of
 from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
-from asyncrl.hosting.rank_group import workers_of
+from asyncrl.hosting.rank_group import FLAG as STANDBY
+from asyncrl.hosting.rank_group import MEMORY_SHARE, workers_of
 from asyncrl.hosting.route import peers_in, with_addresses
-from asyncrl.hosting.standby import FLAG as STANDBY
-from asyncrl.hosting.standby import MEMORY_SHARE
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.scorers import scorer_specs
@@ -206,7 +204,7 @@ def claimed(
         directory.make()
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
-            directory.create(fresh=fresh)
+            directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret(given)
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
             replace_text(directory.config, dump_config(config), durable=True)

@@ -28,23 +28,24 @@ def is_everywhere(host: str) -> bool:
     return address is not None and (address.is_unspecified or _mapped(address).is_unspecified)
 
 
-def require_one_interface(key: str, host: str) -> None:
-    """Raise ValueError if `host` means every interface."""
+def one_interface(host: str) -> str:
+    """Return `host`. Raises ValueError if it means every interface."""
     if is_everywhere(host):
         raise ValueError(
-            f"{key} would listen on every interface of this host ({host or 'no address'}); give the address "
-            "of one: 127.0.0.1 for this host only, or one that other hosts reach (`ip address` lists them)"
+            f"would listen on every interface of this host ({host or 'no address'}); give the address of "
+            "one: 127.0.0.1 for this host only, or one that other hosts reach (`ip address` lists them)"
         )
+    return host
 
 
-def require_one_address(key: str, bind: str) -> None:
-    """Raise ValueError if `tcp://HOST:PORT` means every interface or has an impossible port."""
-    if bind == AUTO:
-        return
-    require_one_interface(key, host_of(bind))
-    port = bind.rpartition(":")[2]
-    if not 1 <= int(port) <= 65535:
-        raise ValueError(f"{key} names port {port}; allowed is 1 to 65535; choose a free one")
+def one_address(bind: str) -> str:
+    """Return `tcp://HOST:PORT`. Raises ValueError if it means every interface or has an impossible port."""
+    if bind != AUTO:
+        one_interface(host_of(bind))
+        port = bind.rpartition(":")[2]
+        if not 1 <= int(port) <= 65535:
+            raise ValueError(f"names port {port}; allowed is 1 to 65535; choose a free one")
+    return bind
 
 
 def host_of(bind: str) -> str:

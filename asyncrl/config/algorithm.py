@@ -1,10 +1,15 @@
 """Sections of the algorithm: which functions are composed, with what numbers (see docs/algorithms.md)."""
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 from asyncrl.config.base import Choice, Part, marked
 from asyncrl.config.resume import REFUSED, refused
+
+ANY_SETTINGS = {"type": "object", "additionalProperties": True}
 
 _TEACHER = refused("the training so far was held to the other reference")
 
@@ -13,13 +18,13 @@ class ReferenceConfig(Part):
     """The reference model, where it is not the initial policy: a teacher."""
 
     path: Annotated[str, _TEACHER]
-    """A Hugging Face directory or hub name; its tokenizer must be that of model.path."""
+    """Its directory or hub name; the tokenizer must be that of model.path."""
     revision: Annotated[str | None, _TEACHER] = None
     """Hub revision; pin it for repeatable runs."""
     scorers: NonNegativeInt = 0
-    """Processes that hold the teacher, if it is too large for the learner; 0: the learner holds it."""
+    """Processes that hold the teacher; 0: the learner holds it."""
     gpus: tuple[NonNegativeInt, ...] = ()
-    """GPUs of each of these processes in turn, by number; by default all processes see all GPUs."""
+    """GPUs of these processes in turn; by default all."""
 
 
 class KLConfig(Part):
@@ -30,8 +35,7 @@ class KLConfig(Part):
     estimator: Annotated[Choice, marked(kind="kl")] = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
-    """True multiplies the KL in the loss by the current / behaviour probability ratio, so that it is the KL
-    of the trained policy (DeepSeek-V3.2)."""
+    """True multiplies the KL in the loss by the current / behaviour probability ratio (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: Positive | None = None
@@ -48,8 +52,7 @@ class EntropyConfig(Part):
     coefficient: float = 0.0
     """Coefficient of the bonus; with `target` its initial value."""
     target: Positive | None = None
-    """Entropy in nats per token. Below it the coefficient grows by `step` per batch and acts; above it the
-    coefficient falls and does not act."""
+    """Entropy in nats per token below which the coefficient grows by `step` per batch and acts."""
     step: Positive = 0.005
     """Change of the adaptive coefficient after a batch."""
     maximum: Positive = 1.0
@@ -77,8 +80,7 @@ class AlgorithmConfig(Part):
     rejections: tuple[Annotated[Choice, marked(kind="correction")], ...] = ()
     """Further corrections that only reject tokens; the weights are those of `correction`."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
-    """Proximal policy: `recompute` by a forward pass at the start of the batch, `log_linear` by
-    interpolation, or `behaviour` for the behaviour policy."""
+    """Proximal policy: by a forward pass, by interpolation, or the behaviour policy."""
     aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
     reference: ReferenceConfig | None = None
@@ -92,36 +94,63 @@ class AlgorithmConfig(Part):
     shaping: tuple[Annotated[Choice, marked(kind="shaping")], ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
-    """True masks rollouts that the length limit cut off (overlong filtering); they count for the baseline."""
+    """True masks rollouts that were cut off; they count for the baseline."""
+
+
+Optimizer = Literal["adamw", "adamw_8bit", "muon", "adafactor"]
+Schedule = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "polynomial",
+    "warmup_stable_decay",
+]
 
 
 class OptimizerConfig(Part):
-    """AdamW."""
+    """The optimizer of a model and its learning rate."""
 
+    kind: Annotated[Optimizer, refused("the checkpoint holds the state of this optimizer")] = "adamw"
+    """`adamw_8bit` keeps AdamW's moments in 8 bits. `muon` steps the matrices of layers, and AdamW the rest.
+    It and `adafactor` need `zero_stage` 0."""
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """Decay of the first and second moments; `adafactor` has its own."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; `adafactor` has its own."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, as in AdamW."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps in which the learning rate rises linearly to `lr`."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: `lr` throughout, or falling to `final_share` of it at the end of the
-    run (`learner.steps`). A resumed run goes on at its number of optimizer steps."""
-    final_share: Share = 0.0
-    """Share of `lr` that is left at the end of the run, where `schedule` lets it fall."""
+    warmup_steps: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 0
+    """Optimizer steps of linear rise to `lr`; below 1 a share of the run's."""
+    schedule: Schedule = "constant"
+    """Learning rate after the warm-up, by its name in transformers, until `learner.steps`."""
+    schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(
+        default_factory=dict
+    )
+    """Arguments of the schedule, such as `num_decay_steps`."""
     max_grad_norm: Positive = 1.0
     """Norm to which a larger gradient is scaled down."""
+
+    def warmup_of(self, steps: int) -> int:
+        """Return how many of a run's optimizer steps are its warm-up."""
+        warmup = self.warmup_steps
+        return math.ceil(warmup * steps) if isinstance(warmup, float) else warmup
+
+    def rates(self, steps: int) -> dict[str, Any]:
+        """Return the arguments of `rate_share` for a run of so many optimizer steps."""
+        numbers = {"warmup_steps": self.warmup_of(steps), "total_steps": steps, "lr": self.lr}
+        return {"schedule": self.schedule, "arguments": self.schedule_arguments, **numbers}
 
 
 class CriticConfig(Part):
     """Value model, which starts with the policy's backbone. It exists only if the advantage needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a new value from the value used for the advantages; null is unlimited."""
+    """Largest distance of a new value from that of the advantages; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

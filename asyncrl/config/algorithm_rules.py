@@ -1,21 +1,18 @@
-"""The rules of `agreements` about the algorithm. They do not judge a user's own functions."""
+"""The rules about the algorithm and its optimizers. They do not judge a user's own functions."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from asyncrl.config import registry
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, EntropyConfig, KLConfig
-from asyncrl.config.base import Choice, Mistake
-from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.reward_section import RewardConfig, reward_parts
-from asyncrl.config.sections import BatchConfig, LearnerConfig, SamplingConfig, StalenessConfig
+from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
+from asyncrl.config.base import Choice, Mistake, broken
+from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
+from asyncrl.config.run_fields import RunFields
+from asyncrl.config.sections import BatchConfig, LearnerConfig
 
 # Advantages that need at least two rollouts of a prompt.
 GROUP_ADVANTAGES = {"grpo", "dr_grpo", "rloo", "grpo_passk", "reinforce_plus_plus_baseline", "opo"}
 GROUP_ADVANTAGES |= {"gpg", "maxrl", "lite_ppo", "gdpo", "optimal_token_baseline"}
 GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo", *registry.ON_PAIRS}
-
-# Advantages whose objective depends on the size of the group: pass@k for k episodes.
-WHOLE_GROUPS = {"grpo_passk"}
 
 # Policy losses without a probability ratio: only a correction can account for the age of a token.
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
@@ -27,76 +24,75 @@ CAPPED = frozenset({"truncate", "reject", "veto"})
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
-def _groups_can_be_compared(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Mistake]:
-    name, params = algorithm.advantage.name, algorithm.advantage.params
+def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
+    batch, missing, plays = run.batch, run.batch.missing_episodes, run.environment.is_used
+    name, params = run.algorithm.advantage.name, run.algorithm.advantage.params
     compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
     if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
-        cure = "use group_size >= 2 or another advantage"
-        text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; {cure}"
-        yield Mistake(("batch.group_size", "algorithm.advantage"), text)
-
-
-def _groups_may_lack_episodes(
-    algorithm: AlgorithmConfig, batch: BatchConfig, environment: EnvironmentConfig
-) -> Iterator[Mistake]:
-    key, missing, name = "batch.missing_episodes", batch.missing_episodes, algorithm.advantage.name
-    found = f"{key} is {missing}"
-    if missing and not environment.is_used:
+        text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use "
+        yield broken("batch.group_size algorithm.advantage", f"{text}group_size >= 2 or another advantage")
+    key, found = "batch.missing_episodes", f"batch.missing_episodes is {missing}"
+    if missing and not plays:
         text = f"{found}, but only episodes of an environment can fail alone; drop it, or name an environment"
-        yield Mistake((key, "environment.uses"), text)
+        yield broken(f"{key} environment.uses", text)
     elif missing >= batch.group_size:
         text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
-        yield Mistake((key, "batch.group_size"), f"{text}; allowed is at most {batch.group_size - 1}")
-    if missing and name in WHOLE_GROUPS:
+        yield broken(f"{key} batch.group_size", f"{text}; allowed is at most {batch.group_size - 1}")
+    if missing and name == "grpo_passk":
         text = f"{found}, but advantage `{name}` maximises pass@k, where k is the size of a whole group"
-        yield Mistake((key, "algorithm.advantage"), f"{text}; set it to 0, or take grpo or rloo")
+        yield broken(f"{key} algorithm.advantage", f"{text}; set it to 0, or take grpo or rloo")
+    needed = registry.NEEDS.get(("advantage", name), frozenset())
+    if run.environment.command and "turn_states_K" in needed:
+        text = f"algorithm.advantage is {name}, which compares turns from the same state, but an agent "
+        text += "(environment.command) names no states; take rloo or grpo"
+        yield broken("algorithm.advantage environment.command", text)
+    if not plays and needed & registry.OF_TURNS:
+        text = f"algorithm.advantage is {name}, which needs rewards or states of turns, but there is no "
+        text += "environment to give them; set environment.uses, or take rloo or grpo"
+        yield broken("algorithm.advantage environment.uses", text)
 
 
-def _stale_tokens_are_corrected(algorithm: AlgorithmConfig, staleness: StalenessConfig) -> Iterator[Mistake]:
+def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
     """Either the correction or the loss, but not both, must account for the age of tokens."""
-    lag = staleness.max_lag
+    algorithm, lag, proximal = run.algorithm, run.staleness.max_lag, "algorithm.proximal"
     loss, correction = algorithm.policy_loss.name, algorithm.correction.name
     ages = lag > 0 and algorithm.advantage.name not in registry.ON_PAIRS
     if algorithm.proximal == "behaviour":
         if correction != "none":
-            yield Mistake(
-                ("algorithm.correction", "algorithm.proximal"),
-                f"algorithm.correction is `{correction}`, but with algorithm.proximal behaviour it compares "
-                "a policy with itself: every weight would be 1; set correction: none, or proximal: recompute",
+            text = f"algorithm.correction is `{correction}`, but with {proximal} behaviour it compares a "
+            text += (
+                "policy with itself: every weight would be 1; set correction: none, or proximal: recompute"
             )
+            yield broken(f"algorithm.correction {proximal}", text)
         if loss in WITHOUT_RATIO and ages:
-            yield Mistake(
-                ("algorithm.proximal", "algorithm.policy_loss", "staleness.max_lag"),
-                f"algorithm.proximal is behaviour and policy_loss `{loss}` has no ratio: nothing corrects "
-                f"tokens that are up to {lag} steps old (staleness.max_lag); set proximal: recompute with a "
-                "correction, policy_loss: truncated_reinforce, or max_lag: 0",
-            )
+            text = f"{proximal} is behaviour and policy_loss `{loss}` has no ratio: nothing corrects tokens "
+            text += f"that are up to {lag} steps old (staleness.max_lag); set proximal: recompute with a "
+            text += "correction, policy_loss: truncated_reinforce, or max_lag: 0"
+            yield broken(f"{proximal} algorithm.policy_loss staleness.max_lag", text)
         if algorithm.rejections:
-            yield Mistake(
-                ("algorithm.rejections", "algorithm.proximal"),
-                "algorithm.rejections compare proximal and behaviour policy, but algorithm.proximal is "
-                "behaviour, the same; drop them, or set proximal: recompute",
-            )
+            text = f"algorithm.rejections compare proximal and behaviour policy, but {proximal} is behaviour,"
+            text += " the same; drop them, or set proximal: recompute"
+            yield broken(f"algorithm.rejections {proximal}", text)
     elif correction == "none" and ages and not _is_own(algorithm.policy_loss):
-        yield Mistake(
-            ("algorithm.correction", "algorithm.proximal", "algorithm.policy_loss", "staleness.max_lag"),
-            f"algorithm.correction is none, but algorithm.proximal is {algorithm.proximal}, whose loss "
-            f"leaves the age of tokens (up to {lag} steps: staleness.max_lag) to the correction; set "
-            "correction: truncate, or proximal: behaviour with a loss that has a ratio, or max_lag: 0",
-        )
+        keys = f"algorithm.correction {proximal} algorithm.policy_loss staleness.max_lag"
+        text = f"algorithm.correction is none, but {proximal} is {algorithm.proximal}, whose loss leaves the "
+        text += f"age of tokens (up to {lag} steps: staleness.max_lag) to the correction; set correction: "
+        text += "truncate, or proximal: behaviour with a loss that has a ratio, or max_lag: 0"
+        yield broken(keys, text)
+    for choice in algorithm.rejections:
+        if choice.name in ("none", "truncate"):
+            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject or "
+            yield broken("algorithm.rejections", f"{text}veto, or make it the correction")
 
 
-def _pairs_are_trained_whole(
-    algorithm: AlgorithmConfig, batch: BatchConfig, staleness: StalenessConfig
-) -> Iterator[Mistake]:
+def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
     """The gradient of a loss on given episodes needs the weights of the step's beginning, and all tokens."""
-    name, key = algorithm.advantage.name, "algorithm.advantage"
+    algorithm, key = run.algorithm, "algorithm.advantage"
+    name, policy = algorithm.advantage.name, run.staleness.policy
     sees_rewards = name in registry.ON_PAIRS or name == "distill"
     if sees_rewards and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
         text = f"algorithm.kl.placement is reward, but advantage `{name}` has its own use of the reference"
-        yield Mistake(("algorithm.kl.placement", key), f"{text}; set placement: loss, or coefficient: 0")
-    if name not in registry.ON_PAIRS:
-        return
+        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss, or coefficient: 0")
     reason = f"advantage `{name}` is the gradient of a loss on whole episodes, at the weights before a step"
     wanted: tuple[tuple[str, object, object], ...] = (
         ("algorithm.policy_loss", algorithm.policy_loss.name, "reinforce"),
@@ -104,239 +100,254 @@ def _pairs_are_trained_whole(
         ("algorithm.correction", algorithm.correction.name, "none"),
         ("algorithm.rejections", [choice.name for choice in algorithm.rejections], []),
         ("algorithm.mask_truncated", algorithm.mask_truncated, False),
-        ("staleness.policy", staleness.policy, "drop" if staleness.policy == "drop" else "correct_only"),
-        ("batch.minibatches", batch.minibatches, 1),
-        ("batch.epochs", batch.epochs, 1),
+        ("staleness.policy", policy, "drop" if policy == "drop" else "correct_only"),
+        ("batch.minibatches", run.batch.minibatches, 1),
+        ("batch.epochs", run.batch.epochs, 1),
     )
-    for one, found, allowed in wanted:
+    for one, found, allowed in wanted if name in registry.ON_PAIRS else ():
         if found != allowed and ":" not in str(found):
             text = f"{one} is {found}, but {reason}; set it to {allowed}"
-            yield Mistake((one, key), text.replace("True", "true").replace("False", "false").replace("'", ""))
+            text = text.replace("True", "true").replace("False", "false").replace("'", "")
+            yield broken(f"{one} {key}", text)
 
 
-def _rejections_reject(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    for choice in algorithm.rejections:
-        if choice.name in ("none", "truncate"):
-            cure = "take mask, reject or veto, or make it the correction"
-            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; {cure}"
-            yield Mistake(("algorithm.rejections",), text)
-
-
-def _normalised_weights_are_known(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    """Normalised weights need the mean over the optimizer step before the step begins."""
-    if algorithm.correction.params.get("normalise") and algorithm.proximal == "log_linear":
-        yield Mistake(
-            ("algorithm.correction.normalise", "algorithm.proximal"),
-            "algorithm.correction.normalise needs the weights of the whole step before it, but "
-            "algorithm.proximal: log_linear gives them during the step; set recompute, or normalise: false",
-        )
-
-
-def _interpolation_saves_something(
-    algorithm: AlgorithmConfig, batch: BatchConfig, staleness: StalenessConfig
-) -> Iterator[Mistake]:
-    if algorithm.proximal != "log_linear":
+def _interpolation_saves_something(run: RunFields) -> Iterator[Mistake]:
+    key = "algorithm.proximal"
+    if run.algorithm.proximal != "log_linear":
         return
-    if batch.minibatches * batch.epochs == 1:
-        yield Mistake(
-            ("algorithm.proximal", "batch.minibatches", "batch.epochs"),
-            "algorithm.proximal is log_linear, but with one optimizer step per batch (batch.minibatches * "
-            "epochs) the exact proximal policy costs no forward pass; set proximal: recompute",
-        )
-    if staleness.max_lag == 0:
-        yield Mistake(
-            ("algorithm.proximal", "staleness.max_lag"),
-            "algorithm.proximal is log_linear, which is the behaviour policy itself at staleness.max_lag "
-            "0; set proximal: behaviour with correction: none, or recompute",
-        )
+    # Normalised weights need the mean over the optimizer step before the step begins.
+    if run.algorithm.correction.params.get("normalise"):
+        text = "algorithm.correction.normalise needs the weights of the whole step before it, but "
+        text += f"{key}: log_linear gives them during the step; set recompute, or normalise: false"
+        yield broken(f"algorithm.correction.normalise {key}", text)
+    if run.batch.optimizer_steps == 1:
+        text = f"{key} is log_linear, but with one optimizer step per batch (batch.minibatches * epochs) the "
+        text += "exact proximal policy costs no forward pass; set proximal: recompute"
+        yield broken(f"{key} batch.minibatches batch.epochs", text)
+    if run.staleness.max_lag == 0:
+        text = f"{key} is log_linear, which is the behaviour policy itself at staleness.max_lag 0; set "
+        text += "proximal: behaviour with correction: none, or recompute"
+        yield broken(f"{key} staleness.max_lag", text)
 
 
-def _kl_acts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    kl, default, advantage = algorithm.kl, KLConfig(), algorithm.advantage
+def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
+    kl, advantage, reference = run.algorithm.kl, run.algorithm.advantage, run.algorithm.reference
     needed = registry.NEEDS.get(("advantage", advantage.name), frozenset())
     has_reference = _is_own(advantage) or "reference_logprobs_T" in needed
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
-        if key in ("estimator", "reference_decay") and has_reference:
-            continue
-        found = getattr(kl, key)
-        if found != getattr(default, key) and not kl.coefficient:
-            yield Mistake(
-                (f"algorithm.kl.{key}", "algorithm.kl.coefficient"),
-                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient "
-                "is 0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it",
+        found, is_read = getattr(kl, key), has_reference and key in ("estimator", "reference_decay")
+        if found != getattr(KLConfig(), key) and not kl.coefficient and not is_read:
+            text = (
+                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is 0 "
             )
-    if algorithm.reference and not (kl.coefficient or has_reference):
-        yield Mistake(
-            ("algorithm.reference", "algorithm.kl.coefficient", "algorithm.advantage"),
-            f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses a "
-            "reference; drop it, set kl.coefficient, or take an advantage that does, such as distill",
-        )
-    if algorithm.reference and kl.reference_decay < 1:
-        yield Mistake(
-            ("algorithm.reference", "algorithm.kl.reference_decay"),
-            "algorithm.reference is a model of its own, and algorithm.kl.reference_decay would mix the "
-            "policy's weights into it; drop one of them",
-        )
-    if kl.horizon != default.horizon and kl.target is None:
-        text = "algorithm.kl.horizon is set, but there is no target; set algorithm.kl.target or drop horizon"
-        yield Mistake(("algorithm.kl.horizon", "algorithm.kl.target"), text)
-
-
-def _kl_estimator_fits_its_place(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    kl = algorithm.kl
-    name, key = kl.estimator.name, "algorithm.kl.estimator"
-    corrected, placement, coefficient = (
-        f"algorithm.kl.{one}" for one in ("bias_corrected", "placement", "coefficient")
-    )
-    if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
-        yield Mistake(
-            (key, corrected, placement, coefficient),
-            f"{key} is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, "
-            "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true, "
-            "or placement: reward",
-        )
-    if kl.bias_corrected and kl.placement == "reward":
-        cure = "drop it, or set placement: loss"
-        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; {cure}"
-        yield Mistake((corrected, placement), text)
-    if kl.bias_corrected and name in PLAIN:
-        cure = f"but {corrected} needs the estimator's own; set {PLAIN[name]}"
-        yield Mistake((key, corrected), f"{key} is {name}, which takes the gradient of k2, {cure}")
-    if kl.coefficient and kl.placement == "reward" and name in PLAIN:
-        yield Mistake(
-            (key, placement, coefficient),
-            f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
-            f"the value only; set {PLAIN[name]}",
-        )
-
-
-def _entropy_controller_has_room(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    entropy, default, target = algorithm.entropy, EntropyConfig(), "algorithm.entropy.target"
-    if entropy.target is None:
-        for key in ("step", "maximum"):
-            if getattr(entropy, key) != getattr(default, key):
-                text = f"algorithm.entropy.{key} is set, but there is no target; set {target} or drop {key}"
-                yield Mistake((f"algorithm.entropy.{key}", target), text)
-    elif not 0 <= entropy.coefficient <= entropy.maximum:
-        yield Mistake(
-            ("algorithm.entropy.coefficient", "algorithm.entropy.maximum", target),
-            f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive one; "
-            f"allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed one",
-        )
-
-
-def _critic_is_used(
-    algorithm: AlgorithmConfig, critic: CriticConfig, learner: LearnerConfig
-) -> Iterator[Mistake]:
-    name = algorithm.advantage.name
-    if _is_own(algorithm.advantage):
-        return
-    has_critic = "values_T" in registry.NEEDS.get(("advantage", name), ())
-    if not has_critic and critic != CriticConfig():
-        cure = "drop the section or set algorithm.advantage: gae"
-        text = f"critic is set, but advantage `{name}` needs no values, so there is none; {cure}"
-        yield Mistake(("critic", "algorithm.advantage"), text)
-    if has_critic and critic.warmup_steps >= learner.steps:
-        found = f"critic.warmup_steps is {critic.warmup_steps} of {learner.steps} steps (learner.steps)"
-        text = f"{found}: the policy would never learn; lower it"
-        yield Mistake(("critic.warmup_steps", "learner.steps"), text)
-
-
-def _an_environment_scores_turns(
-    algorithm: AlgorithmConfig, environment: EnvironmentConfig
-) -> Iterator[Mistake]:
-    name = algorithm.advantage.name
-    needs = registry.NEEDS.get(("advantage", name), frozenset())
-    if environment.command and "turn_states_K" in needs:
-        found = f"algorithm.advantage is {name}, which compares turns from the same state"
-        text = f"{found}, but an agent (environment.command) names no states; take rloo or grpo"
-        yield Mistake(("algorithm.advantage", "environment.command"), text)
-    if not environment.is_used and needs & registry.OF_TURNS:
-        found = f"algorithm.advantage is {name}, which needs rewards or states of turns"
+            text += "and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
+            yield broken(f"algorithm.kl.{key} algorithm.kl.coefficient", text)
+    if reference and not (kl.coefficient or has_reference):
         text = (
-            f"{found}, but there is no environment to give them; set environment.uses, or take rloo or grpo"
+            f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses a "
         )
-        yield Mistake(("algorithm.advantage", "environment.uses"), text)
+        text += "reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
+        yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
+    key = "algorithm.kl.reference_decay"
+    if reference and kl.reference_decay < 1:
+        text = f"algorithm.reference is a model of its own, and {key} would mix the policy's weights into it"
+        yield broken(f"algorithm.reference {key}", f"{text}; drop one of them")
+    if run.model.lora is not None and kl.reference_decay != 1:
+        text = f"{key} is {kl.reference_decay:g}, but with model.lora the reference is the policy as it "
+        yield broken(f"{key} model.lora", f"{text}began, which does not move; drop {key}, or model.lora")
 
 
-def _fresh_tokens_are_kept(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
+    """A teacher in scorer processes reads tokens only, among all, at temperature 1, on this host."""
+    teacher, key, sampling = run.algorithm.reference, "algorithm.reference.scorers", run.sampling
+    for is_wrong, other, found in (
+        (sampling.temperature != 1, "sampling.temperature", f"is {sampling.temperature:g}, not 1"),
+        (sampling.top_k > 0, "sampling.top_k", "is set, and scorers measure a token among all"),
+        (run.data.images_key is not None, "data.images_key", "is set, and scorers read text"),
+        (run.control.bind is not None, "control.bind", "is set, and other hosts cannot reach scorers"),
+        (TEACHER_NAME in run.scorers, f"scorers.{TEACHER_NAME}", "has the name of the teacher's processes"),
+    ):
+        if teacher and teacher.scorers and is_wrong:
+            text = f"{key} is {teacher.scorers}, but {other} {found}; change it, or drop {key}"
+            yield broken(f"{key} {other}", text)
+
+
+def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
+    kl, name, key = run.algorithm.kl, run.algorithm.kl.estimator.name, "algorithm.kl.estimator"
+    corrected, placement = "algorithm.kl.bias_corrected", "algorithm.kl.placement"
+    if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
+        text = f"{key} is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, "
+        text += (
+            "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true,"
+        )
+        text += " or placement: reward"
+        yield broken(f"{key} {corrected} {placement} algorithm.kl.coefficient", text)
+    if kl.bias_corrected and kl.placement == "reward":
+        text = (
+            f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or set"
+        )
+        yield broken(f"{corrected} {placement}", f"{text} placement: loss")
+    if kl.bias_corrected and name in PLAIN:
+        text = f"{key} is {name}, which takes the gradient of k2, but {corrected} needs the estimator's own"
+        yield broken(f"{key} {corrected}", f"{text}; set {PLAIN[name]}")
+    if kl.coefficient and kl.placement == "reward" and name in PLAIN:
+        text = f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
+        text += f"the value only; set {PLAIN[name]}"
+        yield broken(f"{key} {placement} algorithm.kl.coefficient", text)
+    entropy, largest = run.algorithm.entropy, "algorithm.entropy.maximum"
+    if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
+        text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
+        text += (
+            f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed one"
+        )
+        yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", text)
+
+
+def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
+    advantage, key, lora = run.algorithm.advantage, "algorithm.advantage", run.model.lora
+    is_own = _is_own(advantage)
+    # A user's function is loaded only where that is needed.
+    has_critic = (lora is not None or not is_own) and "values_T" in registry.needs(
+        "advantage", advantage.name
+    )
+    if lora is not None and has_critic:
+        text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
+        yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
+    if lora is not None and lora.start is not None and lora.sync == "merged":
+        text = (
+            "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path alone"
+        )
+        text += "; set sync: adapter, or merge the adapter into the model, and give that as model.path"
+        yield broken("model.lora.sync model.lora.start", text)
+    if not has_critic and not is_own and run.critic != CriticConfig():
+        text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
+        yield broken(f"critic {key}", f"{text}section or set {key}: gae")
+    if has_critic and not is_own and run.critic.warmup_steps >= run.learner.steps:
+        text = f"critic.warmup_steps is {run.critic.warmup_steps} of {run.learner.steps} steps "
+        text += "(learner.steps): the policy would never learn; lower it"
+        yield broken("critic.warmup_steps learner.steps", text)
+
+
+def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
     """A token that the current policy has just sampled has the ratio 1, so it must be kept with weight 1."""
-    chosen = {"correction": algorithm.correction}
-    chosen |= {f"rejections.{index}": choice for index, choice in enumerate(algorithm.rejections)}
+    chosen = {"correction": run.algorithm.correction}
+    chosen |= {f"rejections.{index}": choice for index, choice in enumerate(run.algorithm.rejections)}
     for where, correction in chosen.items():
-        for key, sign, allowed in (("cap", 1.0, "at least"), ("floor", -1.0, "at most")):
-            bound = correction.params.get(key)
-            if correction.name in CAPPED and isinstance(bound, int | float) and sign * (bound - 1.0) < 0:
-                yield Mistake(
-                    (f"algorithm.{where}.{key}",),
-                    f"algorithm.{where}.{key} is {bound}, but the ratio of a fresh token is 1, so "
-                    f"`{correction.name}` would weigh every token by {bound}, like another learning rate; "
-                    f"set it to {allowed} 1, and learner.optimizer.lr for a smaller step",
+        name, bounds = correction.name, correction.params
+        rejects = name in ("mask", "reject", "veto") and bounds.get("divergence", "k1") == "k1"
+        for key, bound in bounds.items():
+            at, side = f"algorithm.{where}.{key}", 1 if key in ("cap", "high") else -1
+            if not isinstance(bound, int | float):
+                continue
+            if key in ("cap", "floor") and name in CAPPED and side * (bound - 1) < 0:
+                text = f"{at} is {bound}, but the ratio of a fresh token is 1, so `{name}` would weigh every "
+                text += f"token by {bound}, like another learning rate; set it to at "
+                text += f"{'least' if side > 0 else 'most'} 1, and learner.optimizer.lr for a smaller step"
+                yield broken(at, text)
+            if key in ("low", "high") and rejects and side * (bound - 1) <= 0:
+                text = (
+                    f"{at} is {bound}, but the ratio of a fresh token is 1, give or take rounding: `{name}` "
                 )
-        bounds_a_ratio = correction.params.get("divergence", "k1") == "k1"
-        if correction.name not in ("mask", "reject", "veto") or not bounds_a_ratio:
-            continue
-        for key, side in (("low", -1.0), ("high", 1.0)):
-            bound = correction.params.get(key)
-            if isinstance(bound, int | float) and side * (bound - 1.0) <= 0:
-                yield Mistake(
-                    (f"algorithm.{where}.{key}",),
-                    f"algorithm.{where}.{key} is {bound}, but the ratio of a fresh token is 1, give or take "
-                    f"rounding: `{correction.name}` would reject data of the policy itself; set it "
-                    f"{'above' if side > 0 else 'below'} 1",
-                )
+                text += "would reject data of the policy itself; set it "
+                yield broken(at, f"{text}{'above' if side > 0 else 'below'} 1")
 
 
-def _gdpo_sees_parts(
-    algorithm: AlgorithmConfig, reward: RewardConfig, environment: EnvironmentConfig
-) -> Iterator[Mistake]:
-    """GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it."""
-    advantage, key = algorithm.advantage, "algorithm.advantage"
-    if advantage.name != "gdpo":
+def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
+    algorithm, key, limit = run.algorithm, "algorithm.advantage", run.sampling.max_response_tokens
+    for index, choice in enumerate(algorithm.shaping):
+        at, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
+        if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
+            text = (
+                f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would be "
+            )
+            text += f"punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
+            yield broken(f"{at} sampling.max_response_tokens", text)
+    # GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it.
+    if algorithm.advantage.name != "gdpo":
         return
     if algorithm.shaping:
-        found = "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts"
-        yield Mistake(("algorithm.shaping", key), f"{found}; make it a reward function")
+        text = "algorithm.shaping changes the sum of the reward, but advantage `gdpo` sees its parts"
+        yield broken(f"algorithm.shaping {key}", f"{text}; make it a reward function")
     if algorithm.kl.placement == "reward":
-        found = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
-        yield Mistake(("algorithm.kl.placement", key), f"{found}; set placement: loss")
-    weights, parts = advantage.params.get("weights"), set(reward_parts(reward, environment))
-    if isinstance(weights, Mapping) and (unknown := set(weights) - parts):
-        allowed = f"the parts of the reward are {', '.join(sorted(parts))}; use their names"
-        text = f"{key}.weights names {', '.join(sorted(unknown))}; {allowed}"
-        yield Mistake((f"{key}.weights", "reward.functions"), text)
+        text = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
+        yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
+    weights, parts = algorithm.advantage.params.get("weights"), {*reward_parts(run.reward, run.environment)}
+    parts |= {one.part for source in run.data.train for one in source.reward or ()}
+    if isinstance(weights, Mapping) and (unknown := {*weights} - parts):
+        text = f"{key}.weights names {', '.join(sorted(unknown))}; the parts of the reward are "
+        yield broken(f"{key}.weights reward.functions", f"{text}{', '.join(sorted(parts))}; use their names")
 
 
-def _shaping_has_an_effect(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Mistake]:
-    limit = sampling.max_response_tokens
-    for index, choice in enumerate(algorithm.shaping):
-        key, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
-        if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
-            yield Mistake(
-                (key, "sampling.max_response_tokens"),
-                f"{key} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would be "
-                f"punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit",
-            )
+def optimizers(
+    learner: LearnerConfig, critic: CriticConfig, batch: BatchConfig
+) -> Iterator[tuple[str, OptimizerConfig, int, str]]:
+    """Yield the key of each optimizer, the optimizer, how many steps it takes, and how these are counted."""
+    for where, optimizer, count in (
+        ("learner.optimizer", learner.optimizer, learner.steps - critic.warmup_steps),
+        ("critic.optimizer", critic.optimizer, learner.steps),
+    ):
+        steps = count * batch.optimizer_steps
+        formed = f"{steps} optimizer steps ({count} batches x batch.minibatches x batch.epochs)"
+        yield where, optimizer, steps, formed
+
+
+def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
+    """ZeRO cuts parameters into flat parts; DeepSpeed joins matrices for Muon, in bfloat16's stage 1 only."""
+    half, stage, offload = (
+        run.model.dtype == "bfloat16",
+        run.learner.zero_stage,
+        run.learner.offload_optimizer,
+    )
+    cut = f"learner.zero_stage {stage} with model.dtype {run.model.dtype} cuts into flat parts"
+    for where, optimizer, _, _ in optimizers(run.learner, run.critic, run.batch):
+        kind, keys = optimizer.kind, f"{where}.kind learner.zero_stage model.dtype"
+        text = f"{where}.kind is {kind}, which needs whole matrices, which {cut}; set zero_stage: "
+        if kind == "adafactor" and (half or stage > 0):
+            yield broken(keys, f"{text}0 with dtype: float32, or kind: adamw_8bit")
+        if kind == "muon" and stage > half:
+            yield broken(keys, f"{text}{int(half)}, or kind: adamw")
+        if kind != "adamw" and offload:
+            text = f"{where}.kind is {kind}, but learner.offload_optimizer steps AdamW only; set kind: adamw"
+            yield broken(f"{where}.kind learner.offload_optimizer", f"{text}, or drop it")
+    # DeepSpeed's stages 1 and 2 keep a gradient that is not finite in host memory for all later steps.
+    if offload and stage != 3:
+        text = f"learner.offload_optimizer is true, but learner.zero_stage is {stage}, with which DeepSpeed "
+        text += "keeps a bfloat16 gradient that is not finite for all later steps; set it to 3, with one "
+        text += "rank too, or drop offload_optimizer"
+        yield broken("learner.offload_optimizer learner.zero_stage", text)
+    if offload and run.learner.device == "cpu":
+        text = "learner.offload_optimizer is true, but on learner.device cpu all is in host memory; drop it"
+        yield broken("learner.offload_optimizer learner.device", text)
+
+
+def _rates_fall(run: RunFields) -> Iterator[Mistake]:
+    """A rate that falls needs steps after its warm-up, and one that does not takes no arguments."""
+    for where, optimizer, steps, formed in optimizers(run.learner, run.critic, run.batch):
+        if optimizer.schedule != "constant" and optimizer.warmup_of(steps) >= steps:
+            keys = f"{where}.warmup_steps {where}.schedule learner.steps batch.minibatches batch.epochs"
+            text = f"{where}.warmup_steps is {optimizer.warmup_steps} of {formed}: the rate would never fall"
+            yield broken(keys, f"{text}; lower it, or drop schedule")
+        if optimizer.schedule == "constant" and optimizer.schedule_arguments:
+            text = f"{where}.schedule_arguments has {', '.join(optimizer.schedule_arguments)}, but {where}."
+            text += "schedule is constant; set one that takes it, or drop it"
+            yield broken(f"{where}.schedule_arguments {where}.schedule", text)
 
 
 def _is_own(choice: Choice) -> bool:
     return ":" in choice.name
 
 
-ALGORITHM_RULES: tuple[Callable[..., Iterator[Mistake]], ...] = (
+ALGORITHM_RULES = (
+    _an_optimizer_gets_what_it_steps,
+    _rates_fall,
     _groups_can_be_compared,
-    _groups_may_lack_episodes,
     _stale_tokens_are_corrected,
     _pairs_are_trained_whole,
-    _rejections_reject,
-    _normalised_weights_are_known,
     _interpolation_saves_something,
-    _kl_acts,
+    _a_reference_is_used,
+    _a_scorer_can_teach,
     _kl_estimator_fits_its_place,
-    _entropy_controller_has_room,
     _critic_is_used,
-    _an_environment_scores_turns,
     _fresh_tokens_are_kept,
-    _gdpo_sees_parts,
-    _shaping_has_an_effect,
+    _rewards_reach_the_advantage,
 )

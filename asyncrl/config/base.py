@@ -1,7 +1,7 @@
 """Base classes of the configuration's models, and the type of a mistake in a config."""
 
-import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
@@ -69,6 +69,11 @@ class Mistake(NamedTuple):
     """What was found, what is allowed, what to do. A key that stands first is not shown twice."""
 
 
+def broken(keys: str, text: str) -> Mistake:
+    """Return a mistake of keys that blanks divide."""
+    return Mistake(tuple(keys.split()), text)
+
+
 class Mistakes(ValueError):
     """Mistakes with their keys, raised by a validator."""
 
@@ -81,20 +86,18 @@ class Root(Part):
     """Base of a whole config, such as that of a run. It has what can be said of several sections only."""
 
     RULES: ClassVar[tuple[Callable[..., Iterator[Mistake]], ...]] = ()
-    """Functions that yield a mistake for each violation. Their parameters name the sections they compare."""
+    """Functions of a config that yield a mistake for each violation, of the keys that it depends on."""
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
     """Keys of other trainers, and ours with the same meaning."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """Keys of other trainers for what asyncrl does not have, and the text that says so."""
 
     def disagreements(self, *, without: Container[str] = ()) -> Iterator[Mistake]:
-        """Yield a mistake for every broken rule, except those that read one of the sections `without`."""
+        """Yield a mistake for every broken rule, except of keys in one of the sections `without`."""
         yield from _inexact_numbers(self, "")
-        sections = dict(self)
-        for rule in self.RULES:
-            names = inspect.signature(rule).parameters
-            if not any(name in without for name in names):
-                yield from rule(**{name: sections[name] for name in names})
+        for mistake in chain.from_iterable(rule(self) for rule in self.RULES):
+            if not any(key.partition(".")[0] in without for key in mistake.keys):
+                yield mistake
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:

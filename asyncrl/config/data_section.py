@@ -1,19 +1,21 @@
 """The section `data` of a config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_serializer
 
-from asyncrl.algo.ranges import Positive, PositiveInt
-from asyncrl.config.base import Mistake, Mistakes, Part, marked
+from asyncrl.algo.ranges import NonNegative, Positive, PositiveInt
+from asyncrl.config.base import Part, marked
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN, refused
+from asyncrl.config.reward_section import Functions
 
 # Marks of keys, also in other sections.
-PROMPT = marked(resume=(OTHER_RUN, "it is part of every prompt, so the run would have two tasks"))
+PROMPT = marked(resume=(OTHER_RUN, "it is part of every prompt"))
 TICKET = marked(resume=(OTHER_RUN, "it decides which prompt a ticket means"))
 _ROWS = (
     OTHER_RUN,
@@ -29,36 +31,84 @@ class CurriculumConfig(Part):
     ] = None
     """Share of tickets that try a skipped prompt again; null skips nothing."""
     solved: float = 1.0
-    """Reward from which a response counts as solved. A prompt is always solved if all responses of its newest
-    group are, and never solved if all have one equal reward below this one."""
+    """Reward from which a response counts as solved."""
 
 
-class DataSource(Part):
-    """One of several sources of prompts. A text in place of the section is its `path`."""
+class Task(Part):
+    """Rows with a name, and how responses to their prompts are scored and played."""
 
     model_config = ConfigDict(json_schema_extra={"named_by": "path"})
-    path: Annotated[str, marked(resume=_ROWS)]
-    """Rows, in one of the forms of `data.train`."""
-    weight: Annotated[Positive, TICKET] = 1.0
-    """Part of the tickets that take their prompt from here, in proportion to the other weights."""
-    limit: Annotated[PositiveInt | None, TICKET] = None
-    """Most rows that are used, from the first one; null uses all."""
-    system: Annotated[str | None, PROMPT] = None
-    """System message of these prompts, in place of `data.system`."""
+    path: str
+    system: str | None = None
+    filter: str | None = None
+    """Function that chooses these rows, in place of `data.filter`."""
+    map: str | None = None
+    """Function that makes these rows, in place of `data.map`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
-    """Name of the source in metrics; by default that of its file, without suffixes."""
+    """Name in metrics; by default that of the file, without suffixes."""
+    reward: Functions | None = None
+    """Reward functions of these prompts, in place of `reward.functions`."""
+    environment: EnvironmentConfig | None = None
+    """Keys of `environment` that differ for these prompts; `{uses: []}` plays single responses."""
 
     @property
     def label(self) -> str:
-        """The name under which the source is reported."""
+        """The name under which the rows are reported."""
         for part in reversed(PurePath(self.path.partition(":")[0]).parts):
             if found := re.sub(r"[^\w.-]", "", part.partition(".")[0]).strip("-_"):
                 return self.name or found
         return self.name or "source"
 
+    @field_serializer("environment")
+    def _as_given(self, environment: EnvironmentConfig | None) -> Any:
+        return environment and environment.model_dump(mode="json", exclude_unset=True)
+
+
+class DataSource(Task):
+    """One of several sources of prompts. A text in place of the section is its `path`."""
+
+    path: Annotated[str, marked(resume=_ROWS)]
+    """Rows, in one of the forms of `data.train`."""
+    weight: Annotated[Positive, TICKET] = 1.0
+    """Share of the tickets, relative to the other weights."""
+    limit: Annotated[PositiveInt | None, TICKET] = None
+    """Most rows that are used, from the first one; null uses all."""
+    system: Annotated[str | None, PROMPT] = None
+    """System message of these prompts, in place of `data.system`."""
+
+
+class EvalSet(Task):
+    """One of several sets of held-out prompts. A text in place of the section is its `path`."""
+
+    path: str
+    """Rows, in one of the forms of `data.train`."""
+    split: str | None = None
+    """Split of a Hugging Face dataset, in place of `data.eval_split`."""
+    limit: PositiveInt | None = None
+    """Number of prompts, in place of `eval.prompts`."""
+    every: PositiveInt | None = None
+    """Steps between evaluations, in place of `eval.every`."""
+    samples: PositiveInt | None = None
+    """Samples per prompt, in place of `eval.samples`."""
+    temperature: NonNegative | None = None
+    """Temperature, in place of `eval.temperature`."""
+    system: str | None = None
+    """System message of these prompts, in place of `data.system`."""
+
 
 def _as_sources(value: Any) -> Any:
     return ({"path": value},) if isinstance(value, str) else value
+
+
+def prefix_of(name: str) -> str:
+    """Return how the metrics of an evaluation set begin; "" is the name of the only set."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def error_of(metric: str) -> str:
+    """Return the name of the standard error of a metric of an evaluation."""
+    kind, _, name = metric.rpartition("/")
+    return f"{kind}/se/{name}"
 
 
 class DataConfig(Part):
@@ -70,32 +120,41 @@ class DataConfig(Part):
         BeforeValidator(_as_sources, json_schema_input_type=str | tuple[DataSource, ...]),
         marked(stand_in="no/data", resume=_ROWS),
     ]
-    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, Hugging Face dataset (`owner/name`
-    or `owner/name:config`), or pattern of files (`data/part-*.jsonl`), read in the order of their names.
-    `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment that makes its tasks. A list
-    mixes sources."""
-    eval: str | None = None
-    """Held-out prompts, in the same formats."""
+    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, pattern of files that are read in
+    the order of their names (`data/part-*.jsonl`), or Hugging Face dataset: `owner/name`, `owner/name:config`
+    or `owner/name@revision`. `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment
+    that makes its tasks. A list mixes sources."""
+    eval: Annotated[
+        tuple[EvalSet, ...],
+        Field(max_length=64),
+        BeforeValidator(
+            lambda value: _as_sources(value) or (), json_schema_input_type=str | tuple[EvalSet, ...] | None
+        ),
+    ] = ()
+    """Held-out prompts, in the same formats, or a list of sets."""
     prompt_field: Annotated[str, PROMPT] = "prompt"
-    """Column with the prompt: text, or a list of chat messages. The model continues a last one of the
-    assistant."""
+    """Column with the prompt: text, or a list of chat messages."""
     template: Annotated[str | None, PROMPT] = None
     """Text with {column} placeholders that replaces `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None
     """System message; needs `model.chat_template`."""
     images_key: Annotated[str | None, PROMPT] = None
     """Column with the images of a row: paths relative to the data file, or mappings with `bytes` or `path`.
-    In messages, parts of type `image` say where they stand. Without such parts, images begin the first
-    message of the user. Needs `model.chat_template`."""
+    Needs `model.chat_template`."""
+    filter: str | None = None
+    """Function of a row, as `path.py:function` or `module:function`; the rows for which it returns True are
+    used."""
+    map: str | None = None
+    """Function that returns the row to use in place of one that `filter` keeps."""
     split: Annotated[str, TICKET] = "train"
-    """Split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset, or a slice of one, such as `train[:1000]`."""
     eval_split: str = "test"
     """Split of `eval`, if it is a Hugging Face dataset."""
     shuffle: Annotated[bool, TICKET] = True
     """True draws a new order for each epoch from `run.seed`."""
     long_prompts: Annotated[Literal["refuse", "drop", "truncate"], TICKET] = "refuse"
     """Prompts of more than `sampling.max_prompt_tokens` tokens: `refuse` ends the run before it begins,
-    `drop` leaves out their rows, and `truncate` keeps their last tokens. The log counts them at the start."""
+    `drop` leaves out their rows, and `truncate` keeps their last tokens."""
     curriculum: CurriculumConfig = CurriculumConfig()
 
     @property
@@ -105,27 +164,47 @@ class DataConfig(Part):
         return [weight / sum(weights) for weight in weights]
 
     @property
-    def places(self) -> Mapping[str, str]:
-        """Key and value of everything that names rows."""
-        several = len(self.train) > 1
-        found = {f"data.train.{i}" if several else "data.train": one.path for i, one in enumerate(self.train)}
-        return found | ({} if self.eval is None else {"data.eval": self.eval})
+    def tasks(self) -> Mapping[str, DataSource | EvalSet]:
+        """Every source of data.train, and then every set of data.eval, by its key."""
+        lists: dict[str, Sequence[DataSource | EvalSet]] = {"data.train": self.train, "data.eval": self.eval}
+        return {
+            key if _is_plain(parts) else f"{key}.{i}": one
+            for key, parts in lists.items()
+            for i, one in enumerate(parts)
+        }
 
-    def of(self, source: DataSource) -> Self:
-        """Return the section with which the prompts of one source are read."""
-        return self if source.system is None else self.model_copy(update={"system": source.system})
+    @property
+    def functions(self) -> dict[str, str]:
+        """Key and name of every function that chooses or makes rows."""
+        owners: dict[str, Part] = {"data": self, **self.tasks}
+        named = {f"{at}.{key}": getattr(one, key) for at, one in owners.items() for key in ("filter", "map")}
+        return {key: name for key, name in named.items() if name is not None}
 
-    @field_serializer("train")
-    def _as_written(self, train: tuple[DataSource, ...]) -> Any:
-        whole = train == (DataSource(path=train[0].path),)
-        return train[0].path if whole else [source.model_dump(mode="json") for source in train]
+    @property
+    def sets(self) -> Mapping[str, EvalSet]:
+        """The sets of data.eval by name, which is "" for the only one if it has none."""
+        return {"" if len(self.eval) == 1 and not one.name else one.label: one for one in self.eval}
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        names = [source.label for source in self.train]
-        if len(set(names)) < len(names):
-            text = (
-                f"the sources have the names {', '.join(names)}, which must differ; set `name` on one of them"
-            )
-            raise Mistakes(Mistake(("data.train",), text))
-        return self
+    def set_of(self, metric: str) -> EvalSet | None:
+        """Return the set that has a metric."""
+        return next((one for name, one in self.sets.items() if metric.startswith(prefix_of(name))), None)
+
+    def split_of(self, task: DataSource | EvalSet) -> str:
+        """Return the split from which the rows of a task are read."""
+        return self.split if isinstance(task, DataSource) else task.split or self.eval_split
+
+    def of(self, task: DataSource | EvalSet) -> Self:
+        """Return the section with which the prompts of a task are read."""
+        own = {key: getattr(task, key) for key in ("system", "filter", "map")}
+        return self.model_copy(update={key: value for key, value in own.items() if value is not None})
+
+    @field_serializer("train", "eval")
+    def _as_written(self, parts: tuple[DataSource | EvalSet, ...]) -> Any:
+        if _is_plain(parts):
+            return parts[0].path
+        return [one.model_dump(mode="json") for one in parts] or None
+
+
+def _is_plain(parts: Sequence[DataSource | EvalSet]) -> bool:
+    """Whether the only part is given by its path alone."""
+    return len(parts) == 1 and parts[0] == type(parts[0])(path=parts[0].path)

@@ -68,33 +68,28 @@ class Node:
             return [child.plain() for child in self.value]
         return self.value
 
-    def child(self, key: str | int) -> "Node | None":
-        """Return the node under `key`, or None."""
-        if isinstance(self.value, dict):
-            return self.value.get(key)
-        if isinstance(self.value, list) and isinstance(key, int) and key < len(self.value):
-            return self.value[key]
-        return None
+    @property
+    def children(self) -> "dict[str | int, Node]":
+        """The nodes of a section by key, those of a list by index; none of a plain value."""
+        if isinstance(self.value, list):
+            return dict(enumerate(self.value))
+        return self.value if isinstance(self.value, dict) else {}
 
     def nearest(self, keys: Keys) -> "Node":
         """Return the node at `keys`, or the deepest existing node above it."""
-        child = self.child(keys[0]) if keys else None
+        child = self.children.get(keys[0]) if keys else None
         return child.nearest(keys[1:]) if child else self
 
     def has(self, keys: Keys) -> bool:
         """Return whether something was written at `keys`."""
-        child = self.child(keys[0]) if keys else self
+        child = self.children.get(keys[0]) if keys else self
         return child is not None and (child is self or child.has(keys[1:]))
 
     def walk(self, keys: Keys = ()) -> Iterator[tuple[Keys, "Node"]]:
         """Yield this node and every node below it, with its keys."""
         yield keys, self
-        if isinstance(self.value, dict):
-            for key, child in self.value.items():
-                yield from child.walk((*keys, key))
-        if isinstance(self.value, list):
-            for index, child in enumerate(self.value):
-                yield from child.walk((*keys, index))
+        for key, child in self.children.items():
+            yield from child.walk((*keys, key))
 
 
 def keys_of(name: str) -> Keys:
@@ -234,7 +229,7 @@ def merge(model: type[Part], base: Node, over: Node, keys: Keys = ()) -> Node:
 
 
 def _renames(model: type[Part], base: Node, over: Node, keys: Keys) -> bool:
-    old, new = base.child("name"), over.child("name")
+    old, new = base.children.get("name"), over.children.get("name")
     return new is not None and new.value != (old.value if old else default_name(model, keys))
 
 
@@ -274,8 +269,8 @@ def spelled_out(model: type[Part], root: Node) -> Node:
     """
 
     def visit(node: Node, keys: Keys) -> Node:
-        if key := named_by(model, keys):
-            return Node({key: node}, node.place) if isinstance(node.value, str) else node
+        if isinstance(node.value, str) and (key := named_by(model, keys)):
+            return Node({key: node}, node.place)
         if isinstance(node.value, dict):
             return Node({key: visit(child, (*keys, key)) for key, child in node.value.items()}, node.place)
         if isinstance(node.value, list):

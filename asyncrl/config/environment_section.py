@@ -9,10 +9,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from asyncrl.algo.ranges import MOST_SEQUENCES, NonNegativeInt, Positive, PositiveInt
-from asyncrl.config.addresses import require_one_interface
+from asyncrl.config.addresses import one_interface
 from asyncrl.config.base import Part
 
 ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
@@ -25,35 +25,33 @@ class EnvironmentConfig(Part):
     """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions, which are
     tools; `python` is a built-in tool. `library:NAME` is an environment of another library (adapters.md)."""
     command: tuple[str, ...] = ()
-    """Program and arguments of an agent, instead of `uses`: it plays one episode, calls the model through
-    the endpoint of the generator, and ends the episode by exiting."""
-    address: str = "127.0.0.1"
-    """Address at which agents call the endpoint: one that every generator's host has, and that containers or
-    other machines of the agents reach. The calls are not encrypted."""
+    """Program and arguments of an agent, instead of `uses`; one process plays one episode."""
+    address: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
+    """Address at which agents call the endpoint, without encryption: one that every generator's host has."""
     frozen: tuple[str, ...] = ()
-    """Names of models whose calls an agent makes without being trained on the answers, such as a judge's: the
-    policy answers them, and samples show the answers."""
+    """Names of models that an agent calls without being trained on the answers, such as a judge's; the policy
+    answers."""
     constraints: Literal["refuse", "ignore"] = "refuse"
-    """Calls of an agent that ask for JSON or force a tool: `refuse` answers 400, and `ignore` samples freely,
-    so that the agent's own check of the answer decides. Both are counted; sampling stays the run's."""
+    """Calls of an agent that ask for JSON or force a tool: `refuse` answers 400, and `ignore` samples
+    freely."""
     python: Path | None = None
-    """Python interpreter of the environment's processes, which needs neither asyncrl nor vLLM; by default
-    that of the run. In `command`, the program `python` is this interpreter; by default the one on PATH."""
+    """Python interpreter of the environment's processes, and the program `python` in `command`; it needs
+    neither asyncrl nor vLLM."""
     max_turns: PositiveInt = 16
-    """Most answers of the model in an episode; `sampling.max_response_tokens` is the budget of all together,
-    with the text that the environment adds."""
+    """Most answers of the model in an episode; `sampling.max_response_tokens` is the budget of all
+    together."""
     step_s: Positive = 10.0
     """Time limit of one reset, step or tool call."""
     episode_s: Positive = 600.0
     """Time limit of an episode, after which it is cut off and counts as truncated."""
     episodes_per_slot: PositiveInt = 4
-    """Most episodes that a generator holds for each of its `generator.max_running` slots, while others wait
-    for their environment. With slow tools more keep the engine busy; each may be a process."""
+    """Most episodes that a generator holds for each of its `generator.max_running` slots; with slow tools
+    more keep the engine busy."""
     replays: NonNegativeInt = 2
     """Further attempts at an episode whose environment failed; then its ticket fails, or its group goes
-    without it (`batch.missing_episodes`). It never scores 0."""
+    without it (`batch.missing_episodes`)."""
     weight: float = 1.0
-    """Factor of the environment's own reward, the part `environment`, in the sum that is trained on."""
+    """Factor of the environment's own reward."""
     workers: PositiveInt = 1
     """Processes per generator that load the environment; each runs many episodes."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
@@ -61,14 +59,8 @@ class EnvironmentConfig(Part):
     max_observation_characters: PositiveInt = 16384
     """Length to which a tool's result or an observation is cut."""
     history: Literal["exact", "template"] = "exact"
-    """`exact` keeps what was sampled when the chat template would rewrite earlier turns; `template` renders
-    them again, which costs one more sequence for each rewritten turn."""
-
-    @field_validator("address")
-    @classmethod
-    def _listens_on_one_interface(cls, address: str) -> str:
-        require_one_interface("environment.address", address)
-        return address
+    """`exact` keeps what was sampled where the chat template would rewrite earlier turns; `template` begins
+    another sequence."""
 
     @property
     def is_used(self) -> bool:

@@ -3,7 +3,11 @@
 A config with mistakes is repaired far enough to look for further ones, so that all are reported together.
 """
 
+import difflib
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +16,11 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from asyncrl.config import registry
-from asyncrl.config.base import SECTIONS_ONLY, Keys, Mistake, Root
+from asyncrl.config.base import SECTIONS_ONLY, Keys, Mistake, Mistakes, Root
 from asyncrl.config.document import Node, Problem, keys_of, merge, override, placed, read
-from asyncrl.config.outline import default_name, kind_at, schema_at
-from asyncrl.config.report import panel, problems_of
+from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys, schema_at
 from asyncrl.config.schema import Config
-from asyncrl.config.wording import describe, shown
+from asyncrl.config.wording import Schema, describe, did_you_mean, shown
 from asyncrl.errors import ConfigError
 
 R = TypeVar("R", bound=Root)
@@ -86,7 +89,8 @@ def read_draft(model: type[R], path: Path, overrides: Sequence[str] = ()) -> Dra
     try:
         return Draft(path, root, problems, model.model_validate(root.plain()))
     except ValidationError as error:
-        wrong = [problem for problem in problems_of(model, error, root) if problem.keys not in reported]
+        found = (problem for detail in error.errors() for problem in _problems_of(model, detail, root))
+        wrong = [problem for problem in found if problem.keys not in reported]
     problems += wrong
     draft = Draft(path, root, problems, _repaired(model, root, [problem.keys for problem in problems]))
     # Defaults took the place of values of a wrong type, so no rule may judge these sections.
@@ -159,19 +163,83 @@ def _repair(model: type[Root], values: Any, keys: Keys, *, missing: bool) -> Non
 
 
 def _take_out(values: Any, keys: Keys) -> None:
-    parent = _parent(values, keys) if keys else None
-    if isinstance(parent, dict):
-        parent.pop(keys[-1], None)
-    elif isinstance(parent, list) and isinstance(keys[-1], int) and keys[-1] < len(parent):
-        del parent[keys[-1]]
+    with suppress(LookupError, TypeError):  # it is gone with what was above it
+        del _parent(values, keys)[keys[-1]]
 
 
 def _parent(values: Any, keys: Keys) -> Any:
-    for key in keys[:-1]:
-        if isinstance(values, dict):
-            values = values.get(key)
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
-            values = values[key]
-        else:
-            return None
-    return values
+    return functools.reduce(operator.getitem, keys[:-1], values)
+
+
+def panel(problems: Iterable[Problem | str], *, title: str) -> str:
+    """List all problems, one per line, under a title with their number."""
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in {title}", *(f"  {line}" for line in lines)])
+
+
+def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
+    """Convert an error of pydantic to problems with places."""
+    keys: Keys = tuple(detail["loc"])
+    place, schema = root.nearest(keys).place, schema_at(model, keys)
+    match detail["type"]:
+        case "too_short" if detail["input"]:
+            return []  # A wrong item leaves the list short; the item is reported.
+        case "extra_forbidden":
+            return [
+                Problem(place, keys, f"found an unknown key; {_suggest_key(model, keys)}", misplaced=True)
+            ]
+        case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
+            return []  # The section itself is reported.
+        case "missing":
+            description = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
+            needed = description or describe(schema) or "a value"
+            return [Problem(place, keys, f"found nothing; it is needed: {needed}; add `{keys[-1]}: ...`")]
+        case "value_error":
+            error = detail["ctx"]["error"]
+            if isinstance(error, Mistakes):
+                # Functions of a source of data know their own section only.
+                return [
+                    Problem(place, keys, mistake.text)
+                    if keys and keys[0] != mistake.keys[0].partition(".")[0]
+                    else placed(mistake, root)
+                    for mistake in error.mistakes
+                ]
+            return [Problem(place, keys, str(error))]
+    text = f"found {shown(detail['input'])}; {_allowed(schema, detail)}"
+    return [Problem(place, keys, text, replaced=True)]
+
+
+def _allowed(schema: Schema, detail: Any) -> str:
+    text = f"allowed is {describe(schema)}"
+    found = detail["input"]
+    choices = schema.get("enum", ()) if isinstance(found, str) else ()
+    if meant := did_you_mean(str(found), map(str, choices)):
+        return f"{text}{meant}"
+    if detail["type"] == "string_type" and isinstance(found, (int, float)):
+        return f'{text}; write it in quotes: "{found}"'
+    if found is None:
+        return f"{text}; fill it in or delete the line"
+    return f"{text}; correct the value"
+
+
+def _suggest_key(model: type[Root], keys: Keys) -> str:
+    """List the keys that are allowed at a place, and suggest a similar one there or elsewhere."""
+    key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(model, keys[:-1])
+    if key in model.ABSENT:
+        return f"{model.ABSENT[key]}; delete it"
+    meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    meant = (
+        meant or meant_keys(model, key, section=str(keys[0])) or difflib.get_close_matches(key, known, n=1)
+    )
+    text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
+    return f"{text}; did you mean `{'` or `'.join(meant)}`?" if meant else f"{text}; delete it"
+
+
+def meant_keys(model: type[Root], name: str, *, section: str = "") -> list[str]:
+    """Return at most two keys that a name without a section may mean; those in `section` come first."""
+    name = name.lower().replace("-", "_")
+    if name in model.OTHER_NAMES:
+        return [model.OTHER_NAMES[name]]
+    elsewhere = [path for path in all_paths(model) if path.rsplit(".", 1)[-1] == name]
+    return [path for path in elsewhere if path.startswith(f"{section}.")][:2] or elsewhere[:2]

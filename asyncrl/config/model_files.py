@@ -8,10 +8,10 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.config.library_fields import source_in
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import DataError
 
@@ -153,11 +153,9 @@ def _architecture(config: Mapping[str, Any], directory: Path, *, remote_code: bo
 
 def _known_types() -> list[str]:
     """Return every model_type of the installed transformers, without its slow import."""
-    spec = PathFinder.find_spec("transformers")
-    places = spec.submodule_search_locations if spec else None
-    files = [Path(place) / "models/auto" for place in places or ()]
     names = ("auto_mappings.py", "configuration_auto.py")
-    texts = [(place / name).read_text() for place in files for name in names if (place / name).is_file()]
+    files = [source_in("transformers", "models", "auto", name) for name in names]
+    texts = [file.read_text() for file in files if file]
     return [kind for text in texts for kind in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)]
 
 

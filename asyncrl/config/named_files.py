@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.base import Mistake
-from asyncrl.config.data_section import DataConfig
+from asyncrl.config.data_section import DataConfig, EvalSet
 from asyncrl.config.document import read
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.reward_section import HttpReward
@@ -21,12 +21,14 @@ from asyncrl.extras import install_command
 
 # Suffixes by which a name is recognised as a file; not all of them can be read.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+# Begins a source of rows `{seed: 0}`, `{seed: 1}`, ... for environments that make their tasks.
+SEEDS = "seeds:"
 # Characters of a pattern.
 WILD = frozenset("*?[")
 # Name of the Hugging Face directory in the run directory of a stage.
 EXPORT = "hf"
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
-TRACKERS = {"wandb": "off", "tensorboard": False, "trackio": False}
+TRACKERS = {"wandb": "off", "tensorboard": False}
 
 # Modules of the extra `judge`.
 JUDGES = ("openai", "aiolimiter")
@@ -34,13 +36,15 @@ JUDGES = ("openai", "aiolimiter")
 
 def file_problems(config: Config) -> Iterator[Mistake]:
     """Find mistakes in the files that a config names on this host. Hub names are not checked."""
-    yield from data_problems(config.data.places)
-    for place, source in config.data.places.items():
-        key = "eval_split" if place == "data.eval" else "split"
-        value = getattr(config.data, key)
-        if local_files(source) and value != DataConfig.model_fields[key].default:
-            text = f"is {value}, but {source} is a file, which has no splits; write the rows into a file of"
-            yield Mistake((f"data.{key}",), f"{text} their own, and drop data.{key}")
+    yield from data_problems({key: one.path for key, one in config.data.tasks.items()})
+    for place, task in config.data.tasks.items():
+        name = "eval_split" if place.startswith("data.eval") else "split"
+        own = isinstance(task, EvalSet) and task.split is not None
+        key, value = f"{place}.split" if own else f"data.{name}", config.data.split_of(task)
+        is_hub = not (local_files(task.path) or task.path.startswith(SEEDS))
+        if not is_hub and (own or value != DataConfig.model_fields[name].default):
+            text = f"is {value}, but {task.path} has no splits; write the rows into a file of their own,"
+            yield Mistake((key,), f"{text} or set `limit`, and drop {key}")
     yield from policy_problems(config.model)
     yield from _sizes(config)
     yield from _teacher(config)
@@ -114,7 +118,7 @@ def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     if problems := model_problems(directory, remote_code=model.trust_remote_code):
         # One message per key.
         yield Mistake(("model.path",), "; and ".join(problems[:SHOWN]))
-    if model.chat_template and not has_chat_template(directory):
+    if model.chat_template is True and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
 
@@ -238,11 +242,11 @@ def _division(config: Config) -> Iterator[Mistake]:
 
 
 def _judges(config: Config) -> Iterator[Mistake]:
-    for index, one in enumerate(config.reward.functions):
+    for key, one in config.reward_functions.items():
         missing = [name for name in JUDGES if importlib.util.find_spec(name) is None]
         if isinstance(one.remote, HttpReward) and missing:
             found = f"is {one.function}, but {' and '.join(missing)} is not installed"
-            yield Mistake((f"reward.functions.{index}.function",), f"{found}; {install_command('judge')}")
+            yield Mistake((f"{key}.function",), f"{found}; {install_command('judge')}")
 
 
 def tracker_problems(telemetry: TelemetryConfig) -> Iterator[Mistake]:

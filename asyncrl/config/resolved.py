@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from asyncrl.config.base import Part
+from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import SCALARS
 from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
@@ -16,34 +17,26 @@ from asyncrl.config.schema import Config
 # and scored, how weights arrive, which weights an evaluation needs (`learner.steps`, `eval.every`). Values
 # that only one side reads are left out. If a run is resumed with other shared values, its supervisor starts
 # generators with them; generators of other hosts are refused and leave.
-SHARED: dict[str, tuple[str, ...]] = {
-    "run": ("seed",),
-    "model": ("path", "revision", "dtype", "chat_template"),
-    "data": (
-        "train",
-        "eval",
-        "prompt_field",
-        "template",
-        "system",
-        "split",
-        "eval_split",
-        "shuffle",
-        "long_prompts",
-        "curriculum",
-    ),
-    "reward": ("functions",),
-    "environment": ("uses", "command", "max_turns", "weight", "max_observation_characters", "history"),
-    "batch": ("groups", "group_size"),
-    "sampling": ("temperature", "max_prompt_tokens", "max_response_tokens", "stop"),
-    "staleness": ("max_lag", "window_groups"),
-    "store": ("shards",),
-    "weights": ("transport", "bucket_mib", "probe_tokens", "probe_limit"),
-    "learner": ("steps",),
-    "eval": ("prompts", "samples", "temperature", "every"),
+_SHARED = {
+    "run": "seed",
+    "model": "path revision dtype chat_template",
+    "data": "train eval prompt_field template system filter map split eval_split shuffle long_prompts "
+    "curriculum",
+    "reward": "functions",
+    "environment": "uses command max_turns weight max_observation_characters history",
+    "batch": "groups group_size",
+    "sampling": "temperature max_prompt_tokens max_response_tokens stop",
+    "staleness": "max_lag window_groups",
+    "store": "shards",
+    "weights": "transport bucket_mib probe_tokens probe_limit",
+    "learner": "steps",
+    "eval": "prompts samples temperature every",
 }
+SHARED = {section: set(keys.split()) for section, keys in _SHARED.items()}
 
 # The code and the variables that a config brings to a generator's host.
-HOST: dict[str, Any] = {"run": {"environment"}, "model": True, "reward": True, "environment": True}
+HOST: dict[str, Any] = {"run": {"environment"}, "data": {"train", "eval", "filter", "map"}}
+HOST |= dict.fromkeys(("model", "reward", "environment"), True)
 
 BREAKS = set("\x85\u2028\u2029\ufeff")  # line breaks that only YAML knows
 
@@ -76,8 +69,7 @@ def config_json(config: Part) -> str:
 def config_hash(config: Config) -> str:
     """Hash `SHARED` and `wants_greedy` to 16 hex digits, which all processes of a run must agree on."""
     shared: dict[str, Any] = {
-        part: getattr(config, part).model_dump(mode="json", include=set(fields))
-        for part, fields in SHARED.items()
+        part: getattr(config, part).model_dump(mode="json", include=keys) for part, keys in SHARED.items()
     }
     shared["greedy"] = wants_greedy(config)
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
@@ -89,16 +81,20 @@ def host_digest(config: Config) -> str:
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
-def eval_digest(config: Config) -> str:
-    """Hash the data, sampling and scoring of held-out evaluation, not its schedule, to 8 hex digits."""
-    asked = {
-        "data": config.data.model_dump(mode="json", include={"eval", "eval_split"}),
+def eval_digest(config: Config, task: EvalSet) -> str:
+    """Hash the data, sampling and scoring of an evaluation set, with its name, to 8 hex digits."""
+    config = config.of(task)
+    data = config.data.of(task).model_copy(update={"eval": (task,)})
+    asked: dict[str, Any] = {
+        "data": data.model_dump(mode="json", include={"eval", "eval_split"}),
         "reward": config.reward.model_dump(mode="json", include={"functions"}),
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
         "eval": config.eval.model_dump(mode="json", include={"samples", "temperature"}),
+        "environment": config.environment.model_dump(mode="json", include=SHARED["environment"]),
     }
-    if config.environment.is_used:  # otherwise the digest is that of releases without environments
-        asked["environment"] = config.environment.model_dump(mode="json", include=set(SHARED["environment"]))
+    asked["data"] |= {key: name for key in ("filter", "map") if (name := getattr(data, key))}
+    if isinstance(config.model.chat_template, str):
+        asked["template"] = config.model.chat_template
     return hashlib.sha256(_canonical(asked).encode()).hexdigest()[:8]
 
 

@@ -14,23 +14,17 @@ from typing import Any
 
 from asyncrl.config.base import Mistake, Part, marked
 from asyncrl.config.outline import all_paths, schema_at
-from asyncrl.config.wording import Schema, shown
+from asyncrl.config.wording import shown
 
 # The key defines the run: with another value it is another run.
 OTHER_RUN = "another run"
 # The weights would fit the new value, but other parts of the checkpoint would not.
 REFUSED = "refused"
-MAY_CHANGE = "may change"
 
 
 def refused(why: str) -> Any:
     """Return the mark of a field that must not change for this reason."""
     return marked(resume=(REFUSED, why))
-
-
-def on_resume(schema: Schema) -> str:
-    """Say whether the key with this schema may change, and if not, why."""
-    return ": ".join(schema["resume"]) if "resume" in schema else MAY_CHANGE
 
 
 def bound(model: type[Part]) -> dict[str, tuple[str, str]]:

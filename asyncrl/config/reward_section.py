@@ -176,50 +176,42 @@ def _said(kind: type[Remote], params: dict[str, Any], detail: Mapping[str, Any])
     return complaint(kind, name, detail["type"], value)
 
 
+def _names_differ(functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+    names = [function.part for function in functions]
+    if ENVIRONMENT_PART in names:
+        raise ValueError(
+            f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"the functions need different names, got {names}; set `name` on one of them")
+    return functions
+
+
+Functions = Annotated[tuple[RewardFunctionConfig, ...], Field(max_length=64), AfterValidator(_names_differ)]
+
+
 class RewardConfig(Part):
     """Scoring of rollouts."""
 
-    functions: Annotated[
-        tuple[RewardFunctionConfig, ...], Field(max_length=64), marked(stand_in=[{"function": "exact_match"}])
-    ]
+    functions: Annotated[Functions, marked(stand_in=[{"function": "exact_match"}])]
     """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
     timeout_s: Positive = 10.0
-    """Time limit of a call, with its repetitions. A call that takes longer is killed, and its ticket is given
-    back."""
+    """Time limit of a call, with its repetitions."""
     workers: PositiveInt = 1
     """Reward processes per generator."""
     attempts: PositiveInt = 3
-    """Failures after which a ticket is counted as dead; it never scores 0."""
+    """Failures after which a ticket is counted as dead."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """`bubblewrap` isolates rewards that run programs of the model: no network, no GPU, only files of the
-    project and the system (security.md). It needs `memory_gib` and the program `bwrap`."""
+    """`bubblewrap` isolates rewards that run programs of the model (security.md). It needs `memory_gib` and
+    the program `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each reward process, in GiB. A runaway reward then fails instead of exhausting
-    the machine. CUDA reserves more address space, so leave it unset for rewards that use a GPU."""
+    """Address-space limit of each reward process, in GiB; leave it unset for rewards that use a GPU."""
 
     @property
     def judgement_bytes(self) -> int:
         """Most bytes that a group holds of what judges were asked about a response, and said."""
         judges = [remote for one in self.functions if isinstance(remote := one.remote, LlmJudge)]
         return JUDGEMENT_BYTES * sum(judge.questions for judge in judges)
-
-    @model_validator(mode="after")
-    def _sandbox_is_bounded(self) -> Self:
-        if self.sandbox != "none" and self.memory_gib is None:
-            text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
-            raise Mistakes(Mistake(("reward.sandbox",), text))
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        names = [function.part for function in self.functions]
-        if ENVIRONMENT_PART in names:
-            text = f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
-            raise Mistakes(Mistake(("reward",), text))
-        if len(set(names)) != len(names):
-            text = f"reward.functions need different names, got {names}; set `name` on one of them"
-            raise Mistakes(Mistake(("reward",), text))
-        return self
 
 
 def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:

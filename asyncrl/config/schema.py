@@ -3,109 +3,72 @@
 A value belongs to the section of the component that reads it. The component receives only that section.
 """
 
-from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+import hashlib
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, Self
 
 from asyncrl.algo.staleness import lag_bound
-from asyncrl.config.agreements import RULES
-from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
-from asyncrl.config.base import Part, Root, marked
-from asyncrl.config.checkpoint_section import CheckpointConfig
-from asyncrl.config.data_section import TICKET, DataConfig
+from asyncrl.config.base import Mistake, Root
+from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
-from asyncrl.config.resume import OTHER_RUN, kept_values
-from asyncrl.config.reward_section import TEACHER_NAME, RewardConfig, ScorerConfig
-from asyncrl.config.sections import (
-    BatchConfig,
-    ClusterConfig,
-    ControlConfig,
-    EvalConfig,
-    GeneratorConfig,
-    LearnerConfig,
-    ModelConfig,
-    SamplingConfig,
-    StalenessConfig,
-    TelemetryConfig,
-    WeightsConfig,
+from asyncrl.config.resume import kept_values
+from asyncrl.config.reward_section import (
+    TEACHER_NAME,
+    RewardFunctionConfig,
+    ScorerConfig,
+    reward_parts,
 )
-from asyncrl.config.store import StoreConfig
+from asyncrl.config.rules import RULES
+from asyncrl.config.run_fields import RunFields
+from asyncrl.config.sections import (
+    ModelConfig,
+)
 
-# Keys of other trainers -> ours.
-OTHER_NAMES = {
-    "learning_rate": "learner.optimizer.lr",
-    "num_generations": "batch.group_size",
-    "max_completion_length": "sampling.max_response_tokens",
-    "max_prompt_length": "sampling.max_prompt_tokens",
-    "max_steps": "learner.steps",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "eval.every",
-    "beta": "algorithm.kl.coefficient",
-    "off_policy_steps": "staleness.max_lag",
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
-    "report_to": "telemetry.wandb",
-    "actor_rollout_ref": "learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model",
-    "trainer": "learner",
-    "rollout": "generator",
-    "actor": "learner",
-    "reward_model": "reward",
-    "custom_reward_function": "reward.functions",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "prompt_key": "data.prompt_field",
-    "train_batch_size": "batch.groups",
-    "ppo_mini_batch_size": "batch.minibatches",
-    "ppo_epochs": "batch.epochs",
-    "adv_estimator": "algorithm.advantage",
-    "kl_coef": "algorithm.kl.coefficient",
-    "kl_loss_coef": "algorithm.kl.coefficient",
-    "entropy_coeff": "algorithm.entropy.coefficient",
-    "total_training_steps": "learner.steps",
-    "save_freq": "checkpoint.every",
-    "test_freq": "eval.every",
-    "tensor_model_parallel_size": "generator.tensor_parallel",
-    "experiment_name": "run.name",
-    "gradient_accumulation_steps": "learner.tokens_per_microbatch",
-    "per_device_train_batch_size": "batch.groups",
-    "num_train_epochs": "learner.steps",
-    "seed": "run.seed",
-    "output_dir": "run.root",
-    **dict.fromkeys(("lora", "peft", "use_peft", "peft_config"), "model.lora"),
-    **dict.fromkeys(("r", "lora_r", "lora_rank"), "model.lora.rank"),
-    "lora_alpha": "model.lora.alpha",
-    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora.targets"),
-    **dict.fromkeys(("lora_path", "lora_adapter_path"), "model.lora.start"),
+# Our keys, and those of other trainers with the same meaning.
+_SAME = {
+    "learner.optimizer.lr": "learning_rate",
+    "batch.group_size": "num_generations",
+    "sampling.max_response_tokens": "max_completion_length",
+    "sampling.max_prompt_tokens": "max_prompt_length",
+    "learner.steps": "max_steps total_training_steps num_train_epochs",
+    "checkpoint.every": "save_steps save_freq",
+    "eval.every": "eval_steps test_freq",
+    "algorithm.kl.coefficient": "beta kl_coef kl_loss_coef",
+    "staleness.max_lag": "off_policy_steps",
+    "model.path": "model_name_or_path",
+    "data.train": "dataset_name train_files",
+    "telemetry.wandb": "report_to",
+    "learner` (actor), `generator` (rollout), `algorithm.kl` (ref) and `model": "actor_rollout_ref",
+    "learner": "trainer actor",
+    "generator": "rollout",
+    "reward": "reward_model",
+    "reward.functions": "custom_reward_function",
+    "data.eval": "val_files",
+    "data.prompt_field": "prompt_key",
+    "batch.groups": "train_batch_size per_device_train_batch_size",
+    "batch.minibatches": "ppo_mini_batch_size",
+    "batch.epochs": "ppo_epochs",
+    "algorithm.advantage": "adv_estimator",
+    "algorithm.entropy.coefficient": "entropy_coeff",
+    "generator.tensor_parallel": "tensor_model_parallel_size",
+    "run.name": "experiment_name",
+    "learner.tokens_per_microbatch": "gradient_accumulation_steps",
+    "run.seed": "seed",
+    "run.root": "output_dir",
+    "model.lora": "lora peft use_peft peft_config",
+    "model.lora.rank": "r lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "target_modules lora_target_modules",
+    "model.lora.start": "lora_path lora_adapter_path",
 }
+OTHER_NAMES = {other: ours for ours, others in _SAME.items() for other in others.split()}
+
+# Sections that say nothing of an evaluation: mistakes of their keys are not of its sets.
+TRAINING = {"algorithm", "batch", "checkpoint", "critic", "learner", "staleness", "store", "telemetry"}
 
 
-class RunConfig(Part):
-    """Name and place of the run."""
-
-    name: Annotated[
-        str,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
-        marked(
-            stand_in="unnamed", resume=(OTHER_RUN, "it names the run directory and the keys in the store")
-        ),
-    ]
-    """Name of the run directory and of the keys in the store."""
-    root: Path = Path("runs")
-    """Directory that holds the run directories."""
-    environment: tuple[str, ...] = ()
-    """Further environment variables that the run's processes inherit: names or patterns such as `X_*`."""
-    seed: Annotated[int, TICKET] = 0
-    """Seed of the order of prompts and of every random number of the learner."""
-
-    @property
-    def directory(self) -> Path:
-        """The run directory: config, logs, metrics, samples, checkpoints."""
-        return self.root / self.name
-
-
-class Config(Root):
+class Config(RunFields):
     """One run."""
 
     RULES = RULES
@@ -114,27 +77,78 @@ class Config(Root):
         ("lora_dropout", "critic_lora"), "an adapter has no dropout here, and a critic trains all its weights"
     )
 
-    run: RunConfig
-    model: ModelConfig
-    data: DataConfig
-    reward: RewardConfig
-    scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
-    """Reward models of the run by name, which `model_score` asks."""
-    environment: EnvironmentConfig = EnvironmentConfig()
-    batch: BatchConfig = BatchConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    staleness: StalenessConfig = StalenessConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig = CriticConfig()
-    learner: LearnerConfig = LearnerConfig()
-    generator: GeneratorConfig = GeneratorConfig()
-    weights: WeightsConfig = WeightsConfig()
-    store: StoreConfig = StoreConfig()
-    control: ControlConfig = ControlConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
+    def of(self, task: DataSource | EvalSet) -> Self:
+        """Return the config with which responses to the prompts of a source or a set are made and scored."""
+        found: dict[str, Any] = {}
+        if task.reward is not None:
+            found["reward"] = self.reward.model_copy(update={"functions": task.reward})
+        if (own := task.environment) is not None:
+            given = {key: getattr(own, key) for key in own.model_fields_set}
+            names = {"uses": (), "command": ()} if given.keys() & {"uses", "command"} else {}
+            merged = self.environment.model_copy(update=names | given)
+            found["environment"] = merged if merged.is_used else own
+        if isinstance(task, EvalSet):
+            given = task.model_dump(include={"every", "samples", "temperature"}) | {"prompts": task.limit}
+            given = {key: value for key, value in given.items() if value is not None}
+            found["eval"] = self.eval.model_copy(update=given)
+        return self.model_copy(update=found)
+
+    @property
+    def tasks(self) -> Mapping[str, Self]:
+        """The config of every source and set, by the key of each; prompts name theirs by its place."""
+        return {key: self.of(one) for key, one in self.data.tasks.items()}
+
+    @property
+    def training(self) -> list[Self]:
+        """The config of every source."""
+        return [self.of(one) for one in self.data.train]
+
+    @property
+    def reward_parts(self) -> list[str]:
+        """The names of the parts of the reward, of all sources together."""
+        named = (name for one in self.training for name in reward_parts(one.reward, one.environment))
+        return [*dict.fromkeys(named)]
+
+    @property
+    def reward_functions(self) -> Mapping[str, RewardFunctionConfig]:
+        """Every reward function of the run by its key."""
+        found = {f"reward.functions.{i}": one for i, one in enumerate(self.reward.functions)}
+        for key in self.data.tasks:
+            found |= self.functions_of(key)
+        return found
+
+    def functions_of(self, place: str) -> dict[str, RewardFunctionConfig]:
+        """Return the reward functions of the source or set at a key, by their keys."""
+        task = self.data.tasks[place]
+        key = "reward.functions" if task.reward is None else f"{place}.reward"
+        return {f"{key}.{i}": one for i, one in enumerate(self.of(task).reward.functions)}
+
+    @property
+    def environments(self) -> Mapping[str, EnvironmentConfig]:
+        """Every environment of the run by its key."""
+        own = {key: one for key, one in self.data.tasks.items() if one.environment is not None}
+        merged = {f"{key}.environment": self.of(one).environment for key, one in own.items()}
+        return {"environment": self.environment} | merged
+
+    @property
+    def environment_names(self) -> list[tuple[str, str, EnvironmentConfig]]:
+        """Key, text and environment of every name in a key `uses`."""
+        return [
+            (f"{key}.uses", name, one)
+            for key, one in self.environments.items()
+            for name in ((one.uses,) if isinstance(one.uses, str) else one.uses)
+        ]
+
+    def disagreements(self, *, without: Container[str] = ()) -> Iterator[Mistake]:
+        """Yield a mistake for every broken rule, as the sections are for each source and set."""
+        told: set[str] = set()
+        for key, task in self.data.tasks.items():
+            is_set = isinstance(task, EvalSet)
+            left_out = {name for name, _ in self if name in without or (is_set and name in TRAINING)}
+            for mistake in Root.disagreements(self.of(task), without=left_out):
+                if mistake.text not in told:
+                    told.add(mistake.text)
+                    yield Mistake(tuple(_own_key(key, task, name) for name in mistake.keys), mistake.text)
 
     @property
     def window_groups(self) -> int:
@@ -181,4 +195,20 @@ class Config(Root):
         """
         has_critic = "values_T" in needs("advantage", self.algorithm.advantage.name)
         advantage = f"one {'with' if has_critic else 'without'} a critic"
-        return kept_values(self) | {"data.train": rows, "algorithm.advantage": advantage}
+        fixed = kept_values(self) | {"data.train": rows, "algorithm.advantage": advantage}
+        if isinstance(template := self.model.chat_template, str):
+            digest = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
+            fixed["model.chat_template"] = f"a template with digest {digest}"
+        return fixed
+
+
+def _own_key(place: str, task: DataSource | EvalSet, key: str) -> str:
+    """Return the key of a task that stands in place of a key of the config, if it has one."""
+    section, _, name = key.partition(".")
+    if section == "reward" and task.reward is not None:
+        return f"{place}.reward"
+    if section == "environment" and task.environment is not None:
+        return f"{place}.{key}"
+    if section == "eval" and getattr(task, "limit" if name == "prompts" else name, None) is not None:
+        return f"{place}.{name}"
+    return key

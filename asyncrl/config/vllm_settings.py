@@ -3,14 +3,20 @@
 import functools
 from collections.abc import Iterator
 
-from asyncrl.config.base import Mistake
+from asyncrl.config.base import Mistake, broken
 from asyncrl.config.library_fields import fields_in, misnamed, source_in
+from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import GeneratorConfig
 
 _WORKERS = "weights are sent to the generator.tensor_parallel workers of one engine on this host"
 _CACHE = "blocks of several generators, or of one before and after a restart, would be of different weights"
 _SAMPLED = "the learner needs the log-probabilities of the distribution that tokens are sampled from"
 _OWN_LOGS = "asyncrl has its own counters and logs"
+
+_PROCESSES = """pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank
+    data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_backend
+    data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+    nnodes node_rank master_addr master_port"""
 
 REFUSED: dict[str, str] = {
     "model": "set model.path",
@@ -27,6 +33,7 @@ REFUSED: dict[str, str] = {
     "tokenizer": "learner and generators must have the same tokens; change the files of model.path",
     "tokenizer_revision": "learner and generators must have the same tokens; set model.revision",
     "logprobs_mode": _SAMPLED,
+    "max_logprobs": "set sampling.top_k",
     "logits_processors": f"{_SAMPLED}, and does not know these",
     "watermark_config": f"{_SAMPLED}, and does not know the watermark",
     "generation_config": "set sampling",
@@ -44,21 +51,8 @@ REFUSED: dict[str, str] = {
     "convert": "generators generate",
     "distributed_executor_backend": "the engine's processes must end with their generator",
     "device_ids": "asyncrl deals the GPUs to learner and generators",
-    "pipeline_parallel_size": _WORKERS,
+    **dict.fromkeys(_PROCESSES.split(), _WORKERS),
     "data_parallel_size": f"{_WORKERS}; raise generator.count",
-    "data_parallel_rank": _WORKERS,
-    "data_parallel_start_rank": _WORKERS,
-    "data_parallel_size_local": _WORKERS,
-    "data_parallel_address": _WORKERS,
-    "data_parallel_rpc_port": _WORKERS,
-    "data_parallel_backend": _WORKERS,
-    "data_parallel_hybrid_lb": _WORKERS,
-    "data_parallel_external_lb": _WORKERS,
-    "data_parallel_multi_port_external_lb": _WORKERS,
-    "nnodes": _WORKERS,
-    "node_rank": _WORKERS,
-    "master_addr": _WORKERS,
-    "master_port": _WORKERS,
 }
 """What asyncrl sets, or what would break a promise, and the reason."""
 
@@ -76,24 +70,18 @@ def quantisation(generator: GeneratorConfig, dtype: str) -> str:
     return ", ".join(f"{name}: {value}" for name, value in found.items() if value is not None)
 
 
-def vllm_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
-    """A rule for `agreements`: unknown names are found where vLLM is installed."""
+def engine_takes_the_settings(run: RunFields) -> Iterator[Mistake]:
+    """A rule: unknown names are found where vLLM is installed, and what only vLLM can do is not asked of
+    another engine."""
+    generator = run.generator
     known = known_settings() if generator.vllm else None
-    lists = "docs.vllm.ai lists them (engine arguments)"
-    kind = "argument of the installed vLLM"
+    lists, kind = "docs.vllm.ai lists them (engine arguments)", "argument of the installed vLLM"
     yield from misnamed("generator.vllm", generator.vllm, REFUSED.get, known, kind, lists)
-
-
-def transformers_takes_the_settings(generator: GeneratorConfig) -> Iterator[Mistake]:
-    """A rule for `agreements`: what only vLLM can do."""
-    if generator.engine != "transformers":
-        return
-    for name, default in (("tensor_parallel", 1), ("recompute_kv", False), ("vllm", {})):
+    only = {"tensor_parallel": 1, "recompute_kv": False, "vllm": {}} if generator.engine != "vllm" else {}
+    for name, default in only.items():
         if (found := getattr(generator, name)) != default:
-            keys = (f"generator.{name}", "generator.engine")
-            yield Mistake(
-                keys, f"{keys[0]} is {found}, which only generator.engine: vllm can do; drop one of them"
-            )
+            text = f"generator.{name} is {found}, which only generator.engine: vllm can do; drop one of them"
+            yield broken(f"generator.{name} generator.engine", text)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from functools import cached_property
 
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints, load_rows, load_train
+from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
+from asyncrl.data.row_functions import load_parts
 
 
 class DataFiles:
@@ -26,35 +27,33 @@ class DataFiles:
         return self._train[0]
 
     @property
-    def held_out_rows(self) -> int:
-        """Number of rows in data.eval; 0 without one."""
-        return self._held_out[0] if self._held_out else 0
+    def held_out_rows(self) -> list[int]:
+        """Number of rows in each set of data.eval."""
+        return [count for count, _ in self._held_out]
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of both, which must be the same in generators."""
-        return fingerprints(self.train, self._held_out and self._held_out[1])
+        return fingerprints(self.train, [fingerprint for _, fingerprint in self._held_out])
 
     @cached_property
     def _train(self) -> tuple[list[int], str]:
         data = self._config.data
-        rows = self._without_long[0] if self._drops else load_train(data)
+        rows = self._without_long[0] if self._drops else load_parts(data, data.train)
         return [len(part) for part in rows], fingerprint_of(data, rows)
 
     @cached_property
-    def _held_out(self) -> tuple[int, str] | None:
+    def _held_out(self) -> list[tuple[int, str]]:
         data = self._config.data
-        if data.eval is None:
-            return None
-        rows = self._without_long[1] if self._drops else load_rows(data.eval, data.eval_split)
-        return (len(rows), rows.fingerprint) if rows else None
+        sets = self._without_long[1] if self._drops else load_parts(data, data.eval)
+        return [(len(rows), rows.fingerprint) for rows in sets]
 
     @property
     def _drops(self) -> bool:
         return self._config.data.long_prompts == "drop"
 
     @cached_property
-    def _without_long(self) -> tuple[list[Rows], Rows | None]:
+    def _without_long(self) -> tuple[list[Rows], list[Rows]]:
         # Only a tokenizer tells which rows are left; it is slow to import.
         from asyncrl.data.prompts import PromptSource
 

@@ -5,54 +5,79 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import overload
 
 from asyncrl.config.data_section import DataConfig
-from asyncrl.config.named_files import WILD, local_files
-from asyncrl.data.row_files import FORMATS, Row, read_file, with_sparse_messages
+from asyncrl.config.named_files import SEEDS, WILD, local_files
+from asyncrl.data.row_files import FORMATS, Lazy, Row, arrow_rows, read_file, stored
 from asyncrl.errors import DataError
 from asyncrl.extras import install_command
 
-# Begins a source of rows `{seed: 0}`, `{seed: 1}`, ... for environments that make their tasks.
-SEEDS, MOST_SEEDS = "seeds:", 1_000_000
+MOST_SEEDS = 1_000_000
+# Rows of each source that are looked at before a run begins.
+CHECKED = 10_000
 
 Origin = tuple[str, int, Sequence[int] | None]
 
 
 class Rows(Sequence[Row]):
-    """The rows of one dataset, in order."""
+    """The rows of one dataset, in order. A row is read when it is used, which raises DataError."""
 
-    def __init__(self, rows: Sequence[Row], source: str, lines: Sequence[int] | None = None) -> None:
-        """`source` is the origin of the rows in messages; `lines` are their line numbers, if any."""
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        source: str,
+        lines: Sequence[int] | None = None,
+        origin: Callable[[int], Origin] | None = None,
+    ) -> None:
+        """`source` is the origin of the rows in messages; `lines` are their line numbers, if any.
+
+        `origin` gives the name of a row's file, its index there, and the file's line numbers.
+        """
         if not rows:
             raise DataError(f"{source} holds no rows; write at least one")
-        self._rows = rows
-        self.source = source
-        # Index of a row -> the name of its file, its index there, and the file's line numbers.
-        self._origin: Callable[[int], Origin] = lambda index: (source, index, lines)
+        self._rows, self.source = rows, source
+        self._origin = origin or (lambda index: (source, index, lines))
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"], source: str = "data.train") -> "Rows":
         """Return the rows of all parts, in order, with the places that they have there."""
         if len(parts) == 1:
             return parts[0]
-        rows = cls([row for part in parts for row in part], source)
         starts = [*accumulate((len(part) for part in parts), initial=0)]
 
-        def origin(index: int) -> Origin:
+        def place(index: int) -> tuple["Rows", int]:
             part = bisect_right(starts, index) - 1
-            return parts[part]._origin(index - starts[part])
+            return parts[part], index - starts[part]
 
-        rows._origin = origin
-        return rows
+        def row(index: int) -> Row:
+            part, at = place(index)
+            return part[at]
 
-    def only(self, indices: Sequence[int]) -> "Rows":
-        """Return these rows, with the places that they have here."""
-        rows = Rows([self._rows[index] for index in indices], self.source)
-        rows._origin = lambda index: self._origin(indices[index])
-        return rows
+        def origin(index: int) -> Origin:
+            part, at = place(index)
+            return part._origin(at)
+
+        return cls(Lazy(starts[-1], row, lambda: chain.from_iterable(parts)), source, origin=origin)
+
+    def only(self, indices: Sequence[int], rows: Sequence[Row] | None = None) -> "Rows":
+        """Return the rows at these indices, which rise, or `rows` in place of them, with their places."""
+
+        def marks() -> Iterator[bool]:
+            before = -1
+            for index in indices:
+                yield from repeat(False, index - before - 1)
+                yield True
+                before = index
+
+        found = Lazy(
+            len(indices),
+            lambda index: self[indices[index]],
+            lambda: (row for is_meant, row in zip(marks(), self, strict=False) if is_meant),
+        )
+        return Rows(rows or found, self.source, origin=lambda index: self._origin(indices[index]))
 
     def place(self, index: int) -> str:
         """Return the position of the row at `index` (from 0) for messages, counted from 1."""
@@ -64,14 +89,20 @@ class Rows(Sequence[Row]):
         return Path(self._origin(index)[0]).parent
 
     @property
+    def checked(self) -> range:
+        """The indices of rows that are looked at before a run begins: all, or `CHECKED` spread over them."""
+        return range(0, len(self), -(-len(self) // CHECKED))
+
+    @property
     def fingerprint(self) -> str:
         """Number of rows and a digest of their content in this order, independent of the file's path.
 
         Of a value that JSON does not have (an image, a date), only the type enters.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for row in self._rows:
-            digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode() + b"\n")
+        encode = json.JSONEncoder(default=lambda value: type(value).__name__).encode
+        for row in self:
+            digest.update(encode(row).encode() + b"\n")
         return f"{len(self)} rows with digest {digest.hexdigest()}"
 
     @overload
@@ -79,7 +110,8 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self._rows[index]
+        at = range(len(self))[index]
+        return self._rows[at] if isinstance(at, int) else [self._rows[one] for one in at]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -100,24 +132,16 @@ def fingerprint_of(data: DataConfig, train: Sequence[Rows]) -> str:
     return f"sources with digest {digest}: {each}"
 
 
-def fingerprints(train: str, held_out: str | None) -> str:
-    """Return one fingerprint for the fingerprints of data.train and, if there is one, data.eval."""
-    return train if held_out is None else f"{train}, and held out {held_out}"
+def fingerprints(train: str, held_out: Sequence[str]) -> str:
+    """Return one fingerprint for those of data.train and of each set of data.eval."""
+    return f"{train}, and held out {'; '.join(held_out)}" if held_out else train
 
 
-def load_train(data: DataConfig) -> list[Rows]:
-    """Return the rows of each source of data.train. Raises DataError."""
-    return [load_rows(source.path, data.split, source.limit) for source in data.train]
+def load_rows(source: str, split: str = "train") -> Rows:
+    """Open a file, the files that a pattern matches, or a Hugging Face dataset, or make rows of `seeds:N`.
 
-
-def load_rows(source: str, split: str = "train", limit: int | None = None) -> Rows:
-    """Return the rows of a source, at most the first `limit`. Raises DataError."""
-    rows = _read(source, split)
-    return rows if limit is None else rows.only(range(min(limit, len(rows))))
-
-
-def _read(source: str, split: str) -> Rows:
-    """Read a file, the files that a pattern matches, or a Hugging Face dataset, or make rows of `seeds:N`."""
+    Raises DataError.
+    """
     if source.startswith(SEEDS):
         return Rows(_seeds(source), source)
     if files := local_files(source):
@@ -131,12 +155,12 @@ def _read(source: str, split: str) -> Rows:
     return Rows(_load_hub(source, split), f"{source} [{split}]")
 
 
-def _seeds(source: str) -> list[Row]:
+def _seeds(source: str) -> Sequence[Row]:
     count = source.removeprefix(SEEDS)
     if not re.fullmatch("[1-9][0-9]{0,6}", count) or int(count) > MOST_SEEDS:
         allowed = f"allowed is {SEEDS}N with N from 1 to {MOST_SEEDS:,}, for example {SEEDS}100000"
         raise DataError(f"found {source:.40}; {allowed}")
-    return [{"seed": seed} for seed in range(int(count))]
+    return stored(int(count), lambda start, stop: [{"seed": seed} for seed in range(start, stop)])
 
 
 def _load_hub(source: str, split: str) -> Sequence[Row]:
@@ -146,10 +170,11 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         needed = "so it would be a Hugging Face dataset, which needs the package `datasets`"
         cure = f"run: {install_command('data')}, or give a file"
         raise DataError(f"dataset {source} is not a {', '.join(FORMATS)} file, {needed}; {cure}") from error
-    name, _, part = source.partition(":")
+    # A directory may have such a name.
+    whole, _, revision = (source, "", "") if Path(source).is_dir() else source.partition("@")
+    name, _, part = whole.partition(":")
     try:
-        # As Arrow: `datasets` would decode each image.
-        rows = datasets.load_dataset(name, part or None, split=split).with_format("arrow")[:].to_pylist()
+        found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
     except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error}") from error
-    return [with_sparse_messages(row) for row in rows]
+    return arrow_rows(found)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from asyncrl.config.model_files import image_problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
-from asyncrl.data.dataset import Rows, load_train
+from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.mixture import make_mixture
+from asyncrl.data.row_functions import load_parts
 from asyncrl.engine.base import PromptImages
 from asyncrl.errors import DataError
 from asyncrl.types import Group
@@ -98,7 +99,7 @@ class LearnerImages:
         """Read the rows and load the processor. Raises DataError."""
         assert config.data.images_key is not None, "without it there is nothing to read"
         self._key = config.data.images_key
-        train = load_train(config.data)
+        train = load_parts(config.data, config.data.train)
         self._rows = Rows.joined(train)
         self._plan = make_mixture(config.data, [len(rows) for rows in train], seed=config.run.seed)
         self._processor = ImageProcessor(config.model)

@@ -1,29 +1,35 @@
 """Prompts: from a dataset row to token ids, and back from ids to text.
 
 Special tokens are added once: by the chat template if there is one, otherwise by the tokenizer, unless the
-text already begins with a BOS. All prompts are tokenised at the start, so that one that is too long or empty
-stops the run before it begins.
+text already begins with a BOS. Prompts are rendered when they are used. Those of `Rows.checked` are rendered
+at the start, too, so that one that is too long or empty stops the run before it begins.
 """
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import Curricula
-from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints, load_rows, load_train
+from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
 from asyncrl.data.mixture import make_mixture
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.row_files import Row
+from asyncrl.data.row_functions import load_parts
 from asyncrl.errors import DataError, RenderError
+from asyncrl.hosting.progress import beat
 from asyncrl.session.base import without_stop
 from asyncrl.session.chat_messages import Message, text_of
 from asyncrl.session.chat_template import TemplateRenderer
@@ -44,9 +50,9 @@ class RowRenderer:
     # Of a model that sees the images of rows.
     processor: ImageProcessor | None = None
 
-    def prompts(self, rows: Rows) -> list[Prompt]:
-        """Return the prompt of each row. Raises DataError that names the first row without one."""
-        return [self._prompt(row, rows.place(index), rows.directory(index)) for index, row in enumerate(rows)]
+    def prompt(self, rows: Rows, index: int) -> Prompt:
+        """Return the prompt of a row. Raises DataError that names the row if it has none."""
+        return self._prompt(rows[index], rows.place(index), rows.directory(index))
 
     def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)
@@ -91,11 +97,55 @@ def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(model.path)
+        tokenizer = model.templated(PreTrainedTokenizerFast.from_pretrained(model.path))
     except Exception:  # noqa: BLE001 - loading the model says what is wrong with its files
         return None
     require_template(model, tokenizer)
-    return RowRenderer(PromptReader(data, model.chat_template), TemplateRenderer(tokenizer), tokenizer)
+    return RowRenderer(PromptReader(data, bool(model.chat_template)), TemplateRenderer(tokenizer), tokenizer)
+
+
+@dataclass(slots=True)
+class _Part:
+    """The rows of one source, or of one set of data.eval, with their prompts."""
+
+    rows: Rows
+    render: RowRenderer
+    limit: int
+    task: int
+    is_held_out: bool
+    # Index -> number of tokens of the prompts that were rendered at the start.
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def look(self, *, every: bool) -> Iterator[tuple[int, str]]:
+        """Render the checked rows, or every one; yield index and text of each. Raises DataError."""
+        for index in range(len(self.rows)) if every else self.rows.checked:
+            beat()
+            prompt = self.render.prompt(self.rows, index)
+            self.lengths[index] = len(prompt.token_ids)
+            yield index, prompt.text
+
+    @property
+    def long(self) -> list[int]:
+        """The rows of those that were looked at whose prompts are above the limit."""
+        return [index for index, length in self.lengths.items() if length > self.limit]
+
+    @property
+    def complaint(self) -> str:
+        """Names the first prompts above the limit; empty if there are none."""
+        named = [f"{self.rows.place(index)}: {self.lengths[index]} tokens" for index in self.long]
+        shown = [*named[:_SHOWN], "..."] if len(named) > _SHOWN else named
+        found = f"{len(named)} of {len(self.lengths)} of {self.rows.source}"
+        return f"{found} ({', '.join(shown)})" if named else ""
+
+    def prompt(self, index: int) -> Prompt:
+        """Return a prompt, of which at most the last `limit` tokens are left. Raises DataError."""
+        prompt = self.render.prompt(self.rows, index)
+        if len(prompt.token_ids) > self.limit and self.render.reader.data.long_prompts != "truncate":
+            found = f"{self.rows.place(index)}: the prompt has {len(prompt.token_ids)} tokens"
+            cure = "raise it, remove the row, or set data.long_prompts"
+            raise DataError(f"{found}; sampling.max_prompt_tokens allows {self.limit}; {cure}")
+        held_out = index if self.is_held_out else None
+        return replace(prompt, token_ids=prompt.token_ids[-self.limit :], task=self.task, held_out=held_out)
 
 
 class PromptSource:
@@ -110,7 +160,7 @@ class PromptSource:
         seed: int,
         tokenizer: Any = None,
     ) -> None:
-        """Load and tokenise all prompts. Raises DataError that names the unusable rows.
+        """Open the rows and look at prompts. Raises DataError that names the unusable rows.
 
         `tokenizer` takes the place of the policy's, which takes seconds to import, if nothing is decoded.
         """
@@ -118,37 +168,68 @@ class PromptSource:
         require_template(model, self.tokenizer)
         self.renderer = TemplateRenderer(self.tokenizer, () if tokenizer else stop_ids(model))
         processor = ImageProcessor(model) if data.images_key is not None else None
-        reader = PromptReader(data, model.chat_template)
+        reader = PromptReader(data, bool(model.chat_template))
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
-        readers = [replace(render, reader=replace(reader, data=data.of(one))) for one in data.train]
-        parts = [(rows, one.prompts(rows)) for rows, one in zip(load_train(data), readers, strict=True)]
-        if data.eval is not None:
-            held_out = load_rows(data.eval, data.eval_split)
-            parts.append((held_out, render.prompts(held_out)))
-        parts = _fitting(parts, data.long_prompts, sampling.max_prompt_tokens)
-        # The rows of each source, and the held-out ones.
-        self.rows = [rows for rows, _ in parts[: len(readers)]]
-        self.held_out = parts[-1][0] if data.eval is not None else None
-        self.train = [prompt for _, prompts in parts[: len(readers)] for prompt in prompts]
-        held_out_prompts = parts[-1][1] if self.held_out else []
-        self._eval = [replace(prompt, held_out=index) for index, prompt in enumerate(held_out_prompts)]
-        if self.held_out:
-            _warn_of_overlap(self.train, self._eval, self.held_out)
-        # Learner and generators must have read the same data; they compare this.
-        self.fingerprint = fingerprints(
-            fingerprint_of(data, self.rows), self.held_out.fingerprint if self.held_out else None
-        )
-        self._plan = make_mixture(data, [len(rows) for rows in self.rows], seed=seed)
+        tasks, sources = [*data.tasks.values()], len(data.train)
+        readers = [replace(render, reader=replace(reader, data=data.of(one))) for one in tasks]
+        loaded = enumerate(zip(load_parts(data, tasks), readers, strict=True))
+        limit, self._data = sampling.max_prompt_tokens, data
+        parts = [_Part(rows, one, limit, task, task >= sources) for task, (rows, one) in loaded]
+        # The parts of data.train, and those of data.eval by the name of the set.
+        self._train, self._sets = parts[:sources], dict(zip(data.sets, parts[sources:], strict=True))
+        _look(self._train, self._sets, data.long_prompts)
+        self._firsts = [*accumulate((len(part.rows) for part in self._train), initial=0)]
+        self._plan = make_mixture(data, [len(part.rows) for part in self._train], seed=seed)
         # Lets epochs skip rows, as `UpdateOrder.skipped` of the newest order says.
         self.skip = self._plan.skip
 
-    def prompt(self, ticket_id: int) -> Prompt:
-        """Return the prompt of training ticket `ticket_id` (from 1)."""
-        return self.train[self._plan.row(ticket_id)]
+    @property
+    def rows(self) -> list[Rows]:
+        """The rows of each source."""
+        return [part.rows for part in self._train]
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        """Return the first `count` held-out prompts, or all if there are fewer."""
-        return self._eval[:count]
+    @property
+    def held_out(self) -> list[Rows]:
+        """The rows of each set of data.eval."""
+        return [part.rows for part in self._sets.values()]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt of data.train, of those that were looked at."""
+        return max(length for part in self._train for length in part.lengths.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Learner and generators must have read the same data; they compare this."""
+        held_out = [rows.fingerprint for rows in self.held_out]
+        return fingerprints(fingerprint_of(self._data, self.rows), held_out)
+
+    def __len__(self) -> int:
+        """Return the number of rows of data.train."""
+        return self._firsts[-1]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Yield the prompt of each row of data.train. Raises DataError."""
+        return (part.prompt(index) for part in self._train for index in range(len(part.rows)))
+
+    def prompt(self, ticket_id: int) -> Prompt:
+        """Return the prompt of training ticket `ticket_id` (from 1). Raises DataError."""
+        row = self._plan.row(ticket_id)
+        part = bisect_right(self._firsts, row) - 1
+        return self._train[part].prompt(row - self._firsts[part])
+
+    def of_task(self, task: int, count: int) -> list[Prompt]:
+        """Return the prompts of at most the first `count` rows of a task. Raises DataError."""
+        part = [*self._train, *self._sets.values()][task]
+        return [part.prompt(index) for index in range(min(count, len(part.rows)))]
+
+    def eval_prompts(self, count: int, name: str = "") -> list[Prompt]:
+        """Return the first `count` prompts of a set of `DataConfig.sets`, or all if there are fewer.
+
+        Raises DataError.
+        """
+        part = self._sets.get(name)
+        return self.of_task(part.task, count) if part else []
 
     def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
         """Return the text of response tokens, exactly as sampled, without special tokens, or `raw` with them.
@@ -167,7 +248,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(model.path, **options)
+        return model.templated(AutoTokenizer.from_pretrained(model.path, **options))
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
@@ -181,8 +262,16 @@ def require_template(model: ModelConfig, tokenizer: Any) -> None:
         raise DataError(f"{text}; set it to false")
     if model.chat_template and isinstance(found, dict) and "default" not in found:
         text = f"the tokenizer of {model.path} has the chat templates {', '.join(sorted(found))}"
-        cure = "write the one to use to chat_template.jinja in the model's directory"
+        cure = "set model.chat_template to the file of the one to use"
         raise DataError(f"{text}, of which none is called `default`; {cure}")
+    if isinstance(model.chat_template, str):
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
+            raise DataError(f"model.chat_template is not a template: {found}; correct it") from error
+        except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
+            log.debug("the chat template refuses a message of the user: %s", error)
 
 
 def stop_ids(model: ModelConfig) -> list[int]:
@@ -225,46 +314,37 @@ def other_tokens(config: Config) -> str | None:
     return None
 
 
-def _fitting(
-    parts: Sequence[tuple[Rows, list[Prompt]]], how: str, limit: int
-) -> list[tuple[Rows, list[Prompt]]]:
-    """Return rows and prompts as `data.long_prompts` says. Raises DataError, also if no row is left."""
-    found, fitting = [*map(partial(_too_long, limit=limit), *zip(*parts, strict=True))], []
-    named, above = "; ".join(filter(None, found)), f"are longer than sampling.max_prompt_tokens ({limit})"
+def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> None:
+    """Render prompts, and deal with long ones as `data.long_prompts` says. Raises DataError.
+
+    To drop rows, all are rendered: the sample plan needs the number of those that are left.
+    """
+    every = how == "drop"
+    texts = {hash(text) for part in train for _, text in part.look(every=every)}
+    shared = {
+        name: [index for index, text in part.look(every=every) if hash(text) in texts]
+        for name, part in held_out.items()
+    }
+    parts = [*train, *held_out.values()]
+    named = "; ".join(filter(None, (part.complaint for part in parts)))
+    above = f"are longer than sampling.max_prompt_tokens ({parts[0].limit})"
     if named and how == "refuse":
-        longest = max(len(prompt.token_ids) for _, prompts in parts for prompt in prompts)
+        longest = max(length for part in parts for length in part.lengths.values())
         cure = f"raise it to {longest}, remove the rows, or set data.long_prompts to drop"
         raise DataError(f"prompts {above}: {named}; {cure}")
     if named:
         done = "their rows are left out" if how == "drop" else "their first tokens are cut off"
         log.warning("prompts %s, so %s: %s", above, done, named)
-    for rows, prompts in parts:
-        if how == "drop":
-            kept = [index for index, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]
-            if not kept:
-                raise DataError(f"all prompts of {rows.source} {above}, so no row is left; raise it")
-            fitting.append((rows.only(kept), [prompts[index] for index in kept]))
-        else:
-            cut = [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]
-            fitting.append((rows, cut))
-    return fitting
-
-
-def _too_long(rows: Rows, prompts: Sequence[Prompt], *, limit: int) -> str:
-    """Name the first prompts above the limit; return an empty text if there are none."""
-    lengths = {index: len(prompt.token_ids) for index, prompt in enumerate(prompts)}
-    found = [f"{rows.place(index)}: {length} tokens" for index, length in lengths.items() if length > limit]
-    shown = [*found[:_SHOWN], "..."] if len(found) > _SHOWN else found
-    return f"{len(found)} of {len(rows)} of {rows.source} ({', '.join(shown)})" if found else ""
-
-
-def _warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], rows: Rows) -> None:
-    seen = {prompt.text for prompt in train}
-    if shared := [index for index, prompt in enumerate(held_out) if prompt.text in seen]:
-        text = (
-            "%d of %d prompts in data.eval also occur in data.train, first %s: the evaluation is not held out"
-        )
-        log.warning(text, len(shared), len(held_out), rows.place(shared[0]))
+    for name, indices in shared.items():
+        where, rows = f"set {name} of data.eval" if name else "data.eval", held_out[name].rows
+        text = "%d of %d prompts in %s also occur in data.train, first %s: the evaluation is not held out"
+        if indices:
+            log.warning(text, len(indices), len(rows), where, rows.place(indices[0]))
+    for part in parts if how == "drop" else ():
+        kept = [index for index, length in part.lengths.items() if length <= part.limit]
+        if not kept:
+            raise DataError(f"all prompts of {part.rows.source} {above}, so no row is left; raise it")
+        part.rows = part.rows.only(kept)
 
 
 def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:

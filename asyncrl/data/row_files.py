@@ -1,37 +1,68 @@
 """Reads one file of rows: JSON lines, JSON, CSV or parquet; JSON lines and CSV also with gzip.
 
-A file that cannot be read completely is an error that names the line: with fewer rows, the sample plan would
-be another.
+JSON lines and parquet stay on disk, and each row is parsed when it is used. A file that cannot be read
+completely is an error that names the line: with fewer rows, the sample plan would be another.
 """
 
 import csv
 import gzip
 import json
+import os
+import shutil
+import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, RowsChanged
 from asyncrl.extras import install_command
 
 Row = Mapping[str, Any]
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 # Characters of a value in a CSV file; the default of the library is less than a long prompt.
 LONGEST_FIELD = (1 << 31) - 1
+LINE = "found `{found}`; every line must be one JSON object; correct it"
+# Rows that are read together when all are.
+BATCH = 1024
 
 
-def read_file(path: Path) -> tuple[list[Row], list[int] | None]:
+class Lazy(Sequence[Row]):
+    """Rows that are read when they are used: one by its index, or all in order."""
+
+    def __init__(self, size: int, one: Callable[[int], Row], every: Callable[[], Iterator[Row]]) -> None:
+        """Take the number of rows, and how they are read."""
+        self._size, self._one, self._every = size, one, every
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one row, by an index from 0; `Rows` has slices."""
+        return self._one(index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._every()
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def stored(size: int, read: Callable[[int, int], Iterable[Row]]) -> Lazy:
+    """Return rows that `read` reads, from one index up to another."""
+    starts = range(0, size, BATCH)
+    every = lambda: (row for start in starts for row in read(start, min(start + BATCH, size)))  # noqa: E731
+    return Lazy(size, lambda index: next(iter(read(index, index + 1))), every)
+
+
+def read_file(path: Path) -> tuple[Sequence[Row], Sequence[int] | None]:
     """Return the rows of a file, and the line in which each begins, if its format has lines.
 
-    Raises DataError.
+    Raises DataError, also when a row is used that is malformed.
     """
     suffixes = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     try:
         match suffixes.removesuffix(".gz") if suffixes in FORMATS else None:
             case ".jsonl":
-                rows = _read_jsonl(path)
-                return [*rows.values()], [*rows]
+                return _read_jsonl(path)
             case ".csv":
                 rows = _read_csv(path)
                 return [*rows.values()], [*rows]
@@ -45,32 +76,56 @@ def read_file(path: Path) -> tuple[list[Row], list[int] | None]:
     raise DataError(f"{path}: found the suffix `{suffixes}`; {allowed}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each line, from 1, and the line."""
-    number = 0
+def _opened(path: Path) -> BinaryIO:
+    """Open a file; one with gzip is unpacked into a temporary file, where rows have places."""
+    if path.suffix != ".gz":
+        return path.open("rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - rows are read from it
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                yield number, line
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        file.seek(0)
         cure = "make the file again with gzip, or give it unpacked"
-        raise DataError(f"{path}:{number + 1}: not a whole gzip file ({error}); {cure}") from error
+        raise DataError(f"{path}:{len([*file]) + 1}: not a whole gzip file ({error}); {cure}") from error
+    file.seek(0)
+    return file
 
 
-def _read_jsonl(path: Path) -> dict[int, Row]:
-    rows: dict[int, Row] = {}
-    for number, line in _lines(path):
-        if line.strip():
-            shown = line.strip()[:80].decode("utf-8", "replace")
-            expected = f"found `{shown}`; every line must be one JSON object; correct it"
-            rows[number] = _as_row(_parse(line, f"{path}:{number}", expected), f"{path}:{number}")
-    return rows
+def _read_jsonl(path: Path) -> tuple[Lazy, Sequence[int]]:
+    file, place = _opened(path), 0
+    # Bytes before each row, and at last the size of the file; the number of the line in which it begins.
+    starts, lines = array("q"), array("q")
+    state = _state(file)
+    for number, line in enumerate(file, start=1):
+        if not line.isspace():
+            starts.append(place)
+            lines.append(number)
+        place += len(line)
+    starts.append(place)
+
+    def read(start: int, stop: int) -> Iterator[Row]:
+        if _state(file) != state:
+            cure = "restore it, or go on by `asyncrl down` and `asyncrl up` if only its date is another"
+            raise RowsChanged(f"{path} changed while a process reads rows from it; {cure}")
+        span = os.pread(file.fileno(), starts[stop] - starts[start], starts[start])
+        found = (line for line in span.split(b"\n") if line.strip())
+        for number, line in zip(lines[start:stop], found, strict=True):
+            yield _as_row(_parse(line, f"{path}:{number}", LINE), f"{path}:{number}")
+
+    return stored(len(lines), read), lines
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 def _read_csv(path: Path) -> dict[int, Row]:
-    """Return the rows of a file whose first row names the columns; every value is text."""
+    """Return the rows of a file whose first row names the columns, by their lines; every value is text."""
     csv.field_size_limit(LONGEST_FIELD)
-    reader = csv.reader((_text(line, path, number) for number, line in _lines(path)), strict=True)
+    lines = enumerate(_opened(path), start=1)
+    reader = csv.reader((_text(line, path, number) for number, line in lines), strict=True)
     header: list[str] = []
     rows: dict[int, Row] = {}
     while True:
@@ -117,7 +172,8 @@ def _parse(content: bytes, where: str, expected: str) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); {expected}") from error
+        shown = content.strip()[:80].decode("utf-8", "replace")
+        raise DataError(f"{where}: not JSON ({error}); {expected.format(found=shown)}") from error
 
 
 def _as_row(row: object, where: str) -> Row:
@@ -127,16 +183,25 @@ def _as_row(row: object, where: str) -> Row:
     return row
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> Lazy:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        import datasets
+        from pyarrow import ArrowInvalid
     except ImportError as error:
-        raise DataError(f"{path}: reading parquet needs pyarrow; run: {install_command('data')}") from error
+        raise DataError(f"{path}: reading parquet needs datasets; run: {install_command('data')}") from error
     try:
-        return [with_sparse_messages(row) for row in parquet.read_table(path).to_pylist()]
-    except ArrowInvalid as error:
+        datasets.disable_progress_bars()
+        return arrow_rows(datasets.Dataset.from_parquet(str(path)))
+    except (ArrowInvalid, datasets.exceptions.DatasetGenerationError) as error:
         cure = "give a parquet, JSON or JSONL file"
-        raise DataError(f"{path}: not a parquet file ({error}); {cure}") from error
+        raise DataError(f"{path}: not a parquet file ({error.__cause__ or error}); {cure}") from error
+
+
+def arrow_rows(dataset: Any) -> Lazy:
+    """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file."""
+    # As Arrow: `datasets` would decode each image.
+    found = dataset.with_format("arrow")
+    return stored(len(found), lambda start, stop: map(with_sparse_messages, found[start:stop].to_pylist()))
 
 
 def with_sparse_messages(row: Row) -> Row:

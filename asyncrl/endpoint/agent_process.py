@@ -20,7 +20,7 @@ from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault, as_unicode
-from asyncrl.hosting.processes import bound_to_us, end_marked, public_environment
+from asyncrl.hosting.processes import bound_to_us, end_marked, kill_group, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
 
 END_S = 5.0  # limit for killed processes to end
@@ -282,6 +282,5 @@ def _number(value: Any) -> float:
 
 def end_family(pid: int, key: str) -> None:
     """Kill a process group, and all processes that inherited the key, wherever they have moved."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    kill_group(pid)
     end_marked(f"OPENAI_API_KEY={key}")

@@ -50,7 +50,7 @@ class AnswerReader:
         if hidden := [name for tool in tools if (name := tool["function"]["name"]) not in shown]:
             raise ConfigError(
                 f"model.path: the chat template does not show the tools {', '.join(hidden)} to the model; "
-                "write one that does to chat_template.jinja in the model's directory, or take another model"
+                "name one that does in model.chat_template, or take another model"
             )
 
     def _require_calls(self) -> None:

@@ -26,11 +26,21 @@ class SamplingSpec:
     temperature: float
     max_response_tokens: int
     stop: tuple[str, ...] = ()
+    # Tokens are sampled among the `top_k` most probable that `top_p` and `min_p` leave; -1: among all.
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a rollout records the tokens that each of its tokens could have been."""
+        return self.top_k > 0 and self.temperature > 0
 
     @classmethod
     def of(cls, config: SamplingConfig, temperature: float) -> Self:
         """Return how a lane of this temperature samples."""
-        return cls(temperature=temperature, max_response_tokens=config.max_response_tokens, stop=config.stop)
+        same = config.model_dump(include={"max_response_tokens", "stop", "top_k", "top_p", "min_p"})
+        return cls(temperature=temperature, **same)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +113,9 @@ class Engine(Protocol):
         images: PromptImages | None = None,
     ) -> list[Rollout]:
         """`count` unscored rollouts, with the behaviour log-probability and the exact weights of each token.
+
+        If the spec is truncated, log-probabilities are those among the tokens that were left to sample from,
+        which the rollouts record in the columns `kept_counts` and `kept_ids`.
 
         Requests continue through weight updates; cancelling the task aborts them. With the `salt` of an
         earlier moment the request reads and extends the prefix cache of that moment, so that a conversation

@@ -128,7 +128,9 @@ class EpisodeSampler:
             missing=missing,
             **unscored,
         )
-        if reason := trainable(group, replace(limits, rollouts=size + greedy)):
+        # A greedy rollout has no columns of what was sampled.
+        required = () if greedy else limits.required
+        if reason := trainable(group, replace(limits, rollouts=size + greedy, required=required)):
             raise ResultError(f"the episodes are untrainable: {reason}")
         scored, scores = await self._scored(prompt, episodes)
         return replace(

@@ -52,6 +52,23 @@ def with_judgements(group: Group, scores: Sequence[Score]) -> Mapping[str, NDArr
     return {**group.recorded, "judgements": np.frombuffer(said, np.uint8)} if said else group.recorded
 
 
+class TaskSampler:
+    """Leaves each prompt to the sampler of its task; all have one clock and one set of counters."""
+
+    def __init__(self, samplers: Mapping[int, GroupSampler]) -> None:
+        """Take the samplers by `Prompt.task`."""
+        self._samplers = samplers
+        first = next(iter(samplers.values()))
+        self.clock, self.faults, self.counts = first.clock, first.faults, first.counts
+        for one in samplers.values():
+            one.clock, one.faults, one.counts = self.clock, self.faults, self.counts
+
+    async def group(
+        self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
+    ) -> Group:
+        return await self._samplers[prompt.task].group(prompt, ticket_id, limits, spec, greedy=greedy)
+
+
 class Sampler:
     """Samples and scores whole groups of single responses."""
 
@@ -91,7 +108,9 @@ class Sampler:
             sampling_s=sampled_s - started_s,
             recorded={"image_digests": images.digests} if images else {},
         )
-        if reason := trainable(group, replace(limits, rollouts=size + greedy)):
+        # A greedy rollout has no columns of what was sampled.
+        required = () if greedy else limits.required
+        if reason := trainable(group, replace(limits, rollouts=size + greedy, required=required)):
             raise ResultError(f"the engine's rollouts are untrainable: {reason}")
         scored, scores = await self._score(prompt, rollouts)
         return replace(

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-from transformers.generation import StopStringCriteria
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, generation
 
-from asyncrl.columns import EXPERTS
+from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, WeightsConfig
 from asyncrl.engine.base import (
     Device,
@@ -107,8 +106,14 @@ class _Request:
         self._engine = engine
         self._logprobs_BV: Tensor | None = None  # of the token to sample next
         self._logprobs: list[Tensor] = []
+        self._kept: list[list[NDArray[np.int32]]] = []
+        self._truncating: list[Any] = []
+        if spec.is_truncated:
+            self._truncating.append(generation.TopKLogitsWarper(spec.top_k))
+            self._truncating.append(generation.TopPLogitsWarper(spec.top_p))
+            self._truncating.append(generation.MinPLogitsWarper(spec.min_p))
         self._lengths_B = torch.zeros(count, dtype=torch.long)  # 0: not ended by itself
-        self._stops = [StopStringCriteria(engine.tokenizer, list(spec.stop))] if spec.stop else []
+        self._stops = [generation.StopStringCriteria(engine.tokenizer, list(spec.stop))] if spec.stop else []
 
     def process(self, ids_BN: Tensor, logits_BV: Tensor) -> Tensor:
         """Return the log-probabilities to sample from; called between a forward pass and its sampling."""
@@ -116,12 +121,18 @@ class _Request:
         self.sampled_by.append(self._engine.computing_weights)
         self._engine.gate.leave()  # an update may load now
         self._engine.gate.enter(self)
-        self._logprobs_BV = (logits_BV.float() / (self.spec.temperature or 1.0)).log_softmax(-1)
+        logits_BV = logits_BV.float() / (self.spec.temperature or 1.0)
+        for truncate in self._truncating:
+            logits_BV = truncate(ids_BN, logits_BV)
+        self._logprobs_BV = logits_BV.log_softmax(-1)
         return self._logprobs_BV
 
     def _note(self, ids_BN: Tensor) -> None:
         if self._logprobs_BV is not None:
             self._logprobs.append(self._logprobs_BV.gather(-1, ids_BN[:, -1:]).squeeze(-1).cpu())
+            if self._truncating:
+                is_kept_BV = self._logprobs_BV.isfinite().cpu().numpy()
+                self._kept.append([np.flatnonzero(row).astype(np.int32) for row in is_kept_BV])
 
     def ended(self, ids_BN: Tensor, scores: Any, **_: Any) -> Tensor:
         """Return which responses have ended."""
@@ -149,12 +160,19 @@ class _Request:
                 behaviour_logprobs=logprobs_BT[row, :length],
                 version_spans=version_spans(self.sampled_by[:length]),
                 finish_reason="stop" if self._lengths_B[row] else "length",
-                recorded={}
-                if experts_BNLK is None
-                else {EXPERTS: experts_BNLK[row, : len(self.prompt_ids) + length]},
+                recorded=self._recorded(row, length, experts_BNLK),
             )
             for row, length in enumerate(lengths)
         ]
+
+    def _recorded(self, row: int, length: int, experts_BNLK: Any) -> dict[str, NDArray[Any]]:
+        found: dict[str, NDArray[Any]] = {}
+        if experts_BNLK is not None:
+            found[EXPERTS] = experts_BNLK[row, : len(self.prompt_ids) + length]
+        if kept := [rows[row] for rows in self._kept[:length]]:
+            found[KEPT_COUNTS] = np.array([len(ids) for ids in kept], dtype=np.int32)
+            found[KEPT_IDS] = np.concatenate(kept)
+        return found
 
 
 class TransformersEngine:

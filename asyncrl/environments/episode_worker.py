@@ -19,7 +19,6 @@ input is empty, and its output goes to standard error.
 """
 
 import asyncio
-import contextlib
 import gc
 import os
 import random
@@ -37,7 +36,7 @@ from asyncrl.environments.named import load_target
 from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
 from asyncrl.environments.rollout_host import RolloutHost
 from asyncrl.environments.user_code import describe
-from asyncrl.hosting.processes import adopt_orphans, die_with_parent
+from asyncrl.hosting.processes import adopt_orphans, die_with_parent, kill_group
 
 # Directory of this package, which the environment's Python need not have.
 PLACE = str(Path(__file__).parents[2])
@@ -137,8 +136,7 @@ class _ForkServer:
 
     def _end(self) -> NoReturn:
         for pid in self._workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
         os._exit(0)
 
 

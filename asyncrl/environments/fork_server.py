@@ -24,7 +24,7 @@ from asyncrl.environments.channel import Channel
 from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
 from asyncrl.environments.json_frames import packed
 from asyncrl.errors import EnvironmentFault
-from asyncrl.hosting.processes import public_environment
+from asyncrl.hosting.processes import kill_group, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class _Program:
                     env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
-            self._keep(self._follow_output(self._process))
+            self._keep(self._printed.follow_process(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
             self._channel.send({"uses": uses, "limits": LIMITS | memory})
@@ -305,11 +305,9 @@ class _Program:
         self._channel.close()
         for pid in self._pids.values():
             if pid.done() and not pid.exception():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid.result(), signal.SIGKILL)
+                kill_group(pid.result())
         if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
         self._fail()
 
     async def buried(self) -> None:
@@ -352,11 +350,6 @@ class _Program:
                 text = f"the fork server of the environment died{self.note}"
                 future.set_exception(EnvironmentFault(text, reason="died"))
                 future.exception()  # it need not be awaited
-
-    async def _follow_output(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        await self._printed.follow(process.stderr)
-        await process.wait()
 
     async def _tidy(self, number: int, directory: Path) -> None:
         await self.ended(number)

@@ -1,19 +1,31 @@
-"""What a supervisor needs of a host: a clock, and processes that it starts and ends with their children."""
+"""What a supervisor needs of a host: a clock, and processes that it starts and ends with their children.
+
+Children may leave their session and clear their environment. But the kernel gives an orphan to the nearest
+ancestor that asked for orphans (a "subreaper"), and no process can refuse. So every descendant stays one
+while the supervisor lives, and the supervisor ends all before it exits: see `family`.
+"""
 
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+import psutil
+
+from asyncrl.hosting.processes import adopt_orphans, kill_group
 from asyncrl.hosting.progress import Board, Sign, variable
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 10.0
+# A parent that wants its child's exit status asks for it sooner.
+UNCLAIMED_S = 120.0
+END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +102,7 @@ class _Child:
         self.process.terminate()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def take_over(self) -> None:
         assert self.process.stdin is not None, "only a standby has a pipe"
@@ -144,3 +155,69 @@ def _output(path: Path) -> IO[bytes]:
     except OSError as error:
         log.warning("%s cannot be written (%s); the output goes to standard error", path, error)
         return os.fdopen(os.dup(2), "wb")
+
+
+class Family:
+    """The descendants of this process that it did not have before."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._strangers = {process.pid for process in self._me.children(recursive=True)}
+        self._ended_s: dict[int, float] = {}
+        self._look_at_s = 0.0
+
+    def tend(self) -> None:
+        """Reap adopted processes that have ended, to free their process ids. Call this continually."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        ended = {process.pid for process in self._me.children() if _has_ended(process)}
+        self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
+        for pid, since_s in self._ended_s.items():
+            if now_s - since_s > UNCLAIMED_S:
+                _reap(pid)
+
+    def end(self) -> None:
+        """Kill all descendants that are left."""
+        until_s = time.monotonic() + END_S
+        logged: set[int] = set()
+        while (left := self._members()) and time.monotonic() < until_s:
+            alive = {process.pid for process in left if not _has_ended(process)}
+            if new := sorted(alive - logged):
+                log.warning("processes %s had left those that started them, and are killed", new)
+                logged |= alive
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                _reap(process.pid)
+            time.sleep(0.02)
+
+    def _members(self) -> list[psutil.Process]:
+        descendants = self._me.children(recursive=True)
+        return [process for process in descendants if process.pid not in self._strangers]
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _reap(pid: int) -> None:
+    # Not our child until its own parent has ended.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+@contextlib.contextmanager
+def family() -> Iterator[Family]:
+    """Adopt orphans inside the `with` block, which must contain all other ends of processes; then end all."""
+    members = Family()
+    adopt_orphans(True)
+    try:
+        yield members
+    finally:
+        members.end()
+        adopt_orphans(False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 READ_BYTES = 1 << 20  # read at most this much of the end of a log: engines print thousands of lines
 LONGEST, LINES = 400, 40  # characters of an error; last lines in which `last_message` looks for one
+SHOWN = 15  # lines of the output in a message
 # Colour codes, and the prefix of lines that vLLM's processes print.
 NOISE = re.compile(
     r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|"
@@ -61,6 +62,7 @@ class Deaths:
 
     path: Path  # the file with the output of all restarts
     words: str = ""  # last error of the newest death
+    last_lines: str = ""  # of its output
     in_a_row: int = 0  # newest deaths whose last errors differ in numbers only
     _read_to: int = 0
 
@@ -69,7 +71,9 @@ class Deaths:
 
     def note(self) -> str:
         """Read the output of the process that has just died and return its last error."""
-        words = last_error(self.printed())
+        printed = self.printed()
+        self.last_lines = "\n".join(printed.splitlines()[-SHOWN:])
+        words = last_error(printed)
         # Numbers differ between restarts: ids, ports, times.
         shape, last_shape = (re.sub(r"0x[0-9a-f]+|\d+", "#", text) for text in (words, self.words))
         self.in_a_row = self.in_a_row + 1 if words and shape == last_shape else 1

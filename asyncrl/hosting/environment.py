@@ -17,6 +17,10 @@ RUN_VARIABLE = "ASYNCRL_RUN_DIRECTORY"
 # would not work in processes that are forked afterwards.
 WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
+# On a CPU the learner's threads share cores with the generators. A thread that waits at the end of a parallel
+# region by spinning takes the core from the one that it waits for: libgomp (torch) and libiomp (vLLM) block.
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
 # Patterns for every process, by line: system, network, Python, devices, libraries. HF_* has the token for
 # gated models, which learner and generators load.
 EVERY_PROCESS = """
@@ -29,7 +33,7 @@ EVERY_PROCESS = """
     HF_* HUGGINGFACE_* TRANSFORMERS_* TOKENIZERS_* SAFETENSORS_*
 """
 # Further patterns for the learner, where trackers run.
-LEARNER = ("WANDB_*", "NETRC", "TRACKIO_*")
+LEARNER = ("WANDB_*", "NETRC")
 
 
 def child_environment(
@@ -39,7 +43,7 @@ def child_environment(
     password = [config.store.password_env] if config.store.url else []
     keys = [
         remote.key_env
-        for one in config.reward.functions
+        for one in config.reward_functions.values()
         if isinstance(remote := one.remote, HttpReward) and remote.key_env
     ]
     patterns = [*config.run.environment, *password, *keys, *also]
@@ -56,11 +60,14 @@ def role_environment(
     """
     # DeepSpeed takes a GPU where there is one.
     accelerator = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
+    waiting = SHARED_CORES if on_cpu else {}
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     ours = WITHOUT_CUDA | {
         PARENT_VARIABLE: str(os.getpid()),
         RUN_VARIABLE: str(run_directory.resolve()),
         "OMP_NUM_THREADS": str(threads),
+        # numpy's library would start threads at its import, and beside threads no generator forks its engine.
+        "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # By default vLLM writes process titles over the environment, and so over the run's mark.
@@ -72,4 +79,4 @@ def role_environment(
         for name, value in os.environ.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return BY_BUS | inherited | visible | accelerator | ours
+    return BY_BUS | waiting | inherited | visible | accelerator | ours

@@ -1,20 +1,24 @@
 """The memory that a rank of the learner and a generator need, computed before anything is loaded.
 
-N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments. In bfloat16, and with
-any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy and moments, 2 also the
-accumulated gradients, 3 also the weights. With `model.lora`, all but the weights are of the adapter only. A
-vision part is frozen, and has weights only.
+N parameters, b bytes of the model's dtype, R ranks. AdamW keeps two float32 moments, other optimizers less.
+In bfloat16, and with any ZeRO stage above 0, there is a float32 master copy, too. ZeRO 1 shards master copy
+and moments, 2 also the accumulated gradients, 3 also the weights. With `model.lora`, all but the weights are
+of the adapter only. A vision part is frozen, and has weights only.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import GeneratorConfig, LearnerConfig, ModelConfig, WeightsConfig
 
 FP32 = 4  # bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
+# bitsandbytes keeps two moments of a byte each, and of each 256 in a row their float32 maxima.
+MOMENTS_8BIT_BYTES = 2 * (1 + FP32 / 256)
 # DeepSpeed reduces gradients in buckets of this many numbers, and in ZeRO 3 has this many gathered weights.
 BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
 # In ZeRO 3 the optimizer takes this many of a rank's numbers at a time: DeepSpeed's `sub_group_size`.
@@ -23,8 +27,9 @@ STEPPED_NUMBERS = 1_000_000_000
 LOGIT_COPIES = 3
 # Gradients of the output layer's weight, in float32: the sum over chunks, and that of one chunk.
 HEAD_COPIES = 2
-# Names of two parts of `rank_bytes`.
+# Names of parts. The two processes are those of `weights.transport: nccl`.
 SLOTS, CUDA = "published versions", "CUDA"
+SENDER, RECEIVER = "process that sends", "process that receives"
 # KV cache of a generator on a CPU whose config names no size.
 CPU_KV_CACHE_GIB = 1.0
 # Of a process on a GPU: CUDA's context, the libraries' workspaces, NCCL's buffers.
@@ -57,6 +62,8 @@ class ModelShape:
     adapter: int = 0
     # Of `parameters`, those of a vision part: neither trained nor published.
     frozen: int = 0
+    # Of `parameters`, those of embeddings and output layer, which are one table where they are tied.
+    tables: int = 0
 
     @classmethod
     def of(cls, config: Any, parameters: int, *, adapter: int = 0, frozen: int = 0) -> Self:
@@ -74,6 +81,7 @@ class ModelShape:
             vocabulary=text.vocab_size,
             adapter=adapter,
             frozen=frozen,
+            tables=text.vocab_size * text.hidden_size * (1 if config.tie_word_embeddings else 2),
         )
 
     @property
@@ -98,112 +106,205 @@ def published_bytes(shape: ModelShape, model: ModelConfig) -> int:
     return numbers * DTYPE_BYTES[model.dtype]
 
 
-def trained_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer of one model on one rank, at the peak of its step.
-
-    Gradients of one backward pass and the accumulated ones are the same tensors only in float32 below ZeRO 2.
-    """
-    parameters, stage = shape.trained, zero_stage(learner.zero_stage, model.dtype)
-    gradients, optimizer = pass_bytes(shape, model, learner), 0
-    if not learner.offload_optimizer:
-        gradients += _share(parameters * FP32, learner, divided=stage >= 2)
-        master = parameters * FP32 if stage > 0 else 0
-        optimizer = _share(parameters * MOMENTS_BYTES + master, learner, divided=stage >= 1)
-    all_bytes = (shape.parameters + shape.adapter) * DTYPE_BYTES[model.dtype]
-    weights = _share(all_bytes, learner, divided=stage == 3)
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+# What each optimizer keeps of all gradients, besides a master copy: how it is counted, and its bytes.
+# Adafactor keeps a number for each row and each column of a matrix.
+MOMENTS: dict[str, tuple[str, Callable[[ModelShape], float]]] = {
+    "adamw": ("AdamW: parameters x 8", lambda one: one.trained * MOMENTS_BYTES),
+    "adamw_8bit": ("AdamW in 8 bits: parameters x 2.03", lambda one: one.trained * MOMENTS_8BIT_BYTES),
+    "muon": (
+        "Muon: parameters x 4, x 8 of embeddings and output layer",
+        lambda one: (one.trained + (0 if one.adapter else one.tables)) * FP32,
+    ),
+    "adafactor": ("Adafactor: rows and columns x 4", lambda one: one.trained * 2 * FP32 // one.hidden),
+}
 
 
-def _share(size_bytes: int, learner: LearnerConfig, *, divided: bool) -> int:
-    """Return what one rank has of it."""
-    return -(-size_bytes // learner.ranks) if divided else size_bytes
+def moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
+    """Bytes of the moments of an optimizer."""
+    return round(MOMENTS[optimizer.kind][1](shape))
 
 
-def pass_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes of the gradients of one backward pass that are not the accumulated ones."""
-    stage = zero_stage(learner.zero_stage, model.dtype)
-    if stage < 2 and model.dtype == "float32":
-        return 0
-    return _share(shape.trained * DTYPE_BYTES[model.dtype], learner, divided=stage == 3)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A row of the table of what fills a GPU: its formula, and the settings that make it smaller."""
+
+    name: str
+    size_bytes: int
+    formed: str = ""
+    cures: Sequence[str] = ()
 
 
-def head_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """What the output layer's gradient adds; it is the first of a backward pass, when all activations exist.
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One trained model on one rank of the learner, at the peak of its step."""
 
-    From ZeRO 2 on, it takes the place of the others, because those of the last pass are gone by then. With an
-    adapter, the output layer has none.
-    """
-    if shape.adapter:
-        return 0
-    size_bytes = HEAD_COPIES * shape.vocabulary * shape.hidden * FP32
-    if zero_stage(learner.zero_stage, model.dtype) < 2:
-        return size_bytes
-    return max(0, size_bytes - pass_bytes(shape, model, learner))
+    shape: ModelShape
+    model: ModelConfig
+    learner: LearnerConfig
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that it has."""
+        return zero_stage(self.learner.zero_stage, self.model.dtype)
+
+    def _share(self, numbers: int, size: float, *, from_stage: int) -> int:
+        """Return one rank's bytes of `numbers`, which ZeRO shards from a stage on."""
+        ranks = self.learner.ranks if self.stage >= from_stage else 1
+        return -(-int(numbers * size) // ranks)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights, and of an adapter."""
+        numbers = self.shape.parameters + self.shape.adapter
+        return self._share(numbers, DTYPE_BYTES[self.model.dtype], from_stage=3)
+
+    @property
+    def of_one_pass(self) -> int:
+        """Bytes of one pass's gradients, which float32 below ZeRO 2 adds in place to the accumulated ones."""
+        apart = self.stage >= 2 or self.model.dtype == "bfloat16"
+        return self._share(self.shape.trained * apart, DTYPE_BYTES[self.model.dtype], from_stage=3)
+
+    def accumulated(self, *, from_stage: int) -> int:
+        """Bytes of the accumulated gradients, if they are on the GPU."""
+        numbers = 0 if self.learner.offload_optimizer else self.shape.trained
+        return self._share(numbers, FP32, from_stage=from_stage)
+
+    def optimizer(self, optimizer: OptimizerConfig) -> int:
+        """Bytes of moments and master copy."""
+        if self.learner.offload_optimizer:
+            return 0
+        master = self.shape.trained * FP32 if self.stage > 0 else 0
+        return self._share(moments_bytes(self.shape, optimizer) + master, 1, from_stage=1)
+
+    @property
+    def head(self) -> int:
+        """What the output layer's gradient adds, without an adapter, which leaves the layer as it is.
+
+        It is the first of a backward pass, when all activations exist. From ZeRO 2 on, it takes the place of
+        the others, because those of the last pass are gone by then.
+        """
+        numbers = 0 if self.shape.adapter else self.shape.vocabulary * self.shape.hidden
+        replaced = self.of_one_pass if self.stage >= 2 else 0
+        return max(0, HEAD_COPIES * FP32 * numbers - replaced)
+
+    def resting(self, optimizer: OptimizerConfig) -> int:
+        """Bytes that the model keeps while another takes its step.
+
+        DeepSpeed keeps the accumulated gradients in bfloat16, except in ZeRO 2. In ZeRO 3 it always does, and
+        keeps the bucket of each engine, too.
+        """
+        resting, stage = self.weights + self.optimizer(optimizer), self.stage
+        if stage == 3 or (stage < 2 and self.model.dtype == "bfloat16"):
+            resting += self.accumulated(from_stage=3)
+        return resting + (self._bucket if stage == 3 else 0)
+
+    @property
+    def _bucket(self) -> int:
+        return min(self.shape.trained, BUCKET_NUMBERS) * DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def buffers(self) -> int:
+        """What DeepSpeed adds: a bucket of gradients, and in ZeRO 3 the weights that are gathered at a time.
+
+        Without ZeRO, and in ZeRO 1 with bfloat16, a bucket is made after the last backward pass, when the
+        activations are gone. So is the copy of gradients that ZeRO 3 makes for the optimizer in bfloat16.
+        """
+        learner, is_half = self.learner, self.model.dtype == "bfloat16"
+        if self.stage == 0 or (self.stage == 1 and is_half):
+            return max(0, self._bucket - self.activations)
+        gathered = 0
+        if self.stage == 3 and learner.ranks > 1:
+            gathered = min(self.shape.parameters, GATHERED_WEIGHTS) * DTYPE_BYTES[self.model.dtype]
+        if self.stage == 3 and is_half and not learner.offload_optimizer:
+            copied = min(-(-self.shape.trained // learner.ranks), STEPPED_NUMBERS) * FP32
+            gathered = max(gathered, copied - self.activations)
+        return self._bucket + gathered
+
+    @property
+    def activations(self) -> int:
+        """Bytes that are kept of a full packed micro-batch for the backward pass, and a chunk of logits.
+
+        Layers that were not counted are taken for Llama's; the last norm keeps as much as theirs.
+        """
+        shape, learner = self.shape, self.learner
+        tokens = -(-learner.tokens_per_microbatch // learner.sequence_parallel)
+        if (kept := shape.kept_per_token) is None:
+            layer = kept_bytes_per_token(shape, self.model)
+            kept = kept_at_peak(shape, self.model, learner.gradient_checkpointing, layer_bytes=layer)
+            kept += _norm_bytes(shape, self.model)
+        logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
+        return tokens * kept + logits
+
+    def parts(self, *, reference: ModelShape | None, critic: OptimizerConfig | None) -> Iterator[Part]:
+        """Yield what torch allocates, row by row. `critic` is the optimizer of one."""
+        learner, half, shards = self.learner, self.model.dtype == "bfloat16", self.learner.zero_stage >= 2
+        each = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
+        backward = ", x 2 of one backward pass" if half else ", as much of one backward pass" * shards
+        master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
+        tokens, along = "tokens_per_microbatch", learner.sequence_parallel
+        tokens += f" / {along} (sequence_parallel)" if along > 1 else ""
+        less = ", less those of one pass" if shards else ""
+
+        def sharded(stage: int) -> list[str]:
+            return ["raise learner.zero_stage"] if learner.ranks > 1 and self.stage < stage else []
+
+        def row(name: str, size_bytes: int, formed: str, *cures: str) -> Part:
+            return Part(name, size_bytes, formed, cures)
+
+        offloaded = offload_cures(learner, self.stage)
+        yield row("learner weights", self.weights, f"as above{each}", *sharded(3))
+        formed = f"parameters x 4, accumulated in float32{backward}{each}"
+        yield row(
+            "gradients", self.of_one_pass + self.accumulated(from_stage=2), formed, *sharded(2), *offloaded
+        )
+        formed = f"{MOMENTS[learner.optimizer.kind][0]}{master}{each}"
+        yield row("optimizer", self.optimizer(learner.optimizer), formed, *sharded(1), *offloaded)
+        formed = f"{tokens} x what layers keep for backward, and the logits of one chunk"
+        yield row("activations", self.activations, formed, *activation_cures(learner))
+        yield row("output layer", self.head, f"its parameters x 8 of gradient{less}")
+        formed = "buckets and copies of gradients, gathered weights of ZeRO 3, less activations"
+        yield row("buffers", self.buffers, formed)
+        if reference:
+            formed, frozen = (
+                "weights, because of algorithm.kl or the advantage",
+                replace(self, shape=reference),
+            )
+            yield row("reference", frozen.weights, formed, *sharded(3))
+        if critic:
+            kept = "what a model like the policy keeps between its steps"
+            formed = f"{kept}, in ZeRO 3 with a bucket of its own"
+            yield row("critic", self.resting(critic), formed, *sharded(3), *offloaded)
+
+    def torch_bytes(
+        self, rank: int, *, reference: ModelShape | None, critic: OptimizerConfig | None, slots: int
+    ) -> int:
+        """What torch allocates in a rank, of which the first one has `slots` published versions."""
+        published = 0 if rank else slots * published_bytes(self.shape, self.model)
+        return published + sum(part.size_bytes for part in self.parts(reference=reference, critic=critic))
+
+    def gpu_parts(self, weights: WeightsConfig) -> Iterator[Part]:
+        """Yield what else is on the first rank's GPU; others have only CUDA."""
+        slots, cures = gpu_slots(weights), ["set weights.slots: host"] if weights.transport != "nccl" else []
+        formed = f"{self.model.update_target} x {slots}, which generators load; on the first rank only"
+        yield Part(SLOTS, slots * published_bytes(self.shape, self.model), formed, cures)
+        yield Part(CUDA, CONTEXT_BYTES, "context, workspaces, buffers of NCCL")
+        if weights.transport == "nccl":
+            formed = "nccl: 1 GiB for CUDA + 0.4 GiB for NCCL, for one host of generators; first rank only"
+            yield Part(SENDER, CONTEXT_BYTES + COMMUNICATOR_BYTES, formed)
 
 
-def resting_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes that one model keeps on one rank while another takes its step.
-
-    DeepSpeed keeps the accumulated gradients in bfloat16, except in ZeRO 2, and in ZeRO 3 always; in ZeRO 3
-    also the bucket of each engine.
-    """
-    parts, stage = trained_bytes(shape, model, learner), zero_stage(learner.zero_stage, model.dtype)
-    resting = parts["weights"] + parts["optimizer"]
-    if not learner.offload_optimizer and (stage == 3 or (stage < 2 and model.dtype == "bfloat16")):
-        resting += _share(shape.trained * FP32, learner, divided=stage == 3)
-    return resting + (_bucket_bytes(shape, model) if stage == 3 else 0)
+def activation_cures(learner: LearnerConfig) -> list[str]:
+    """Return the settings with which a step keeps less, the most helpful one first."""
+    recomputed = ["set learner.gradient_checkpointing: true"]
+    if learner.gradient_checkpointing is True:
+        recomputed = ["raise learner.sequence_parallel"] if learner.sequence_parallel < learner.ranks else []
+    return [*recomputed, f"lower learner.tokens_per_microbatch ({learner.tokens_per_microbatch})"]
 
 
-def rank_bytes(
-    shape: ModelShape,
-    model: ModelConfig,
-    learner: LearnerConfig,
-    *,
-    reference: ModelShape | None,
-    critic: bool,
-    on_gpu: bool,
-    slots: int,
-) -> dict[str, int]:
-    """Bytes that the first rank of the learner needs, by part; others need no published versions, of which
-    this one has `slots` on its GPU.
-    """
-    parts = trained_bytes(shape, model, learner)
-    found = {"learner weights": parts["weights"]}
-    found |= {name: parts[name] for name in ("gradients", "optimizer")}
-    found["activations"] = activations_bytes(shape, model, learner)
-    found["output layer"] = head_bytes(shape, model, learner)
-    found["buffers"] = buffers_bytes(shape, model, learner)
-    if reference:
-        found["reference"] = trained_bytes(reference, model, learner)["weights"]
-    if critic:
-        found["critic"] = resting_bytes(shape, model, learner)
-    return found | ({SLOTS: slots * published_bytes(shape, model), CUDA: CONTEXT_BYTES} if on_gpu else {})
-
-
-def buffers_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """What DeepSpeed adds: a bucket of gradients, and in ZeRO 3 the weights that are gathered at a time.
-
-    Without ZeRO, and in ZeRO 1 with bfloat16, a bucket is made after the last backward pass, when the
-    activations are gone. So is the copy of gradients that ZeRO 3 makes for the optimizer in bfloat16.
-    """
-    bucket, stage = _bucket_bytes(shape, model), zero_stage(learner.zero_stage, model.dtype)
-    if stage == 0 or (stage == 1 and model.dtype == "bfloat16"):
-        return max(0, bucket - activations_bytes(shape, model, learner))
-    gathered = min(shape.parameters, GATHERED_WEIGHTS) if stage == 3 and learner.ranks > 1 else 0
-    gathered *= DTYPE_BYTES[model.dtype]
-    if stage == 3 and model.dtype == "bfloat16" and not learner.offload_optimizer:
-        copied = min(-(-shape.trained // learner.ranks), STEPPED_NUMBERS) * FP32
-        gathered = max(gathered, copied - activations_bytes(shape, model, learner))
-    return bucket + gathered
-
-
-def _bucket_bytes(shape: ModelShape, model: ModelConfig) -> int:
-    return min(shape.trained, BUCKET_NUMBERS) * DTYPE_BYTES[model.dtype]
-
-
-def torch_bytes(parts: dict[str, int], *, rank: int) -> int:
-    """What torch allocates of these parts of `rank_bytes`, on the GPU of that rank."""
-    return sum(parts.values()) - parts[CUDA] - (parts[SLOTS] if rank else 0)
+def offload_cures(learner: LearnerConfig, stage: int) -> list[str]:
+    """Return the setting that moves the optimizer to the host, if that is not set."""
+    with_stage = " with learner.zero_stage: 3" if stage < 3 else ""
+    return [] if learner.offload_optimizer else [f"set learner.offload_optimizer: true{with_stage}"]
 
 
 def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
@@ -211,20 +312,6 @@ def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
     that `learner.offload_optimizer` keeps there instead of on the GPUs. DeepSpeed has the gradients twice.
     """
     return shape.trained * (3 * FP32 + MOMENTS_BYTES) if learner.offload_optimizer else 0
-
-
-def activations_bytes(shape: ModelShape, model: ModelConfig, learner: LearnerConfig) -> int:
-    """Bytes that one rank keeps of a full packed micro-batch for the backward pass, and a chunk of logits.
-
-    Layers that were not counted are taken for Llama's; the last norm keeps as much as those of the layers.
-    """
-    tokens = -(-learner.tokens_per_microbatch // learner.sequence_parallel)
-    if (kept := shape.kept_per_token) is None:
-        layer = kept_bytes_per_token(shape, model)
-        kept = kept_at_peak(shape, model, learner.gradient_checkpointing, layer_bytes=layer)
-        kept += _norm_bytes(shape, model)
-    logits = min(learner.logprob_chunk_tokens, tokens) * shape.vocabulary * LOGIT_COPIES * FP32
-    return tokens * kept + logits
 
 
 def kept_bytes_per_token(shape: ModelShape, model: ModelConfig) -> int:
@@ -292,8 +379,12 @@ def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
     return -(-of_all // config.generator.tensor_parallel)
 
 
-def checkpoint_bytes(shape: ModelShape, model: ModelConfig, *, critic: bool) -> int:
+def checkpoint_bytes(
+    shape: ModelShape, model: ModelConfig, optimizer: OptimizerConfig, *, critic: OptimizerConfig | None
+) -> int:
     """Bytes on disk: weights or adapter, master copy if there is one, moments, export of the whole."""
     master, size = FP32 if model.dtype == "bfloat16" else 0, DTYPE_BYTES[model.dtype]
+    trained = (optimizer, critic) if critic else (optimizer,)
+    moments = sum(moments_bytes(shape, one) for one in trained)
     exported = (shape.adapter or shape.parameters) * size
-    return shape.trained * (size + master + MOMENTS_BYTES) * (2 if critic else 1) + exported
+    return shape.trained * (size + master) * len(trained) + moments + exported

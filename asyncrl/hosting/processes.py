@@ -84,6 +84,12 @@ def ender_of(mark: str, directory: Path) -> list[str]:
     return [sys.executable, "-P", "-c", _END_AFTER_PARENT, mark, str(directory)]
 
 
+def kill_group(pid: int) -> None:
+    """Kill all processes of a group, which may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def end_marked(mark: str) -> None:
     """Kill all processes that inherited the variable `mark`, a text NAME=VALUE, wherever they have moved.
 
@@ -162,11 +168,6 @@ def public_environment(also: Sequence[str] = ()) -> dict[str, str]:
         if name not in SAFE_PATH
         and (not is_secret(name) or any(fnmatchcase(name, pattern) for pattern in also))
     }
-
-
-def stop_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """Call `stop_processes` for one process; if the kernel holds it, it is left alone."""
-    stop_processes([process], grace_s=grace_s)
 
 
 def stop_processes(processes: Sequence["subprocess.Popen[bytes]"], *, grace_s: float) -> list[int]:

@@ -13,6 +13,7 @@ full pipe or a stopped supervisor.
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,9 +174,10 @@ def inherited() -> int | None:
 
 
 def begin(doing: str, pace: Pace = Pace.NORMAL) -> None:
-    """Report what the working thread of this process does from now on."""
-    _own.doing = pace, doing.encode()[:55]
-    beat()
+    """Report what the main thread, which does the work, does from now on."""
+    if _is_main():
+        _own.doing = pace, doing.encode()[:55]
+        beat()
 
 
 def doing() -> str:
@@ -184,7 +186,11 @@ def doing() -> str:
 
 
 def beat() -> None:
-    """Report that the working thread of this process makes progress."""
-    if _own.memory is not None:
+    """Report that the main thread makes progress. Another thread, such as that of exports, has no say."""
+    if _own.memory is not None and _is_main():
         _own.count += 1
         _SIGN.pack_into(_own.memory, _own.offset, _own.count, *_own.doing)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,22 +1,65 @@
-"""The processes of a learner's ranks on this host: start, let begin, wait, end together."""
+"""The processes of a learner's ranks on this host: start, let begin, wait, end together.
 
+A standby of them has loaded its libraries and waits for the death of those before it, because a learner that
+is restarted spends most of its time on the import of torch and DeepSpeed. A standby holds that memory and
+nothing else: no lock, no connection, nothing on a GPU.
+"""
+
+import argparse
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from asyncrl.hosting import progress
 from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.supervisor import USER_ERROR
 
+FLAG = "--standby"
+MEMORY_SHARE = "--memory-share"
+HOST, LEARNER = "--host", "--learner"
 # Wait after the first rank has failed: the rank with the root cause may exit later than one that merely lost
 # its peers. There is no wait after SIGKILL, which is itself the cause.
 CAUSE_S = 2.0
-# Time between SIGTERM and SIGKILL, for all ranks together.
+# Time between SIGTERM and SIGKILL, for all ranks together, because a rank may wait for another one to end.
 GRACE_S = 25.0
+
+
+def parse_arguments(prog: str) -> argparse.Namespace:
+    """Parse what the learner and the process that starts its ranks are called with."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    # Of the memory of each rank's GPU: less than 1 beside generators.
+    parser.add_argument(MEMORY_SHARE, type=float, default=1.0)
+    # The host of these ranks, and the address of host 0.
+    parser.add_argument(HOST, type=int, default=0)
+    parser.add_argument(LEARNER)
+    parser.add_argument(FLAG, action="store_true")
+    return parser.parse_args()
+
+
+def name_of(host: int) -> str:
+    """Return the name under which the ranks of a host of the learner are kept, and log."""
+    return f"ranks-{host}" if host else "learner"
+
+
+def wait_until_needed() -> str:
+    """Return the line that the parent writes to stdin. Exit if the parent closes the pipe."""
+    progress.begin("stand by", progress.Pace.QUICK)
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        progress.beat()
+    progress.begin("start", progress.Pace.SLOW)
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    return line.strip()
 
 
 def workers_of(here: range) -> list[str]:
@@ -102,18 +145,3 @@ def leave(
     for process in processes:
         process.terminate()
     wait_for_ranks(processes, look)
-
-
-def end_ranks(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Terminate all ranks together, because a rank may wait for another one to end."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    until_s = time.monotonic() + GRACE_S
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-    for process in processes:
-        process.wait(timeout=10.0)

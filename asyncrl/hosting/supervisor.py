@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from asyncrl.backoff import Backoff
 from asyncrl.errors import RunError
@@ -39,7 +38,7 @@ _STANDBY_AFTER_S = 60.0  # pause before a standby starts: the start of a run is 
 
 
 @dataclass(slots=True)
-class _Family:
+class _Watched:
     """A process with all its children, and the watch over their progress."""
 
     process: Process
@@ -55,8 +54,8 @@ class _Family:
 class _Child:
     spec: ProcessSpec
     deaths: Deaths
-    family: _Family | None = None
-    standby: _Family | None = None
+    family: _Watched | None = None
+    standby: _Watched | None = None
     standby_at_s: float = 0.0
     hung: str | None = None  # why it was killed
     hung_at_s: float = 0.0
@@ -67,7 +66,7 @@ class _Child:
     kill_at_s: float | None = None  # when to kill it, if it was asked to leave
 
     @property
-    def running(self) -> _Family | None:
+    def running(self) -> _Watched | None:
         """The family, while its first process is alive."""
         return self.family if self.family and self.family.process.poll() is None else None
 
@@ -190,7 +189,7 @@ class Supervisor:
         self._on_change({})
 
     def _wait(
-        self, families: Iterable[_Family], wait_s: float, goes_on: Callable[[], bool] = lambda: True
+        self, families: Iterable[_Watched], wait_s: float, goes_on: Callable[[], bool] = lambda: True
     ) -> None:
         """Wait until all have ended, at most `wait_s` and while `goes_on()`."""
         until_s = self._host.now_s() + wait_s
@@ -222,7 +221,7 @@ class Supervisor:
         elif not child.finished and self._host.now_s() >= child.start_at_s:
             self._start(child)
 
-    def _check_progress(self, child: _Child, family: _Family) -> None:
+    def _check_progress(self, child: _Child, family: _Watched) -> None:
         """Kill a running process that makes no progress; after that it is handled like any dead process."""
         if child.hung is None:
             child.hung, child.hung_at_s = family.watch.look(self._attention.now_s), self._attention.now_s
@@ -266,9 +265,9 @@ class Supervisor:
         log.info("%s started as process %d", spec.name, child.family.process.pid)
         self._on_change(self.pids())
 
-    def _launch(self, spec: ProcessSpec, *, stands_by: bool = False) -> _Family:
+    def _launch(self, spec: ProcessSpec, *, stands_by: bool = False) -> _Watched:
         process = self._host.start(spec, stands_by=stands_by)
-        return _Family(process, Watch(process.signs, self._limits))
+        return _Watched(process, Watch(process.signs, self._limits))
 
     def _keep_standby(self, child: _Child) -> None:
         """Start a standby when it is time, and replace one that hangs or has died."""
@@ -288,7 +287,7 @@ class Supervisor:
                 return
             log.info("a standby of %s started as process %d", name, child.standby.process.pid)
 
-    def _activate_standby(self, child: _Child) -> _Family | None:
+    def _activate_standby(self, child: _Child) -> _Watched | None:
         """Let the standby take over and return it; None if there is none that works."""
         standby = child.standby
         if standby is None:
@@ -308,7 +307,7 @@ class Supervisor:
             self._wait([standby], _REAP_S)
             standby.process.close()
 
-    def _handle_exit(self, child: _Child, family: _Family, status: int) -> None:
+    def _handle_exit(self, child: _Child, family: _Watched, status: int) -> None:
         """Clean up after a process that has ended, and decide whether it is started again."""
         spec, child.family = child.spec, None
         family.release()
@@ -348,7 +347,7 @@ class Supervisor:
             self._give_up(
                 child,
                 f"{name} died {deaths} times within ten minutes (last: {cause}); control.max_restarts allows "
-                f"{self._max_restarts}. Its last lines in {path}:\n{_last_lines(path)}",
+                f"{self._max_restarts}. Its last lines in {path}:\n{child.deaths.last_lines}",
             )
         else:
             # From the last start: a process that has worked for longer than the pause is started immediately.
@@ -359,13 +358,3 @@ class Supervisor:
                 "%s died (%s)%s; restart %d of %d in %.1f s",
                 *(name, cause, said, deaths, self._max_restarts, delay_s),
             )
-
-
-def _last_lines(path: Path, lines: int = 15) -> str:
-    """The end of a log file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import msgpack
 
-from asyncrl.hosting.processes import ender_of, module_argv, public_environment, stop_process
+from asyncrl.hosting.processes import ender_of, module_argv, public_environment, stop_processes
 
 LENGTH = struct.Struct("<I")
 # Limit for `Scratch.end`.
@@ -40,12 +40,11 @@ def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = N
     return framed(msgpack.packb(message, default=default))
 
 
-def receive(stream: IO[bytes], *, expect: Callable[[int], None] = lambda length: None) -> bytes:
-    """Read the next message, and call `expect` with its length first. Raises EOFError."""
+def receive(stream: IO[bytes]) -> bytes:
+    """Read the next message. Raises EOFError."""
     header = stream.read(LENGTH.size)
     if len(header) == LENGTH.size:
         (length,) = LENGTH.unpack(header)
-        expect(length)
         if len(data := stream.read(length)) == length:
             return data
     raise EOFError("the other side of the channel is gone")
@@ -118,7 +117,7 @@ class Worker(Channel):
         try:
             return self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
-            stop_process(self._process, grace_s=0.0)
+            stop_processes([self._process], grace_s=0.0)
         return self._process.returncode or -signal.SIGKILL
 
 
@@ -163,6 +162,12 @@ class Printed:
         while chunk := await stream.read(65536):
             self._total_bytes += len(chunk)
             self._tail = (self._tail + chunk)[-OUTPUT_TAIL_BYTES:]
+
+    async def follow_process(self, process: asyncio.subprocess.Process) -> None:
+        """Read the standard error of a process, and wait until it has ended."""
+        assert process.stderr is not None
+        await self.follow(process.stderr)
+        await process.wait()
 
     @property
     def text(self) -> str:

@@ -1,6 +1,7 @@
 """Opens what surrounds a generator's loop."""
 
 from contextlib import ExitStack
+from functools import partial
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.lanes import eval_lane, group_limits, train_lane
@@ -15,8 +16,9 @@ from asyncrl.evaluation import Rounds
 from asyncrl.generator import Generator, GeneratorSettings, Lane
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.exporter import open_exporter
-from asyncrl.telemetry.fanout import open_generator_trackers
+from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.logs import LogContext
+from asyncrl.telemetry.trackers import JsonlTracker
 from asyncrl.weights.agreement import Agreement
 from asyncrl.weights.staging import HostStaging
 
@@ -37,7 +39,9 @@ def open_generator(
 ) -> Generator:
     """Open the lanes, the trackers and the weights' place; `stack` ends them."""
     exporter = open_exporter(config, generator_id, directory.target(generator_id))
-    tracker = open_generator_trackers(directory.metrics / f"{generator_id}.jsonl", exporter)
+    tracker = Trackers([partial(JsonlTracker, directory.metrics / f"{generator_id}.jsonl")])
+    if exporter:
+        tracker.add(exporter)
     stack.callback(tracker.close)
     staging = HostStaging(directory.weights)
     stack.callback(staging.close)
@@ -55,7 +59,8 @@ def open_generator(
         ),
         settings=GeneratorSettings(
             max_running=config.generator.max_running,
-            most_held=config.generator.max_running * config.environment.episodes_per_slot,
+            most_held=config.generator.max_running
+            * max(one.environment.episodes_per_slot for one in config.tasks.values()),
             lease_s=config.generator.lease_s,
             heartbeat_s=config.control.heartbeat_s,
             wire_key=wire_key,
@@ -66,8 +71,7 @@ def open_generator(
 
 def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int) -> list[Lane]:
     """Open the lanes. Evaluation comes first: it is small, and people wait for it."""
-    held_out = prompts.eval_prompts(config.eval.prompts)
-    limits, eval_limits = group_limits(config, vocabulary)
+    limits, _ = group_limits(config, vocabulary)
     train = Lane(
         name="train",
         buffer=train_lane(config, store),
@@ -77,15 +81,19 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
         greedy=wants_greedy(config),
         minimum_version=lambda ticket: ticket.minimum_version,
     )
-    if not held_out:
-        return [train]
-    rounds = Rounds.of(config, len(held_out))
-    evaluation = Lane(
+    rounds = Rounds.of(config, [len(rows) for rows in prompts.held_out])
+    return [*(_eval_lane(config, store, prompts, vocabulary, *one) for one in rounds.items()), train]
+
+
+def _eval_lane(
+    config: Config, store: StoreConnection, prompts: PromptSource, vocabulary: int, name: str, rounds: Rounds
+) -> Lane:
+    asked, held_out = config.of(config.data.sets[name]), prompts.eval_prompts(rounds.prompts, name)
+    return Lane(
         name=rounds.lane,
         buffer=eval_lane(config, store, rounds.lane, rounds.prompts),
         prompt=lambda ticket_id: held_out[(ticket_id - 1) % len(held_out)],
-        spec=SamplingSpec.of(config.sampling, config.eval.temperature),
-        limits=eval_limits,
+        spec=SamplingSpec.of(config.sampling, asked.eval.temperature),
+        limits=group_limits(asked, vocabulary)[1],
         minimum_version=lambda ticket: rounds.version(ticket.minimum_version),
     )
-    return [evaluation, train]

@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.control.zmq import open_hub
 from asyncrl.data.data_files import DataFiles
 from asyncrl.launch.learner_runs import LeadRun
-from asyncrl.launch.saving import LeadSaving, open_judged
+from asyncrl.launch.saving import LeadSaving, open_judged, open_pushes
 from asyncrl.launch.status_page import open_page
 from asyncrl.launch.taking import open_taking
 from asyncrl.report.reports import open_reporting
@@ -101,6 +101,7 @@ def open_lead_run(
         mark_saved=directory.mark_saved,
         judged=judged,
         is_shared=config.cluster.kind is not None,
+        pushes=open_pushes(config, directory.path),
     )
     page = open_page(
         config,

@@ -7,8 +7,8 @@ from asyncrl.config.addresses import is_loopback
 from asyncrl.config.load import load_config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.hosting.gpus import resolve_device
+from asyncrl.hosting.rank_group import name_of, parse_arguments, wait_until_needed
 from asyncrl.hosting.route import interface_towards
-from asyncrl.hosting.standby import name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import join_store, run_role
 from asyncrl.launch.training import train
 from asyncrl.run.directory import RunDirectory

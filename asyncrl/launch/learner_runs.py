@@ -17,7 +17,7 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
 from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
-from asyncrl.launch.same_bytes import END, STOP, Taken, hand_out, receive
+from asyncrl.launch.same_bytes import END, STOP, hand_out, receive
 from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
 from asyncrl.launch.taking import Taking
@@ -82,7 +82,7 @@ class LeadRun:
             return END
         return b""
 
-    def _poll(self, version: int) -> Taken | None:
+    def _poll(self, version: int) -> Collected | None:
         self.hub.check()
         self.publisher.check()
         self.taking.heal(version)
@@ -129,8 +129,10 @@ class LeadRun:
         for results in self.taking.last_rounds(self.page.version):
             self.reporting.evaluation(results)
             if self.stop.is_set():  # the generators leave too, and the last step is saved
+                self.saving.exports.finish()
                 raise SystemExit(128 + signal.SIGTERM)
         self.taking.close()
+        self.saving.finish()
         self.page.enter("finished", self.saving.judged.why_ended() or "the training is done")
 
     def __enter__(self) -> Self:

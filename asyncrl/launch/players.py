@@ -2,12 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
+from asyncrl.config.resolved import config_json
 from asyncrl.config.schema import Config
 from asyncrl.control.scoring import ScorerService
 from asyncrl.data.prompts import PromptSource
@@ -15,7 +16,7 @@ from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
-from asyncrl.engine.sampler import GroupSampler, Sampler
+from asyncrl.engine.sampler import GroupSampler, Sampler, TaskSampler
 from asyncrl.engine.taught import TaughtSampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
@@ -36,54 +37,25 @@ HISTORY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Players:
-    """The processes that run user code: those of the reward functions, and those of the environment."""
+class Player:
+    """What scores and plays the prompts of a task."""
 
+    # As the task sees it.
     config: Config
     scorer: Rewards | None
     environment: Environments | AgentEnvironment | None
-    teacher: Asker | None = None
 
-    @classmethod
-    def of(cls, config: Config, run_root: Path, directory: Path | None = None) -> "Players":
-        """Make what the config names; nothing is started. Scorers run in the run of `directory`."""
-        loaded = unchanged(config)
-        open_scorer = scorers_in(config, directory or run_root)
-        scorer = Rewards(config.reward, run_root, loaded, open_scorer) if config.reward.functions else None
-        counts = scorer.counts if scorer else Counter[str]()
-        teacher = _teacher_of(config, directory, counts) if directory else None
-        return cls(config, scorer, _environment_of(config, loaded), teacher)
+    @property
+    def _kind(self) -> str | None:
+        return self.environment.description.get("kind") if self.environment else None
 
-    async def start(self, prompts: PromptSource) -> None:
-        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
-
-        Then nothing is left running.
-        """
-        try:
-            if self.scorer:
-                await self.scorer.start()
-            if self.teacher:
-                await self.teacher.start()
-            if self.environment:
-                await self.environment.start()
-                self._require_states(self.environment)
-                self._require_reward(self.environment)
-                if isinstance(self.environment, Environments):  # what an agent says first may name the day
-                    await require_same_start(self.environment, prompts.prompt(1))
-        except BaseException:
-            await self.close()
-            raise
-
-    def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
-        """Return what samples and scores the group of a ticket."""
-        sampler = self._sampler(engine, prompts, generator_id)
-        one = self.teacher
-        return TaughtSampler(sampler, one.answer, one.counts) if one else sampler
-
-    def _sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
+    def sampler(
+        self, engine: Engine, prompts: PromptSource, generator_id: str, *, counts: Counter[str], episodes: int
+    ) -> GroupSampler:
+        """Return what samples and scores groups of at most so many `episodes`."""
         if self.environment is None:
             assert self.scorer is not None, "a config without an environment has a reward function"
-            return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=self.scorer.counts)
+            return Sampler(engine, self.scorer, prompts.decode, generator_id, counts=counts)
 
         model = self.config.model
         renderer = prompts.renderer
@@ -110,22 +82,17 @@ class Players:
             max_prompt_tokens=self.config.sampling.max_prompt_tokens,
             generator_id=generator_id,
             seed=self.config.run.seed,
-            max_sequences=self._max_sequences,
+            # Each group fits a frame.
+            max_sequences=max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // episodes)),
             most_missing=self.config.batch.missing_episodes,
-            counts=self.scorer.counts if self.scorer else Counter(),
+            counts=counts,
         )
 
-    @property
-    def _max_sequences(self) -> int:
-        """Most sequences of an episode, so that each group fits a frame."""
-        episodes = max(self.config.batch.group_size, self.config.eval.samples)
-        return max(1, min(MOST_SEQUENCES, MAX_ROLLOUTS // episodes))
-
-    def _require_states(self, environment: Environments | AgentEnvironment) -> None:
+    def require_states(self) -> None:
         """Raise EnvironmentFault if the advantage needs states that this kind of environment never names."""
-        name, kind = self.config.algorithm.advantage.name, environment.description.get("kind")
+        name, kind = self.config.algorithm.advantage.name, self._kind
         needs = registry.NEEDS.get(("advantage", name), ())
-        if kind not in ("rollout", "text") and "turn_states_K" in needs:
+        if kind and kind not in ("rollout", "text") and "turn_states_K" in needs:
             raise EnvironmentFault(
                 f"algorithm.advantage is {name}, which compares turns from the same state, but "
                 f"environment.uses {self.config.environment.uses} has tools, which name no states; write a "
@@ -133,23 +100,105 @@ class Players:
                 reason="start",
             )
 
-    def _require_reward(self, environment: Environments | AgentEnvironment) -> None:
+    def require_reward(self) -> None:
         """Raise EnvironmentFault for functions as tools, which give no reward, if no function scores."""
-        if self.scorer is None and environment.description.get("kind") == "tools":
+        if self.scorer is None and self._kind == "tools":
             raise EnvironmentFault(
                 f"reward.functions is [], and environment.uses {self.config.environment.uses} are tools, "
                 "which give no reward: nothing scores an episode; name a reward function",
                 reason="start",
             )
 
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """The processes that run user code, and services that score.
+
+    Tasks with the same reward functions share their processes, and so do tasks with the same environment.
+    """
+
+    config: Config
+    # By `Prompt.task`.
+    tasks: dict[int, Player]
+    counts: Counter[str]
+    teacher: Asker | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        run_root: Path,
+        directory: Path | None = None,
+        tasks: Container[int] | None = None,
+    ) -> "Players":
+        """Make what the config names, or only what these tasks need; nothing is started.
+
+        Scorers run in the run of `directory`.
+        """
+        loaded, counts = unchanged(config), Counter[str]()
+        open_scorer = scorers_in(config, directory or run_root)
+        rewards: dict[str, Rewards | None] = {}
+        environments: dict[str, Environments | AgentEnvironment | None] = {}
+        players: dict[tuple[str, str], Player] = {}
+        found = {}
+        for index, task in enumerate(config.tasks.values()):
+            if tasks is not None and index not in tasks:
+                continue
+            scored, played = key = config_json(task.reward), config_json(task.environment)
+            if scored not in rewards:
+                made = Rewards(task.reward, run_root, loaded, open_scorer, counts)
+                rewards[scored] = made if task.reward.functions else None
+            if played not in environments:
+                environments[played] = _environment_of(task, loaded)
+            found[index] = players.setdefault(key, Player(task, rewards[scored], environments[played]))
+        teacher = _teacher_of(config, directory, counts) if directory else None
+        return cls(config, found, counts, teacher)
+
+    async def start(self, prompts: PromptSource) -> None:
+        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
+
+        Then nothing is left running.
+        """
+        firsts = {id(one): index for index, one in reversed(self.tasks.items())}
+        try:
+            for process in self._processes:
+                await process.start()
+            for index in firsts.values():
+                one = self.tasks[index]
+                one.require_reward()
+                if index < len(self.config.data.train):
+                    one.require_states()
+                if isinstance(one.environment, Environments):  # what an agent says first may name the day
+                    await require_same_start(one.environment, prompts.of_task(index, 1)[0])
+        except BaseException:
+            await self.close()
+            raise
+
+    def sampler(self, engine: Engine, prompts: PromptSource, generator_id: str) -> GroupSampler:
+        """Return what samples and scores the group of a ticket."""
+        episodes = max(
+            self.config.batch.group_size, *(one.eval.samples for one in self.config.tasks.values())
+        )
+        made = {
+            id(one): one.sampler(engine, prompts, generator_id, counts=self.counts, episodes=episodes)
+            for one in self.tasks.values()
+        }
+        by_task = {index: made[id(one)] for index, one in self.tasks.items()}
+        sampler = TaskSampler(by_task) if len(made) > 1 else by_task[min(by_task)]
+        one = self.teacher
+        return TaughtSampler(sampler, one.answer, one.counts) if one else sampler
+
+    @property
+    def _processes(self) -> list[Rewards | Asker | Environments | AgentEnvironment]:
+        scorers = [one.scorer for one in self.tasks.values()]
+        environments = [one.environment for one in self.tasks.values()]
+        distinct = {id(one): one for one in (*scorers, self.teacher, *environments) if one is not None}
+        return [*distinct.values()]
+
     async def close(self) -> None:
         """Kill the processes."""
-        if self.environment:
-            await self.environment.close()
-        if self.scorer:
-            await self.scorer.close()
-        if self.teacher:
-            await self.teacher.close()
+        for one in reversed(self._processes):
+            await one.close()
 
 
 def _teacher_of(config: Config, directory: Path, counts: Counter[str]) -> Asker | None:

@@ -14,17 +14,22 @@ from asyncrl.config.addresses import AUTO, CONTROL_PORT, beside, filled_in, host
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.control.meeting import FollowerHost, LeadHost, Terms
-from asyncrl.hosting.processes import module_argv
+from asyncrl.hosting.processes import module_argv, stop_processes
 from asyncrl.hosting.rank_group import (
+    FLAG,
+    GRACE_S,
+    HOST,
+    MEMORY_SHARE,
     begin,
-    end_ranks,
     free_port,
     leave,
+    name_of,
     nobody_else,
+    parse_arguments,
     start_ranks,
     wait_for_ranks,
+    wait_until_needed,
 )
-from asyncrl.hosting.standby import FLAG, HOST, MEMORY_SHARE, name_of, parse_arguments, wait_until_needed
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.file_ops import UNFINISHED
@@ -68,7 +73,7 @@ def run_ranks(
     processes = start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
     look = nobody_else
     with ExitStack() as stack:
-        stack.callback(end_ranks, processes)
+        stack.callback(stop_processes, processes, grace_s=GRACE_S)
         try:
             wait()
             host = open_host(stack)

@@ -1,8 +1,6 @@
 """All ranks train on the same bytes: rank 0 takes groups from the store and hands out their frames."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable
 
 from asyncrl.buffer.intake import Collected
 from asyncrl.hosting.progress import beat
@@ -15,17 +13,9 @@ STOP, END = b"stop", b"end"
 Broadcast = Callable[[bytes | None], bytes]
 
 
-class Taken(NamedTuple):
-    """The groups of one step on rank 0."""
-
-    collected: Collected
-    # One frame for each group, in the same order.
-    frames: list[bytes]
-
-
 def hand_out(
     broadcast: Broadcast,
-    poll: Callable[[], Taken | None],
+    poll: Callable[[], Collected | None],
     *,
     ending: Callable[[], bytes],
     is_in_touch: Callable[[], bool],
@@ -40,17 +30,17 @@ def hand_out(
         ending: returns `STOP` or `END`, which every rank gets; empty while the training goes on.
         is_in_touch: whether the control plane makes progress; without it, this rank reports none either.
     """
-    taken = None
-    while taken is None:
+    collected = None
+    while collected is None:
         if end := ending():
             return broadcast(end)
-        taken = poll()
-        broadcast(b"%d" % len(taken.frames) if taken else b"")
+        collected = poll()
+        broadcast(b"%d" % len(collected.frames) if collected else b"")
         if is_in_touch():
             beat()
-    for frame in taken.frames:
+    for frame in collected.frames:
         broadcast(frame)
-    return taken.collected
+    return collected
 
 
 def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected | bytes:
@@ -66,25 +56,3 @@ def receive(broadcast: Broadcast, decode: Callable[[bytes], Group]) -> Collected
         return message
     frames = [broadcast(None) for _ in range(int(message))]
     return Collected(groups=tuple(decode(frame) for frame in frames), rejected=(), takes=0)
-
-
-@dataclass(slots=True)
-class DecodedFrames:
-    """Decodes frames, and remembers the frame of each group until the end of the step."""
-
-    decoder: Callable[[bytes], Group]
-    _decoded: list[tuple[Group, bytes]] = field(default_factory=list)
-
-    def decode(self, frame: bytes) -> Group:
-        """Return the group in the frame. Raises WireError."""
-        group = self.decoder(frame)
-        # This copies nothing: the group's arrays are views of the frame.
-        self._decoded.append((group, frame))
-        return group
-
-    def of_step(self, groups: Iterable[Group]) -> list[bytes]:
-        """Return the frames of a step's groups, and forget all frames."""
-        # By object, not by ticket, because a frame that was refused may name any ticket.
-        frame_of = {id(group): frame for group, frame in self._decoded}
-        self._decoded = []
-        return [frame_of[id(group)] for group in groups]

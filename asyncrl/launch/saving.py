@@ -18,7 +18,9 @@ from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
 from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
+from asyncrl.run.exports import Exports
 from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.pushes import Pushes
 from asyncrl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class Saving:
     trainer: Trainer
     # Steps from one checkpoint to the next.
     every: int
+    # Of rank 0; the others begin none.
+    exports: Exports = field(default_factory=Exports, init=False)
     _is_overdue: bool = field(default=False, init=False)
     _failures: int = field(default=0, init=False)
 
@@ -51,10 +55,17 @@ class Saving:
         elif self._is_overdue or version % self.every == 0:
             self._is_overdue = not self._try_to_save(version)
 
+    def export(self, version: int) -> None:
+        """Begin to export the checkpoint of `version`, if it has no model. The trainer has those weights."""
+        if export := self.checkpoints.exporter(version, self.trainer):
+            self.exports.begin(version, export)
+
     def save_and_leave(self, version: int, end: bytes) -> NoReturn:
         """Save. Then end this process with the status of SIGTERM, or after `END` raise EndedEarly."""
         self._save_at_last(version)
         if end != END:
+            self.exports.finish()
+            self.trainer.broadcast(b"")  # ranks that left rank 0 alone would have it killed
             raise SystemExit(128 + signal.SIGTERM)
         self._ended(version)
         raise EndedEarly
@@ -97,8 +108,10 @@ class Saving:
 
     def _save(self, version: int) -> None:
         started_s = time.perf_counter()
+        self.exports.wait()  # then the memory of the last copy is free
         owns = partial(self._require_run, version)
         oldest = self.checkpoints.save(version, self.trainer, self._state(version), owns)
+        self.export(version)
         self._saved(version, oldest, started_s)
 
 
@@ -114,6 +127,17 @@ class LeadSaving(Saving):
     mark_saved: Callable[[], None]
     judged: Judged
     is_shared: bool = False  # other hosts see the directory, and may not see the run's lock
+    pushes: Pushes | None = None
+
+    def __post_init__(self) -> None:
+        if self.pushes:
+            self.exports = Exports(self.pushes.saved)
+
+    def finish(self) -> None:
+        """Wait for what is done next to training: the last export, and the last push."""
+        self.exports.finish()
+        if self.pushes:
+            self.pushes.finish()
 
     def _state(self, version: int) -> dict[str, Any]:
         ledger, evaluation, curriculum = self.taking.settled
@@ -151,3 +175,8 @@ def open_judged(config: Config, checkpoints: CheckpointStore, directory: Path, s
     judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop)
     checkpoints.keeps = judged.keeps
     return judged
+
+
+def open_pushes(config: Config, directory: Path) -> Pushes | None:
+    """Return the pushes to a hub of the run in `directory`, if it has one. Raises ConfigError."""
+    return Pushes(config.checkpoint.hub, directory) if config.checkpoint.hub else None

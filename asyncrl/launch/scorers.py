@@ -5,11 +5,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.reward_section import ModelScore, ScorerConfig
 from asyncrl.config.schema import Config
-from asyncrl.control.scoring import ScorerService
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.environment import child_environment
@@ -18,6 +18,9 @@ from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.rewards.opened import OpenScorer
 from asyncrl.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from asyncrl.control.scoring import ScorerService
 
 
 def scorer_specs(
@@ -43,7 +46,9 @@ def scorer_specs(
 def scorers_in(config: Config, directory: Path) -> OpenScorer:
     """Return what makes the Service of a scorer that listens in `directory`."""
 
-    def open_scorer(settings: ModelScore) -> ScorerService:
+    def open_scorer(settings: ModelScore) -> "ScorerService":
+        from asyncrl.control.scoring import ScorerService
+
         count = config.scorers[settings.scorer].count
         return ScorerService(settings.scorer, directory, count, remembers=settings.cache)
 

@@ -22,7 +22,7 @@ Show = Callable[[StatusSnapshot], None]
 
 @dataclass(slots=True, kw_only=True)
 class StatusPage:
-    """Shows the status from a separate thread, also while the learner waits or trains."""
+    """Shows the status once a second from a thread, also while the learner waits, and after failures."""
 
     now: StatusSnapshot
     hub: ControlHub
@@ -32,10 +32,12 @@ class StatusPage:
     shows: Sequence[Show]
     # Counts the seconds in which something failed.
     guard: BestEffort
-    _ticker: "Ticker" = field(init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ticker = Ticker(self._tick, self.guard)
+        self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
+        self._thread.start()
 
     def enter(self, state: str, message: str = "") -> None:
         """Set `StatusSnapshot.state` and, for a final state, its reason."""
@@ -52,46 +54,29 @@ class StatusPage:
 
     def close(self) -> str:
         """Show the last state, stop, and return its message."""
-        self._ticker.close()
-        return self.now.message
-
-    def _tick(self) -> None:
-        self.renew(self.hub.endpoint)
-        status = replace(
-            self.now,
-            updated_at=time.time(),
-            doing=doing(),
-            members=tuple(self.hub.members()),
-            audit=self.taking.audit(),
-            audit_mismatch=self.taking.mismatch,
-            counters=self.hub.counters(),
-        )
-        for show in self.shows:
-            show(status)
-
-
-class Ticker:
-    """Calls `tick` once a second from a thread, also after calls that failed, which `guard` counts."""
-
-    def __init__(self, tick: Callable[[], None], guard: BestEffort) -> None:
-        self._tick, self._guard = tick, guard
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread, then call `tick` once more."""
         self._stop.set()
         self._thread.join(timeout=10.0)
-        self._tick_once()
+        self._tick()
+        return self.now.message
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
-            self._tick_once()
-
-    def _tick_once(self) -> None:
-        with self._guard("the status"):
             self._tick()
+
+    def _tick(self) -> None:
+        with self.guard("the status"):
+            self.renew(self.hub.endpoint)
+            status = replace(
+                self.now,
+                updated_at=time.time(),
+                doing=doing(),
+                members=tuple(self.hub.members()),
+                audit=self.taking.audit(),
+                audit_mismatch=self.taking.mismatch,
+                counters=self.hub.counters(),
+            )
+            for show in self.shows:
+                show(status)
 
 
 def open_page(

@@ -27,7 +27,7 @@ from asyncrl.run.learner_state import resume
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.full_memory import naming_memory
+from asyncrl.trainer.device import naming_memory
 from asyncrl.trainer.open import open_trainer
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,8 @@ def train(
         else:
             saving = Saving(checkpoints=checkpoints, trainer=trainer, every=config.checkpoint.every)
             run = FollowerRun(trainer=trainer, probe=probe, logs=logs, wire_key=keys.join.wire, saving=saving)
+        if state.version:
+            run.saving.export(state.version)  # its process may have ended before
         signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())
         with contextlib.suppress(EndedEarly):
             run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)

@@ -18,44 +18,17 @@ OWN = "an attention of its own, which does not take packed sequences"
 BIAS = "an output layer with a bias, which the learner's lacks"
 RANDOM = "experts that are chosen at random in training"
 SINKS = "attention with sinks, which packed attention lacks, and published weights in MXFP4"
-REFUSED = {
-    **dict.fromkeys(
-        ("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2"),
-        STATE,
-    ),
-    **dict.fromkeys(
-        (
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-        ),
-        STATE,
-    ),
-    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"), STATE),
-    **dict.fromkeys(
-        (
-            "bloom",
-            "falcon",
-            "gpt_neo",
-            "gptj",
-            "gpt_neox_japanese",
-            "llama4",
-            "llama4_text",
-            "moshi",
-            "mpt",
-            "nemotron",
-        ),
-        OWN,
-    ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "openai-gpt", "stablelm", "xglm"), OWN),
-    **dict.fromkeys(("codegen", "phi"), BIAS),
-    "gpt_oss": SINKS,
-    "phimoe": RANDOM,
+KINDS = {
+    STATE: "bamba falcon_h1 falcon_mamba jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
+    "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm "
+    "zamba zaya",
+    OWN: "bloom deepseek_v32 falcon glm_moe_dsa gpt_neo gpt_neox_japanese gptj llama4 llama4_text moshi mpt "
+    "nemotron openai-gpt stablelm xglm",
+    BIAS: "codegen phi",
+    SINKS: "gpt_oss",
+    RANDOM: "phimoe",
 }
+REFUSED = {kind: reason for reason, kinds in KINDS.items() for kind in kinds.split()}
 ATTENTION = "attention"
 LINEAR = "linear"
 

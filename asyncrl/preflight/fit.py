@@ -1,17 +1,54 @@
-"""Whether the processes of a run fit the GPUs of this machine, before any of them is started."""
+"""What a run needs of this machine, and whether it fits, before any of its processes is started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
+from asyncrl.data.data_files import DataFiles
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
-from asyncrl.hosting.machine import this_machine
-from asyncrl.hosting.placement import Placement, misplaced_generators, placement_of
+from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.nvidia import peer_reads
+from asyncrl.hosting.placement import Placement, misplaced_generators, place_slots, placement_of
 from asyncrl.hosting.smi import is_installed
-from asyncrl.preflight.forecast import estimates, forecast
-from asyncrl.preflight.model_shape import read_trained_shape
+from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.forecast import Forecast, forecast
+from asyncrl.preflight.model_shape import estimates, read_trained_shape
+from asyncrl.preflight.validate import validated_config
+
+HOST_SLOTS = (
+    "versions are published in memory of the host (weights.slots: host), because a generator's GPU cannot "
+    "read the learner's"
+)
+
+
+def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
+    """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
+    config = validated_config(config_path, overrides)
+    try:
+        rows = DataFiles(config).train_rows
+    except DataError:
+        rows = None
+    shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
+    teacher = read_shape(config.reference) if config.algorithm.reference and not config.teacher else None
+    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows, teacher=teacher)
+    found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
+    return replace(plan, warnings=(*found, *plan.warnings))
+
+
+def with_slots(config: Config, *, generators: bool = True) -> Config:
+    """Return the config with `weights.slots: host` if `auto` means that here, and `HOST_SLOTS` says why.
+
+    Without `generators`, these are on other hosts.
+    """
+    gpus = count_gpus() if config.learner.device != "cpu" else 0
+    placement = placement_of(config, gpus, generators=None if generators else 0)
+    if config.weights.slots != "auto" or place_slots(config, placement, peer_reads) == "gpu":
+        return config
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"slots": "host"})})
 
 
 def require_fit(config: Config, *, generators: bool) -> list[str]:

@@ -1,42 +1,34 @@
-"""`asyncrl plan`: predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
+"""Predicts batches, staleness, store, memory and disk of a run, and warns of trouble."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from asyncrl.config import registry
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
-from asyncrl.data.data_files import DataFiles
-from asyncrl.errors import DataError
-from asyncrl.hosting.machine import Machine, read_shape, this_machine
+from asyncrl.hosting.machine import Machine
 from asyncrl.hosting.memory_use import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
     CPU_KV_CACHE_GIB,
-    CUDA,
     DTYPE_BYTES,
-    SLOTS,
+    RECEIVER,
     ModelShape,
+    Part,
+    Rank,
     checkpoint_bytes,
     generator_kv_bytes,
-    gpu_slots,
     kv_bytes_per_token,
     offloaded_bytes,
     published_bytes,
-    rank_bytes,
     receiver_bytes,
     sequence_kv_bytes,
     weights_bytes,
 )
 from asyncrl.hosting.placement import GENERATORS_SHARE, Placement, placement_of
-from asyncrl.preflight.doubts import doubts
 from asyncrl.preflight.frame_size import frame_bytes
-from asyncrl.preflight.gpu_use import RECEIVER, SENDER, GpuUse, full_gpu, gpu_uses
-from asyncrl.preflight.model_shape import read_trained_shape
-from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
-from asyncrl.preflight.validate import validated_config
+from asyncrl.preflight.gpu_use import GpuUse, full_gpu, gpu_uses
+from asyncrl.preflight.model_shape import estimates
 from asyncrl.telemetry.text import data_size
 
 GIB = 1 << 30
@@ -87,20 +79,6 @@ class Forecast:
         return next(line.value for line in self.lines if line.name == name)
 
 
-def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
-    """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
-    config = validated_config(config_path, overrides)
-    try:
-        rows = DataFiles(config).train_rows
-    except DataError:
-        rows = None
-    shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
-    teacher = read_shape(config.reference) if config.algorithm.reference and not config.teacher else None
-    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows, teacher=teacher)
-    found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
-    return replace(plan, warnings=(*found, *plan.warnings))
-
-
 def forecast(
     config: Config,
     shape: ModelShape,
@@ -118,7 +96,7 @@ def forecast(
     placement = placement or placement_of(config, len(machine.gpu_bytes))
     lines = (*_step(config), *_store(config, placement), *_run(config, rows))
     on_gpu, kv_bytes = _on_gpu(config, machine), _kv_bytes(config, shape, machine, placement)
-    rank = _rank_bytes(config, shape, teacher or shape, on_gpu=on_gpu)
+    rank = _parts(config, shape, teacher or shape, on_gpu=on_gpu)
     uses = gpu_uses(config, shape, rank, kv_bytes, machine, placement) if on_gpu else []
     memory = _memory(config, shape, rank, kv_bytes, uses, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
@@ -129,7 +107,7 @@ def forecast(
 
 def _step(config: Config) -> Iterator[Line]:
     batch, sampling, learner = config.batch, config.sampling, config.learner
-    per_episode = config.environment.sequences
+    per_episode = max(one.environment.sequences for one in config.training)
     sequences = batch.sequences * per_episode
     tokens = sequences * sampling.max_tokens
     budget = learner.tokens_per_microbatch * learner.shares
@@ -163,12 +141,12 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     count = len(placement.generators) or config.generator.count or 1
     formed = f"generators ({count}) x (max_running / group_size), at most"
     yield _count(part, "groups being sampled", count * per_generator, formed)
-    if config.environment.is_used:
+    if any(one.environment.is_used for one in config.training):
         formed = "groups being sampled / open groups: with less time in the model, engines wait for tickets"
         yield _ratio(part, LEAST_DUTY, count * per_generator / opened, formed)
         formed = "(window - 1) / groups: until then other groups overtake the one that waits for it"
         yield _ratio(part, LONGEST_EPISODE, (config.window_groups - 1) / groups, formed)
-    frame = frame_bytes(config)
+    frame = max(map(frame_bytes, config.training))
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
     held = opened + checkpoint.keep * checkpoint.every * groups
     formed = f"(open groups + checkpoint.keep x every x groups = {held:,}) x a group: kept for checkpoints"
@@ -193,15 +171,15 @@ def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
         yield _count(
             part, f"epochs{of}", float(steps * groups * share / size), f"steps x groups{factor} / {prompts}"
         )
-    if config.data.eval:
-        rounds = math.ceil(steps / config.eval.every) + 1
-        yield _count(part, "evaluations", rounds, "steps / eval.every, and the first weights")
+    for name, one in config.data.sets.items():
+        rounds, of = math.ceil(steps / config.of(one).eval.every) + 1, f" of {name}" if name else ""
+        yield _count(part, f"evaluations{of}", rounds, "steps / eval.every, and the first weights")
 
 
 def _memory(
     config: Config,
     shape: ModelShape,
-    rank: dict[str, int],
+    rank: Sequence[Part],
     kv_bytes: int,
     uses: Sequence[GpuUse],
     machine: Machine,
@@ -220,19 +198,21 @@ def _memory(
         formed = f"{config.model.update_target} x {DTYPE_BYTES[dtype]}, because of model.lora.sync"
         yield _size("the model", "an update", published_bytes(shape, config.model), formed)
     on_gpu = _on_gpu(config, machine)
-    yield from _rank_lines(config, rank)
+    for row in rank:
+        yield _size("a rank of the learner", row.name, row.size_bytes, row.formed)
+    rank_bytes = sum(row.size_bytes for row in rank)
+    yield _size("a rank of the learner", "one rank", rank_bytes, "all of these")
     yield from _generator_lines(config, shape, kv_bytes, on_gpu=on_gpu)
-    yield from _host_lines(config, shape, sum(rank.values()), kv_bytes, machine, placement)
+    yield from _host_lines(config, shape, rank_bytes, kv_bytes, machine, placement)
     for index, use in enumerate(uses):
         formed = f"of {data_size(machine.gpu_bytes[index])}: {', '.join(use.users) or 'used by nobody'}"
         yield _size("this host", f"GPU {index}", use.size_bytes, formed)
 
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
-    has_critic, kept = _needs(config, "values_T"), config.checkpoint.kept(config.learner.steps)
-    one = checkpoint_bytes(shape, config.model, critic=has_critic)
-    critic = ", as much for the critic" if has_critic else ""
-    yield _size("this host", "checkpoint", one, f"weights, optimizer, export: parameters x 16{critic}")
+    kept, optimizer = config.checkpoint.kept(config.learner.steps), config.learner.optimizer
+    one = checkpoint_bytes(shape, config.model, optimizer, critic=_critic(config))
+    yield _size("this host", "checkpoint", one, "weights, optimizer and export, with those of a critic")
     parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
     formed = f"checkpoint x ({parts} + the one being written)"
     yield _size("this host", "disk", one * (sum(kept.values()) + 1), formed)
@@ -246,6 +226,10 @@ def _needs(config: Config, column: str) -> bool:
     return column in registry.needs("advantage", config.algorithm.advantage.name)
 
 
+def _critic(config: Config) -> OptimizerConfig | None:
+    return config.critic.optimizer if _needs(config, "values_T") else None
+
+
 def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> int:
     """Return the KV cache of the generator that has least."""
     generator = config.generator
@@ -256,48 +240,13 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
     return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
 
 
-def _rank_bytes(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> dict[str, int]:
+def _parts(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> list[Part]:
+    """Return what fills the GPU of the first rank."""
     has_reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
-    critic = _needs(config, "values_T")
-    parts = rank_bytes(
-        shape,
-        config.model,
-        config.learner,
-        reference=reference if has_reference and (reference is not shape or not shape.adapter) else None,
-        critic=critic,
-        on_gpu=on_gpu,
-        slots=gpu_slots(config.weights),
-    )
-    if on_gpu and config.weights.transport == "nccl":
-        parts[SENDER] = CONTEXT_BYTES + COMMUNICATOR_BYTES
-    return parts
-
-
-def _rank_lines(config: Config, rank: dict[str, int]) -> Iterator[Line]:
-    learner, half, target = config.learner, config.model.dtype == "bfloat16", config.model.update_target
-    sharded = f", what ZeRO {learner.zero_stage} shards / {learner.ranks} ranks" if learner.ranks > 1 else ""
-    backward = ", x 2 of one backward pass" if half else ", as much of one backward pass"
-    shards = learner.zero_stage >= 2
-    backward = backward if half or shards else ""
-    tokens = "tokens_per_microbatch"
-    tokens += f" / {learner.sequence_parallel} (sequence_parallel)" if learner.sequence_parallel > 1 else ""
-    master = ", x 4 of the float32 master copy" if half or learner.zero_stage > 0 else ""
-    formed = {
-        "learner weights": f"as above{sharded}",
-        "gradients": f"parameters x 4, accumulated in float32{backward}{sharded}",
-        "optimizer": f"AdamW: parameters x 8{master}{sharded}",
-        "activations": f"{tokens} x what layers keep for backward, and the logits of one chunk",
-        "output layer": "its parameters x 8 of gradient" + (", less those of one pass" if shards else ""),
-        "buffers": "buckets and copies of gradients, gathered weights of ZeRO 3, less activations",
-        "reference": "weights, because of algorithm.kl or the advantage",
-        "critic": "what a model like the policy keeps between its steps, in ZeRO 3 with a bucket of its own",
-        SLOTS: f"{target} x {gpu_slots(config.weights)}, which generators load; on the first rank only",
-        CUDA: "context, workspaces, buffers of NCCL",
-        SENDER: "nccl: 1 GiB for CUDA + 0.4 GiB for NCCL, for one host of generators; first rank only",
-    }
-    for name, value in rank.items():
-        yield _size("a rank of the learner", name, value, formed[name])
-    yield _size("a rank of the learner", "one rank", sum(rank.values()), "all of these")
+    is_copy = has_reference and (reference is not shape or not shape.adapter)
+    rank = Rank(shape, config.model, config.learner)
+    parts = [*rank.parts(reference=reference if is_copy else None, critic=_critic(config))]
+    return [*parts, *rank.gpu_parts(config.weights)] if on_gpu else parts
 
 
 def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu: bool) -> Iterator[Line]:
@@ -338,17 +287,6 @@ def _host_lines(
     yield _size("this host", "host memory", host, formed)
 
 
-def estimates(shape: ModelShape) -> Iterator[str]:
-    """Warn of a number that is less certain than the others, because of the model's architecture."""
-    if shape.uncounted:
-        yield (
-            "the activations of this architecture are estimated, as those of Llama's layers, because torch "
-            f"cannot count them without data ({shape.uncounted}): the learner may need much more; compare "
-            "memory/allocated_bytes with memory/planned_bytes in the first steps, and lower "
-            "learner.tokens_per_microbatch if it runs out of memory"
-        )
-
-
 def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
     if sampled > opened:
@@ -356,7 +294,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
             f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
             "some wait; raise staleness.max_lag or batch.groups, or lower generator.count or max_running"
         )
-    if config.environment.is_used and plan[LONGEST_EPISODE] < 1:
+    if any(one.environment.is_used for one in config.training) and plan[LONGEST_EPISODE] < 1:
         yield (
             f"the learner waits for an episode that lasts longer than {plan[LONGEST_EPISODE]:.2g} steps: for "
             "episodes of k steps set staleness.window_groups to at least batch.groups x k + 1, and "
@@ -366,7 +304,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
 
 def _misfits(config: Config, plan: Forecast, uses: Sequence[GpuUse], placement: Placement) -> Iterator[str]:
     if uses and (worst := max(uses, key=lambda use: use.share)).share > 1:
-        yield full_gpu(config, worst)
+        yield full_gpu(worst)
     if uses and placement.generators and plan["full sequences in KV"] < 1:
         yield _no_sequence(plan)
 
@@ -397,4 +335,4 @@ def _memory_warnings(
         )
     of_learner = [use for use in uses if use.has_rank]
     if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:
-        yield f"tight: {full_gpu(config, worst)}"
+        yield f"tight: {full_gpu(worst)}"

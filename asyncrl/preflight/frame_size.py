@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.columns import EXPERTS, TEACHER
-from asyncrl.config.reward_section import reward_parts
+from asyncrl.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, TEACHER
 from asyncrl.config.schema import Config
 from asyncrl.hosting.machine import routing_sizes
 from asyncrl.rewards.functions import ANSWER_CHARACTERS
@@ -20,6 +19,9 @@ def frame_bytes(config: Config) -> int:
     recorded: dict[str, NDArray[Any]] = {TEACHER: np.zeros(response, np.float32)} if config.teacher else {}
     if sizes := routing_sizes(config.model):
         recorded[EXPERTS] = np.zeros((prompt + response, sizes["layers"], sizes["top_k"]), np.int16)
+    if (most := config.sampling.top_k) > 0:
+        recorded[KEPT_COUNTS] = np.full(response, most, np.int32)
+        recorded[KEPT_IDS] = np.zeros(response * most, np.int32)
     rollout = Rollout(
         prompt_ids=np.zeros(prompt, np.int32),
         response_ids=np.zeros(response, np.int32),
@@ -27,7 +29,7 @@ def frame_bytes(config: Config) -> int:
         behaviour_logprobs=np.zeros(response, np.float32),
         version_spans=(VersionSpan(1, response - 1), VersionSpan(2, 1)),
         finish_reason="length",
-        reward_parts=dict.fromkeys(reward_parts(config.reward, config.environment), 0.0),
+        reward_parts=dict.fromkeys(config.reward_parts, 0.0),
         answer="0" * ANSWER_CHARACTERS,
         turns=_full_turns(config),
         recorded=recorded,

@@ -1,13 +1,13 @@
 """Keys of a config that have no effect under the value of another key.
 
-Where no config can mean it so, `config/agreements.py` refuses it; these may be left from another run.
+Where no config can mean it so, `config/rules.py` refuses it; these may be left from another run.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from asyncrl.config.named_files import SEEDS
 from asyncrl.config.schema import Config
-from asyncrl.data.dataset import SEEDS
 
 _OF_REWARDS = "reward.functions is [], so there are no reward processes; name a function, or drop it"
 _OF_EPISODES = "only episodes are read with it, and a reward gets the response as it is; name an environment"
@@ -21,8 +21,14 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: not Path(one.model.path).is_dir(),
         "model.path is a directory, which has one revision; drop it, or give the model's hub name",
     ),
-    "model.tool_parser": (lambda one: one.environment.is_used, f"{_OF_EPISODES}, or drop it"),
-    "model.reasoning_parser": (lambda one: one.environment.is_used, f"{_OF_EPISODES}, or drop it"),
+    "model.tool_parser": (
+        lambda one: any(each.is_used for each in one.environments.values()),
+        f"{_OF_EPISODES}, or drop it",
+    ),
+    "model.reasoning_parser": (
+        lambda one: any(each.is_used for each in one.environments.values()),
+        f"{_OF_EPISODES}, or drop it",
+    ),
     "data.prompt_field": (
         lambda one: one.data.template is None,
         "data.template stands in its place; drop one of them",
@@ -32,25 +38,28 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "data.train makes its rows, which have no splits; drop it",
     ),
     "data.eval_split": (
-        lambda one: one.data.eval is not None and not one.data.eval.startswith(SEEDS),
+        lambda one: any(not each.split and not each.path.startswith(SEEDS) for each in one.data.eval),
         "data.eval names no dataset with splits; set it, or drop this",
     ),
     **{
-        f"reward.{key}": (lambda one: bool(one.reward.functions), _OF_REWARDS)
+        f"reward.{key}": (lambda one: bool(one.reward_functions), _OF_REWARDS)
         for key in ("timeout_s", "workers", "sandbox", "memory_gib")
     },
-    "environment.address": (lambda one: not one.environment.uses, _OF_AGENTS),
-    "environment.constraints": (lambda one: not one.environment.uses, _OF_AGENTS),
+    "environment.address": (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
+    "environment.constraints": (
+        lambda one: any(each.command for each in one.environments.values()),
+        _OF_AGENTS,
+    ),
     "environment.workers": (
-        lambda one: not one.environment.command,
+        lambda one: any(each.uses for each in one.environments.values()),
         "an agent (environment.command) has a process for each episode; drop it",
     ),
     "environment.max_observation_characters": (
-        lambda one: not one.environment.command,
+        lambda one: any(each.uses for each in one.environments.values()),
         "an agent (environment.command) writes its own messages; cut them there, and drop this",
     ),
     "environment.history": (
-        lambda one: one.model.chat_template,
+        lambda one: bool(one.model.chat_template),
         "model.chat_template is false, so no template renders earlier turns; set it to true, or drop this",
     ),
     "generator.enforce_eager": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
@@ -64,10 +73,6 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "telemetry.wandb_project": (
         lambda one: one.telemetry.wandb != "off",
         "telemetry.wandb is off; set it to online or offline, or drop this",
-    ),
-    "telemetry.trackio_project": (
-        lambda one: one.telemetry.trackio,
-        "telemetry.trackio is false; set it to true, or drop this",
     ),
     "telemetry.prometheus_host": (
         lambda one: one.telemetry.prometheus_port is not None,

@@ -22,6 +22,7 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
+from asyncrl.types import Prompt
 
 # Columns that may hold the reference answer; the first one that a row has counts.
 REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "completion", "output")
@@ -39,6 +40,7 @@ class Case:
 
     kind: str  # reference | wrong | sample
     given: RewardInput
+    task: int = 0  # as in `Prompt`
 
 
 @dataclass(slots=True)
@@ -71,24 +73,37 @@ def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samp
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or 'data.train'} holds no response to score; give another --samples")
+    tasks, scored, parts, unscored = [*config.data.tasks.items()], dict[str, list[Case]](), list[Tried](), 0
+    for case in cases:
+        scored.setdefault(" ".join(config.functions_of(tasks[case.task][0])), []).append(case)
     with started_scorers(config) as directory:
-        parts = [
-            asyncio.run(_try_part(config, function, cases, directory)) for function in config.reward.functions
-        ]
-    unscored = set() if config.environment.is_used else set.intersection(*(part.abstained for part in parts))
-    return Trial(cases, parts, len(unscored))
+        for keys, some in scored.items():
+            functions = [config.reward_functions[key] for key in keys.split()]
+            tried = [asyncio.run(_try_part(config, function, some, directory)) for function in functions]
+            if not config.of(tasks[some[0].task][1]).environment.is_used:
+                unscored += len(set.intersection(*(part.abstained for part in tried)))
+            parts += tried
+    return Trial(cases, parts, unscored)
 
 
 def generic_cases(config: Config, count: int) -> Iterator[Case]:
-    """Yield wrong answers to the first `count` prompts of the run, and the data's reference answers."""
+    """Yield wrong answers to the first `count` prompts of the run, and the data's reference answers.
+
+    Functions of tasks that have none of these prompts get the first ones of their own.
+    """
     source = _prompts(config)
-    for ticket in range(1, min(count, len(source.train)) + 1):
-        prompt = source.prompt(ticket)
+    prompts = [source.prompt(ticket) for ticket in range(1, min(count, len(source)) + 1)]
+    tried = {prompt.task for prompt in prompts}
+    for task, one in enumerate(config.data.tasks.values()):
+        prompts += source.of_task(task, count) if one.reward and task not in tried else []
+    for prompt in prompts:
         reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
         if reference is not None:
-            yield Case("reference", RewardInput(prompt=prompt.text, response=str(reference), row=prompt.row))
+            given = RewardInput(prompt=prompt.text, response=str(reference), row=prompt.row)
+            yield Case("reference", given, prompt.task)
         for text in WRONG:
-            yield Case("wrong", RewardInput(prompt=prompt.text, response=text, row=prompt.row))
+            given = RewardInput(prompt=prompt.text, response=text, row=prompt.row)
+            yield Case("wrong", given, prompt.task)
 
 
 def _prompts(config: Config) -> PromptSource:
@@ -107,7 +122,7 @@ def _prompts(config: Config) -> PromptSource:
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
     if path.is_dir():
-        records, finder = load_rows(str(RunDirectory(path).samples)), _RowFinder(config)
+        records, finder = load_rows(str(RunDirectory(path).samples)), _PromptFinder(config)
         chosen = range(len(records))[-count:]
     else:
         records, finder = load_rows(str(path)), None
@@ -117,25 +132,29 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         if not isinstance(record.get("response"), str):
             place = records.place(index)
             raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
-        row = finder.row(record) if finder else record
+        found = finder.prompt(record) if finder else None
+        row, task = (found.row, found.task) if found else (record, 0)
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
         truncated = record.get("finish_reason", "stop") != "stop"
         given = RewardInput(prompt=prompt, response=record["response"], row=row, truncated=truncated)
-        yield Case("sample", given)
+        yield Case("sample", given, task)
 
 
-class _RowFinder:
-    """Finds the row of the data from which a recorded rollout was sampled."""
+class _PromptFinder:
+    """Finds the prompt of the data from which a recorded rollout was sampled."""
 
     def __init__(self, config: Config) -> None:
         self._source = _prompts(config)
-        self._eval = self._source.eval_prompts(config.eval.prompts)
+        self._eval = {
+            name: self._source.eval_prompts(config.of(one).eval.prompts, name)
+            for name, one in config.data.sets.items()
+        }
 
-    def row(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    def prompt(self, record: Mapping[str, Any]) -> Prompt:
         ticket = int(record["ticket_id"])
-        if record.get("kind") == "eval" and self._eval:
-            return self._eval[(ticket - 1) % len(self._eval)].row
-        return self._source.prompt(ticket).row
+        if record.get("kind") == "eval" and (found := self._eval.get(record.get("eval_set", ""))):
+            return found[(ticket - 1) % len(found)]
+        return self._source.prompt(ticket)
 
 
 async def _try_part(

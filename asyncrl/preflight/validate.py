@@ -15,23 +15,25 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import file_problems, is_stage, local_files, unusable
+from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
 from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
+from asyncrl.config.rules import lacking_room
 from asyncrl.config.schema import Config
-from asyncrl.config.store_room import lacking_room
 from asyncrl.config.wording import did_you_mean
 from asyncrl.data.data_files import DataFiles
-from asyncrl.data.dataset import SEEDS, Rows, load_rows
+from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.row_files import Row
+from asyncrl.data.row_functions import load_part
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
+from asyncrl.preflight.outside import outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of, key_of
@@ -67,7 +69,7 @@ def validated_config(
         config, root = draft.config, draft.root
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
-        found += [*_function_problems(config, root), *_row_problems(config)]
+        found += [*_function_problems(config, root), *_row_problems(config), *outside_problems(config)]
         is_here = config.cluster.kind != "kubernetes"
         if is_here:
             found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
@@ -76,7 +78,8 @@ def validated_config(
 
             found += kubernetes.problems(config)
         if generators:
-            found += [*_program_problems(config.environment), *_key_problems(config)]
+            found += [one for pair in config.environments.items() for one in _program_problems(*pair)]
+            found += _key_problems(config)
         sandbox = sandbox_of(config.reward, config.run.root)
         if is_here and sandbox and (problem := sandbox.problem()):
             found.append(Mistake(("reward.sandbox",), problem))
@@ -105,8 +108,8 @@ def _model_problems(config: Config) -> Iterator[Mistake]:
             if model.router_replay:
                 from asyncrl.preflight.frame_size import frame_bytes
 
-                parts = config.checkpoint, config.staleness, config.learner, config.batch
-                yield from lacking_room(*parts, config.store, config.environment, frame_bytes(config))
+                for one in config.training:
+                    yield from lacking_room(one, frame_bytes(one))
     except ConfigError as error:
         key, _, text = str(error).partition(": ")
         yield Mistake((key,), text)
@@ -126,23 +129,21 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
 
 
 def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
-    """Find mistakes in the names of reward functions, hooks and functions of the algorithm."""
-    for index, one in enumerate(config.reward.functions):
+    """Find mistakes in the names of functions: of rewards, rows, hooks and the algorithm."""
+    for key, one in config.reward_functions.items():
         try:
             form = _reward_form(one)
             if form is not None and one.remote is None and (problem := form.refusal(one.params)):
                 raise RewardError(f"`{one.function}` {problem}")
         except Missing as missing:
-            yield Mistake((f"reward.functions.{index}.function",), str(missing))
+            yield Mistake((f"{key}.function",), str(missing))
         except RewardError as error:
-            key = "params" if one.remote is None else "params.prompt"
-            yield Mistake((f"reward.functions.{index}.{key}",), str(error))
+            yield Mistake((f"{key}.{'params' if one.remote is None else 'params.prompt'}",), str(error))
     yield from _environment_problems(config)
-    own_names = [
-        (f"learner.hooks.{index}.name", hook.name) for index, hook in enumerate(config.learner.hooks)
-    ]
+    own_names = [*config.data.functions.items()]
+    own_names += [(f"learner.hooks.{index}.name", one.name) for index, one in enumerate(config.learner.hooks)]
     for keys, node in root.walk():
-        chosen = node.child("name") if kind_at(Config, keys) else None
+        chosen = node.children.get("name") if kind_at(Config, keys) else None
         if chosen and isinstance(chosen.value, str) and ":" in chosen.value:
             own_names.append((".".join(map(str, (*keys, "name"))), chosen.value))
     for key, name in own_names:
@@ -154,15 +155,14 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
 
 def _environment_problems(config: Config) -> Iterator[Mistake]:
     """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
-    uses, key = config.environment.uses, "environment.uses"
-    for name in (uses,) if isinstance(uses, str) else uses:
+    for key, name, environment in config.environment_names:
         if is_named(name):
             continue
         if ":" not in name:
             allowed = f"`path.py:Name`, `module:Name`, `library:NAME`, {', '.join(TOOLS)}"
             yield Mistake((key,), f"found `{name}`; allowed is {allowed}")
             continue
-        if config.environment.python and not name.partition(":")[0].endswith(".py"):
+        if environment.python and not name.partition(":")[0].endswith(".py"):
             continue  # a module of another Python, which finds it or says what it lacks
         try:
             node = _definition(name)
@@ -177,29 +177,29 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key, "model.chat_template"), text)
 
 
-def _program_problems(environment: EnvironmentConfig) -> Iterator[Mistake]:
+def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mistake]:
     """Find programs of the environment that this machine, where generators run, lacks."""
     python = environment.python
     if python is not None and shutil.which(python) is None:
         found = f"found {python}, which is no program" if python.is_file() else unusable(str(python))
         cure = "give the path of a Python interpreter that may be executed, or a name on PATH"
-        yield Mistake(("environment.python",), f"{found}; {cure}")
+        yield Mistake((f"{key}.python",), f"{found}; {cure}")
     elif environment.command and shutil.which(program := environment.program) is None:
         text = f"found no program `{program}`; give its path, or a name on PATH"
-        yield Mistake(("environment.command",), text)
+        yield Mistake((f"{key}.command",), text)
     script = next((one for one in environment.command[1:] if one.endswith(".py")), None)
     if script is not None and not Path(script).is_file():
         cure = f"paths are relative to {Path.cwd()}"
-        yield Mistake(("environment.command",), f"{unusable(script)}; {cure}; give the path of the script")
+        yield Mistake((f"{key}.command",), f"{unusable(script)}; {cure}; give the path of the script")
 
 
 def _key_problems(config: Config) -> Iterator[Mistake]:
     """Find keys of services that the environment lacks."""
-    for index, one in enumerate(config.reward.functions):
+    for key, one in config.reward_functions.items():
         try:
             key_of(one.remote) if isinstance(one.remote, HttpReward) else None
         except RewardError as error:
-            yield Mistake((f"reward.functions.{index}.params.key_env",), str(error))
+            yield Mistake((f"{key}.params.key_env",), str(error))
 
 
 def _reward_form(function: RewardFunctionConfig) -> Form | None:
@@ -292,7 +292,7 @@ def _is_bound(tree: ast.Module, name: str) -> bool:
 
 def _row_problems(config: Config) -> Iterator[Mistake]:
     """Find files that cannot be read, and rows without a usable prompt or a column that a reward needs."""
-    forms, chat = _forms(config), None
+    chat = None
     try:
         if config.model.chat_template and (Path(config.model.path) / "tokenizer.json").is_file():
             from asyncrl.data.prompts import light_renderer  # it imports transformers
@@ -300,35 +300,32 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             chat = light_renderer(config.data, config.model)
     except DataError as error:
         yield Mistake(("model.chat_template",), str(error))
-    data = config.data
-    of = [*map(data.of, data.train), data]
-    limits = [*(source.limit for source in data.train), None]
-    for (key, source), section, limit in zip(data.places.items(), of, limits, strict=False):
-        if not (source.startswith(SEEDS) or local_files(source)):
+    for key, task in config.data.tasks.items():
+        if not (task.path.startswith(SEEDS) or local_files(task.path)):
             continue
+        asked, forms = config.of(task), _forms(config.functions_of(key))
+        section, found = config.data.of(task), dict[tuple[str, ...], list[str]]()
         try:
-            rows = load_rows(source, limit=limit)
+            rows = load_part(section, task.path, section.split_of(task), task.limit)
+            without = _without_prompt(asked.model_copy(update={"data": section}), key, rows, chat)
+            for keys, text in (*_lacking(asked, key, rows, forms), *without):
+                found.setdefault(keys, []).append(text)
         except DataError as error:
             yield Mistake((key,), str(error))
-        else:
-            found: dict[tuple[str, ...], list[str]] = {}
-            without = _without_prompt(config.model_copy(update={"data": section}), key, rows, chat)
-            for keys, text in (*_lacking(config, key, rows, forms), *without):
-                found.setdefault(keys, []).append(text)
-            # One message per key.
-            yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
+        # One message per key.
+        yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
 
 
-def _forms(config: Config) -> dict[str, Form]:
+def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:
     """Return the call forms of the reward functions by key, if known without running user code."""
     found = {}
-    for index, one in enumerate(config.reward.functions):
+    for key, one in functions.items():
         try:
             form = _reward_form(one)
         except (Missing, RewardError):  # reported by `_function_problems`
             continue
         if form is not None:
-            found[f"reward.functions.{index}.function"] = form.with_params({} if one.remote else one.params)
+            found[f"{key}.function"] = form.with_params({} if one.remote else one.params)
     return found
 
 
@@ -345,19 +342,20 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
         wants["data.images_key"] = lambda row: [] if images in row else [images]
     for name, lacking in wants.items():
         found: dict[str, list[int]] = {}
-        for index, row in enumerate(rows):
-            for column in lacking(row):
+        for index in rows.checked:
+            for column in lacking(rows[index]):
                 found.setdefault(column, []).append(index)
         for column, indices in found.items():
-            if len(indices) == len(rows):
+            if len(indices) == len(rows.checked):
                 hint = did_you_mean(column, rows[0], "add it to the data or name another", cutoff=0.5)
                 has = f"{rows.source} lacks; it has {', '.join(rows[0])}"
                 yield Mistake((name,), f"wants column `{column}`, which {has}{hint}")
             else:
-                places = ", ".join(rows.place(index) for index in indices[:SHOWN])
-                more = ", ..." if len(indices) > SHOWN else ""
-                text = f"{len(indices)} of {len(rows)} rows lack column `{column}`, which {name} wants"
-                yield Mistake((key,), f"{text}: {places}{more}; add it there, or remove the rows")
+                places = ", ".join([*map(rows.place, indices[:SHOWN]), *["..."] * (len(indices) > SHOWN)])
+                text = (
+                    f"{len(indices)} of {len(rows.checked)} rows lack column `{column}`, which {name} wants"
+                )
+                yield Mistake((key,), f"{text}: {places}; add it there, or remove the rows")
 
 
 def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
@@ -366,11 +364,12 @@ def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
 
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
     """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
-    reader, columns = PromptReader(config.data, config.model.chat_template), _prompt_columns(config)
+    reader, columns = PromptReader(config.data, bool(config.model.chat_template)), _prompt_columns(config)
     chat = chat and replace(chat, reader=reader)
     rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
-    for index, row in enumerate(rows):
+    for index in rows.checked:
+        row = rows[index]
         if all(column in row for column in columns):
             try:
                 value = reader.read(row, where := rows.place(index))

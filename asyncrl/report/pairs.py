@@ -1,12 +1,12 @@
 """Appends the best and the worst answer of each trained group to a file that TRL reads as preferences."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.learner import Step
-from asyncrl.telemetry.history import json_object
-from asyncrl.telemetry.jsonl import Lines
+from asyncrl.telemetry.jsonl import Lines, Tail
 from asyncrl.types import Prompt
 
 
@@ -67,13 +67,10 @@ def text_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], id
 
 def _forget(path: Path, step: int) -> None:
     """Cut the file before the first line of a later step, or before one that a crash left incomplete."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = 0
-        for line in file:
-            record = json_object(line)
-            if record is None or record["step"] > step:
+    if path.exists():
+        lines, end = Tail(path), 0
+        for record in lines:
+            if record["step"] > step:
                 break
-            end += len(line)
-        file.truncate(end)
+            end = lines.offset
+        os.truncate(path, end)

@@ -96,8 +96,9 @@ class Reporting:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
                 records = eval_records(result.groups, result.version, self._decode)
+                records = [replace(record, eval_set=result.name) for record in records]
                 self._trackers.samples(few(records))
-                write_records(self._directory.evaluation(result.version), records)
+                write_records(self._directory.evaluation(result.version, result.name), records)
 
     def checkpoint(self, version: int, seconds: float) -> None:
         """Report a checkpoint that has just been saved."""
@@ -160,7 +161,7 @@ def _source_of(data: DataConfig) -> Callable[[int], str]:
 
 def _open_pairs(config: Config, path: Path, step: int) -> PairsFile:
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    return PairsFile(path, {one.token_ids: one for one in source.train}, source.decode, step=step)
+    return PairsFile(path, {one.token_ids: one for one in source}, source.decode, step=step)
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
@@ -216,7 +217,7 @@ def few(records: Sequence[SampleRecord]) -> list[SampleRecord]:
 
 def write_records(path: Path, records: Sequence[SampleRecord]) -> None:
     """Replace a file of JSON lines."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "".join(json.dumps(to_json(asdict(record))) + "\n" for record in records))
 
 

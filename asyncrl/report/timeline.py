@@ -6,18 +6,17 @@ in order, so if the clocks of two hosts differ, a part of its life has the wrong
 one.
 """
 
-import contextlib
-import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.learner import Step
+from asyncrl.telemetry.jsonl import Lines, to_json
 from asyncrl.types import Group
 from asyncrl.weights.base import UpdateReport
 
@@ -28,150 +27,94 @@ LEARNER, STEPS, WEIGHTS = "learner", "steps", "weights"
 LIFE = ("leased", "sampling", "reward", "put", "in queue", "taken", "trained")
 
 
-class TraceWriter:
-    """Slices on tracks of processes. Any thread may write."""
+class Timeline:
+    """Slices on tracks of processes. Any thread may write: the learner's and the control plane's do."""
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
-        """Append to the file `path`. A full file is renamed to `<stem>.1.json`, replacing the one before."""
+    def __init__(self, path: Path | None, *, max_bytes: int = MAX_BYTES) -> None:
+        """Append to the file `path`, or with None write nothing.
+
+        A full file is renamed to `<stem>.1.json`, replacing the one before.
+        """
         self._path, self._max_bytes = path, max_bytes
         self._lock = threading.Lock()
         self._named: set[tuple[str, str]] = set()
         self._lanes: dict[str, list[float]] = {}
-        self._file = self._open()
+        self._lines = Lines(path, opening=OPENING, end=END) if path else None
+        self._may_fail = BestEffort()
 
     def slice(
         self, process: str, track: str, name: str, start_at: float, end_at: float, **details: Any
     ) -> None:
         """Add an event; its times are Unix seconds. Events of a track that overlap must nest."""
         start_us, end_us = round(start_at * 1e6), round(end_at * 1e6)
-        event = {"ph": "X", "name": name, "ts": start_us, "dur": end_us - start_us}
-        with self._lock:
-            if (process, track) not in self._named:
-                self._named.add((process, track))
-                for kind, shown in (("process_name", process), ("thread_name", track)):
-                    self._write({"ph": "M", "name": kind}, process, track, {"name": shown})
-            self._write(event, process, track, details)
+        event = {"ph": "X", "name": name, "ts": start_us, "dur": end_us - start_us, "args": to_json(details)}
+        # The ids of a process and a track are the same in every process and after every restart.
+        pid, tid = (zlib.crc32(text.encode()) >> 1 for text in (process, f"{process} {track}"))
+        with self._lock, self._may_fail("writing the timeline"):
+            if not self._lines or not self._path:
+                return
+            new = {} if (process, track) in self._named else {"process_name": process, "thread_name": track}
+            self._named.add((process, track))
+            names = ({"ph": "M", "name": kind, "args": {"name": text}} for kind, text in new.items())
+            self._lines.write([one | {"pid": pid, "tid": tid} for one in (*names, event)])
+            if self._lines.size > self._max_bytes:
+                self._path.replace(self._path.with_name(f"{self._path.stem}.1{self._path.suffix}"))
+                self._named.clear()
+                self._lines.write([])
 
-    def lane(self, process: str, start_at: float, end_at: float) -> str:
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._lines:
+                self._lines.close()
+                self._lines = None
+
+    def checkpoint(self, version: int, seconds: float) -> None:
+        """Write a checkpoint that has just been saved."""
+        now_at = time.time()
+        self.slice(LEARNER, STEPS, f"checkpoint {version}", now_at - seconds, now_at)
+
+    def update(self, generator_id: str, report: UpdateReport) -> None:
+        """Write an update that a generator has just reported."""
+        outcome = report.reason or "applied"
+        details = {"outcome": outcome, "paused_s": report.paused_s, "probe_max": report.probe_max}
+        now_at, name = time.time(), f"version {report.version}"
+        self.slice(generator_id, WEIGHTS, name, now_at - report.update_s, now_at, **details)
+
+    def step(self, step: Step) -> None:
+        """Write a step that has just ended, with its parts and the groups that it took."""
+        spans = [(span.name, span.started_at, span.started_at + span.duration_s) for span in step.spans]
+        if not spans:
+            return
+        count = len(step.collected.groups)
+        self.slice(LEARNER, STEPS, f"step {step.version}", spans[0][1], spans[-1][2], groups=count)
+        for span in spans:
+            self.slice(LEARNER, STEPS, *span)
+        training = next((start, end) for name, start, end in spans if name == "train")
+        for group in step.collected.groups:
+            self._group(step, group, training, f"trained in step {step.version}")
+        for group, reason in step.collected.rejected:
+            self._group(step, group, (), f"rejected: {reason}")
+
+    def _group(self, step: Step, group: Group, training: Sequence[float], outcome: str) -> None:
+        times, taken_at = group.times, step.collected.taken_at.get(group.ticket_id)
+        if times is None or taken_at is None:
+            return
+        sampled_at = times.sampling_at + group.sampling_s
+        sampled = (times.leased_at, times.sampling_at, sampled_at, sampled_at + group.reward_s)
+        moments = list(accumulate((*sampled, times.put_at, taken_at, *training), max))
+        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
+        oldest, newest = min(versions, default=-1), max(versions, default=-1)
+        details = {"outcome": outcome, "oldest_version": oldest, "newest_version": newest}
+        process, track = group.generator_id, self._lane(group.generator_id, moments[0], moments[-1])
+        self.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
+        for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
+            self.slice(process, track, name, start_at, end_at)
+
+    def _lane(self, process: str, start_at: float, end_at: float) -> str:
         """Reserve a track of `process` for a time, for events that do not nest, and return its name."""
         with self._lock:
             ends = self._lanes.setdefault(process, [])
             free = next((index for index, end in enumerate(ends) if end <= start_at), len(ends))
             ends[free : free + 1] = [end_at]
             return f"groups {free + 1:03}"
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._file.close()
-
-    def _write(self, event: dict[str, Any], process: str, track: str, args: dict[str, Any]) -> None:
-        # The ids of a process and a track are the same in every process and after every restart.
-        pid, tid = (zlib.crc32(name.encode()) >> 1 for name in (process, f"{process} {track}"))
-        event = event | {"pid": pid, "tid": tid, "args": args}
-        self._file.write(json.dumps(event, separators=(",", ":")).encode() + END)
-        self._file.flush()
-        if self._file.tell() > self._max_bytes:
-            self._file.close()
-            self._path.replace(self._path.with_name(f"{self._path.stem}.1{self._path.suffix}"))
-            self._named.clear()
-            self._file = self._open()
-
-    def _open(self) -> IO[bytes]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("ab+")
-        file.seek(0)
-        whole = file.read().rfind(END) + len(END)  # a killed process may have left half a line
-        if whole < len(OPENING + END):
-            file.truncate(0)
-            file.write(OPENING)
-        else:
-            file.truncate(whole)
-        return file
-
-
-class Timeline:
-    """Writes events as they happen. Those that cannot be written are left out, with one message."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Write to the file `path`, or with None write nothing."""
-        self._path = path
-        self._trace: TraceWriter | None = None
-        self._may_fail = BestEffort()
-        self._write(lambda trace: None)
-
-    def step(self, step: Step) -> None:
-        """Write a step that has just ended, with its parts and the groups that it took."""
-        self._write(lambda trace: trace_step(trace, step))
-
-    def update(self, generator_id: str, report: UpdateReport) -> None:
-        """Write an update that a generator has just reported."""
-        self._write(lambda trace: trace_update(trace, generator_id, report))
-
-    def checkpoint(self, version: int, seconds: float) -> None:
-        """Write a checkpoint that has just been saved."""
-        now_at, name = time.time(), f"checkpoint {version}"
-        self._write(lambda trace: trace.slice(LEARNER, STEPS, name, now_at - seconds, now_at))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._path = None
-        if self._trace:
-            with self._may_fail("closing the timeline"):
-                self._trace.close()
-
-    def _write(self, write: Callable[[TraceWriter], None]) -> None:
-        """Call `write`. Two threads do this: the learner's and the control plane's."""
-        if not (path := self._path):
-            return
-        with self._may_fail("writing the timeline"):
-            trace = self._trace = self._trace or TraceWriter(path)
-            try:
-                write(trace)
-            except OSError:
-                self._trace = None  # the file may end within a line, which opening it repairs
-                with contextlib.suppress(OSError):
-                    trace.close()
-                raise
-
-
-def trace_step(trace: TraceWriter, step: Step) -> None:
-    """Write the step with its parts, and the groups that it took."""
-    spans = [(span.name, span.started_at, span.started_at + span.duration_s) for span in step.spans]
-    if not spans:
-        return
-    count = len(step.collected.groups)
-    trace.slice(LEARNER, STEPS, f"step {step.version}", spans[0][1], spans[-1][2], groups=count)
-    for span in spans:
-        trace.slice(LEARNER, STEPS, *span)
-    training = next((start, end) for name, start, end in spans if name == "train")
-    for group in step.collected.groups:
-        _trace_group(trace, step, group, training, f"trained in step {step.version}")
-    for group, reason in step.collected.rejected:
-        _trace_group(trace, step, group, (), f"rejected: {reason}")
-
-
-def _trace_group(
-    trace: TraceWriter, step: Step, group: Group, training: Sequence[float], outcome: str
-) -> None:
-    times, taken_at = group.times, step.collected.taken_at.get(group.ticket_id)
-    if times is None or taken_at is None:
-        return
-    sampled_at = times.sampling_at + group.sampling_s
-    sampled = (times.leased_at, times.sampling_at, sampled_at, sampled_at + group.reward_s)
-    moments = list(accumulate((*sampled, times.put_at, taken_at, *training), max))
-    versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-    oldest, newest = min(versions, default=-1), max(versions, default=-1)
-    details = {"outcome": outcome, "oldest_version": oldest, "newest_version": newest}
-    process, track = group.generator_id, trace.lane(group.generator_id, moments[0], moments[-1])
-    trace.slice(process, track, f"group {group.ticket_id}", moments[0], moments[-1], **details)
-    for name, (start_at, end_at) in zip(LIFE, pairwise(moments), strict=False):
-        trace.slice(process, track, name, start_at, end_at)
-
-
-def trace_update(trace: TraceWriter, generator_id: str, report: UpdateReport) -> None:
-    """Write an update that ends now."""
-    outcome = report.reason or "applied"
-    details = {"outcome": outcome, "paused_s": report.paused_s, "probe_max": report.probe_max}
-    now_at, name = time.time(), f"version {report.version}"
-    trace.slice(generator_id, WEIGHTS, name, now_at - report.update_s, now_at, **details)

@@ -1,8 +1,8 @@
-"""The files of a run directory, read once, for `report`, `compare`, `analyze` and a model card."""
+"""The files of a run directory, read once, for `report`, `compare` and a model card."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -14,46 +14,28 @@ from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
-from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History, Row, Series, Tail, json_object, numbers
-from asyncrl.telemetry.state import FAULTS, sample_from
-from asyncrl.telemetry.status import StatusSnapshot, read_status
-
-LEARNER = "learner"
+from asyncrl.telemetry.base import SampleRecord, sample_from
+from asyncrl.telemetry.jsonl import Tail
+from asyncrl.telemetry.state import FAULTS, RunReader, RunView
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A run, as its files describe it. The run may still go on; its config may be of another release."""
+@dataclass(frozen=True, kw_only=True)
+class Archive(RunView):
+    """A run with all that its generators measured. Its config may be of another release."""
 
     directory: RunDirectory
     config: dict[str, Any]
-    status: StatusSnapshot | None
-    history: History
-    learner_times: list[
-        float
-    ]  # Unix seconds of all lines of the learner, also of steps that a resume repeated
-    generators: dict[str, list[Row]]  # metric lines of each generator
-    starts: list[Start] = field(default_factory=list)
+    starts: list[Start]
 
     @property
     def name(self) -> str:
         """Name of the run."""
         return str(self.config.get("run", {}).get("name", self.directory.path.name))
 
-    def series(self, name: str) -> Series:
-        """Return (step, value) of a learner metric."""
-        return self.history.series(name)
-
     @cached_property
     def names(self) -> list[str]:
         """Names of all learner metrics."""
         return sorted({name for row in self.history.rows.values() for name in row if name != "time"})
-
-    @property
-    def step(self) -> int:
-        """Last trained step."""
-        return max((step for step, row in self.history.rows.items() if "time/step" in row), default=0)
 
     @property
     def total_steps(self) -> int | None:
@@ -76,7 +58,7 @@ class Archive:
         """Seconds from each start of the learner to its last line before the next start, summed up."""
         total_s = 0.0
         for begin, end in pairwise([*(start.time for start in self.starts), math.inf]):
-            total_s += max((at for at in self.learner_times if begin <= at < end), default=begin) - begin
+            total_s += max((at for at in self.history.times if begin <= at < end), default=begin) - begin
         return total_s
 
     @property
@@ -94,13 +76,13 @@ class Archive:
 
     @property
     def faults(self) -> dict[str, float]:
-        """Number of failures of the environment by reason."""
+        """Failures of the environments of all generators since the first start, by reason."""
         counters = {name for rows in self.generators.values() for row in rows for name in row}
         names = sorted(name for name in counters if name.startswith(FAULTS))
         return {name.removeprefix(FAULTS): self.counted(name) for name in names}
 
     @property
-    def alarms(self) -> dict[str, list[tuple[int, int]]]:
+    def alarm_spans(self) -> dict[str, list[tuple[int, int]]]:
         """(first step, last step) of each time that an alarm was active, by its name."""
         found: dict[str, list[tuple[int, int]]] = {}
         for name in [name for name in self.names if name.startswith(PREFIX)]:
@@ -117,37 +99,14 @@ class Archive:
 
 def read_samples(path: Path) -> Iterator[SampleRecord]:
     """Yield rollouts in the order in which they were written, one at a time: the file may be large."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if (record := json_object(line)) is not None:
-                yield sample_from(record)
-
-
-def read_history(directory: RunDirectory) -> tuple[History, list[float]]:
-    """Return (the learner's metrics by step, Unix seconds of all its lines)."""
-    history, times = History(), []
-    for record in Tail(directory.metrics / f"{LEARNER}.jsonl").read():
-        history.add(record)
-        if isinstance(record.get("time"), (int, float)):
-            times.append(float(record["time"]))
-    return history, times
+    return map(sample_from, Tail(path))
 
 
 def read_archive(directory: RunDirectory) -> Archive:
     """Read a run directory. Raises RunError if its config cannot be read."""
-    history, times = read_history(directory)
-    generators = [path for path in sorted(directory.metrics.glob("*.jsonl")) if path.stem != LEARNER]
-    return Archive(
-        directory=directory,
-        config=_config(directory.config),
-        status=read_status(directory.status),
-        history=history,
-        learner_times=times,
-        generators={path.stem: list(map(numbers, Tail(path).read())) for path in generators},
-        starts=read_starts(directory.starts),
-    )
+    state = RunReader(directory.path, keeps_rows=True).read()
+    starts = read_starts(directory.starts)
+    return Archive(**vars(state), directory=directory, config=_config(directory.config), starts=starts)
 
 
 def _config(path: Path) -> dict[str, Any]:

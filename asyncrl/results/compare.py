@@ -1,23 +1,25 @@
 """`asyncrl compare`: results and time of several runs, and the settings in which they differ."""
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.errors import RunError
+from asyncrl.evaluation import standard_error
 from asyncrl.results.archive import Archive, read_archive
-from asyncrl.results.charts import Chart, lines
+from asyncrl.results.charts import CURVES, Chart, by_minute, lines
 from asyncrl.results.gaps import gaps
 from asyncrl.results.page import Section, Table, render_page
-from asyncrl.results.run_charts import CURVES, by_minute
-from asyncrl.run.directory import find_run, write_text
-from asyncrl.telemetry.history import Points, highest
+from asyncrl.run.directory import RunDirectory, find_run, write_text
+from asyncrl.telemetry.history import Points, Which, of_sets
 from asyncrl.telemetry.text import duration, number
 
 # Plotted over minutes too: a run with fewer steps may need more time.
 OVER_TIME = ("eval/accuracy", "reward/mean")
+OF_SEEDS = ("eval/accuracy", "eval/reward_mean", "reward/mean")
 ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
@@ -55,25 +57,28 @@ def labelled(archives: Sequence[Archive]) -> dict[str, Archive]:
 
 def results(archives: Mapping[str, Archive]) -> Table:
     """Return a table of results with one column for each run."""
+    known = dict.fromkeys(name for one in archives.values() for name in one.names)
+    evaluated: list[tuple[str, Callable[[Archive], str]]] = [
+        (f"{name}, {which}", _shown(name, which))
+        for wanted in ("eval/accuracy", "eval/reward_mean")
+        for name in of_sets(wanted, known) or [wanted]
+        for which in get_args(Which)
+    ]
     rows: list[tuple[str, Callable[[Archive], str]]] = [
         ("state", lambda run: run.state),
         ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
         ("wall time", lambda run: duration(run.wall_s)),
         ("trained tokens", lambda run: f"{run.trained_tokens:,.0f}"),
-        ("eval/accuracy, first", lambda run: _at(run, "eval/accuracy", 0)),
-        ("eval/accuracy, last", lambda run: _at(run, "eval/accuracy", -1)),
-        ("eval/accuracy, best", lambda run: _best(run, "eval/accuracy")),
-        ("eval/reward_mean, last", lambda run: _at(run, "eval/reward_mean", -1)),
-        ("eval/reward_mean, best", lambda run: _best(run, "eval/reward_mean")),
+        *evaluated,
         ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 0.1)),
-        ("reward/mean, best", lambda run: _best(run, "reward/mean")),
+        ("reward/mean, best", _shown("reward/mean", "best")),
         ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 0.1)),
-        ("policy/entropy, last", lambda run: _at(run, "policy/entropy", -1)),
+        ("policy/entropy, last", _shown("policy/entropy", "last")),
         ("mismatch/ess, mean", lambda run: _mean(run, "mismatch/ess")),
         ("staleness/mean, mean", lambda run: _mean(run, "staleness/mean")),
         ("idle/learner, mean", lambda run: _mean(run, "idle/learner")),
         ("time/step in s, mean", lambda run: _mean(run, "time/step")),
-        ("alarms", lambda run: ", ".join(run.alarms) or "none"),
+        ("alarms", lambda run: ", ".join(run.alarm_spans) or "none"),
     ]
     cells = [(name, *(cell(archive) for archive in archives.values())) for name, cell in rows]
     return Table(("", *archives), cells, "results")
@@ -106,12 +111,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
     """Return charts with one curve for each run that has the metric."""
     charts = []
-    for curve in CURVES:
-        name = curve.names[0]
+    known = dict.fromkeys(name for one in archives.values() for name in one.names)
+    for curve, name in [(one, each) for one in CURVES for each in of_sets(one.names[0], known)]:
         by_step = {label: archive.series(name) for label, archive in archives.items() if archive.series(name)}
         if by_step:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
-        if by_step and name in OVER_TIME:
+        if by_step and curve.names[0] in OVER_TIME:
             by_time = {label: over_time(archives[label], name) for label in by_step}
             title, x = f"{curve.title} over time", "minutes since the first step"
             charts.append(lines(title, by_time, x=x, y=curve.y))
@@ -125,14 +130,8 @@ def over_time(archive: Archive, name: str) -> Points:
     return by_minute(rows, name, began)
 
 
-def _at(run: Archive, name: str, index: int) -> str:
-    series = run.series(name)
-    return run.history.at_step(name, series[index][0]) if series else "-"
-
-
-def _best(run: Archive, name: str) -> str:
-    series = run.series(name)
-    return run.history.at_step(name, highest(series)[0]) if series else "-"
+def _shown(name: str, which: Which) -> Callable[[Archive], str]:
+    return lambda run: run.history.shown(name, which)
 
 
 def _mean(run: Archive, name: str, share: float = 1.0) -> str:
@@ -140,3 +139,30 @@ def _mean(run: Archive, name: str, share: float = 1.0) -> str:
     values = [value for _, value in run.series(name)]
     last = values[-max(1, round(share * len(values))) :]
     return number(sum(last) / len(last)) if last else "-"
+
+
+def over_seeds(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
+    """Return the mean and the standard error over seeds of each metric's last value, by the runs' values."""
+    groups: dict[str, list[dict[str, float]]] = {}
+    for values, directory in runs:
+        archive = read_archive(directory)
+        names = [name for wanted in OF_SEEDS for name in of_sets(wanted, archive.names)]
+        last = {name: archive.series(name)[-1][1] for name in names}
+        groups.setdefault(values, []).append(last)
+    known = [one for found in groups.values() for row in found for one in row]
+    names = [name for wanted in OF_SEEDS for name in of_sets(wanted, dict.fromkeys(known)) or [wanted]]
+    rows = [
+        (
+            values or "all",
+            str(len(found)),
+            *(_of_seeds([one[name] for one in found if name in one]) for name in names),
+        )
+        for values, found in groups.items()
+    ]
+    return Table(("values", "runs", *names), rows, "last values, mean ± standard error over seeds")
+
+
+def _of_seeds(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{number(statistics.fmean(values))} ± {number(standard_error(values))}"

@@ -5,14 +5,12 @@ another.
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.hosting.environment import PARENT_VARIABLE, WITHOUT_CUDA
 from asyncrl.hosting.gpus import BY_BUS, VARIABLE, resolve_device, visible_devices
-from asyncrl.hosting.processes import die_with_parent, module_argv
+from asyncrl.hosting.processes import die_with_parent, kill_group, module_argv
 from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.hosting.workers import ending
 from asyncrl.launch.players import Players
@@ -62,14 +60,16 @@ def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
 
 
 @asynccontextmanager
-async def sampler_of(config: Config, prompts: PromptSource, name: str) -> AsyncIterator[GroupSampler]:
-    """Start rewards, environment and engine for the body."""
+async def sampler_of(
+    config: Config, prompts: PromptSource, name: str, tasks: Container[int]
+) -> AsyncIterator[GroupSampler]:
+    """Start engine, and the rewards and environments of these tasks, for the body."""
     device = resolve_device(config)
     gpus, generator = room_on_gpus(config)
     if gpus:
         os.environ[VARIABLE] = visible_devices(gpus)
     with started_scorers(config) as directory:
-        players = Players.of(config, config.run.root, directory)
+        players = Players.of(config, config.run.root, directory, tasks)
         try:
             await players.start(prompts)
             engine = await open_engine(
@@ -91,8 +91,7 @@ def _status_of(argv: Sequence[str]) -> int:
     try:
         status = process.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
     if status < 0:
         raise RunError(f"the process with the engine was {ending(status)}; look for lack of memory (dmesg)")

@@ -20,9 +20,17 @@ from asyncrl.run.directory import find_run
 
 
 def evaluate_model(
-    model: str, config_path: Path | None, overrides: Sequence[str], *, best: bool = False
+    model: str,
+    config_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    best: bool = False,
+    only: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return held-out metrics of a run's newest or best checkpoint, or of a model. Raises RunError."""
+    """Return metrics of a run's newest or best checkpoint, or of a model, on all sets or `only` on these.
+
+    Raises RunError.
+    """
     if config_path is not None and best:
         model = str(saved_export(find_run(Path(model)), best=True))
     if config_path is None:
@@ -39,22 +47,32 @@ def evaluate_model(
         [f"model.lora.start={model}", "model.lora.sync=adapter"] if is_adapter else [f"model.path={model}"]
     )
     overrides = [*overrides, *chosen]
-    if load_config(config_path, overrides).data.eval is None:
+    sets = load_config(config_path, overrides).data.sets
+    if not sets:
         raise RunError(f"{config_path}: data.eval is not set; there is nothing to evaluate on")
-    metrics: dict[str, float] = ask("asyncrl.results.evaluate", config_path, overrides)
+    if unknown := sorted({*only} - sets.keys()):
+        known = ", ".join(filter(None, sets)) or "none, because it is one path; leave out --only"
+        raise RunError(f"{config_path}: data.eval has no set {', '.join(unknown)}; its sets: {known}")
+    metrics: dict[str, float] = ask("asyncrl.results.evaluate", config_path, overrides, *only)
     return metrics
 
 
-async def _evaluate(config: Config) -> dict[str, float]:
+async def _evaluate(config: Config, *only: str) -> dict[str, float]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    spec = SamplingSpec.of(config.sampling, config.eval.temperature)
-    _, limits = group_limits(config, vocabulary_size(config.model))
-    numbered = enumerate(prompts.eval_prompts(config.eval.prompts), start=1)
-    async with sampler_of(config, prompts, "eval") as sampler:
-        groups = await asyncio.gather(
-            *(sampler.group(prompt, number, limits, spec) for number, prompt in numbered)
-        )
-    return summarise(groups, version=0).metrics
+    vocabulary, metrics = vocabulary_size(config.model), dict[str, float]()
+    sets = {name: config.of(one) for name, one in config.data.sets.items() if not only or name in only}
+    asked = {name: prompts.eval_prompts(one.eval.prompts, name) for name, one in sets.items()}
+    tasks = {found[0].task for found in asked.values()}
+    async with sampler_of(config, prompts, "eval", tasks) as sampler:
+        for name, one in sets.items():
+            spec = SamplingSpec.of(one.sampling, one.eval.temperature)
+            limits = group_limits(one, vocabulary)[1]
+            numbered = enumerate(asked[name], start=1)
+            groups = await asyncio.gather(
+                *(sampler.group(prompt, number, limits, spec) for number, prompt in numbered)
+            )
+            metrics |= summarise(groups, version=0, name=name).metrics
+    return metrics
 
 
 if __name__ == "__main__":

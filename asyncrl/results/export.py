@@ -5,6 +5,7 @@ A run with `model.lora` has an adapter in its checkpoints, which can be merged i
 
 import json
 import shutil
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import jinja2
 import yaml
 
 from asyncrl.config.load import load
-from asyncrl.config.named_files import has_chat_template, is_local, is_stage, misused_stage
+from asyncrl.config.named_files import EXPORT, has_chat_template, is_local, is_stage, misused_stage
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, TENSORS, merged
 from asyncrl.results.archive import Archive, read_archive
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.stages.settings import StageConfig
+from asyncrl.telemetry.history import of_sets
 from asyncrl.telemetry.text import duration, visible, visible_lines
 
 CARD = "README.md"
@@ -94,7 +96,7 @@ def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
             raise RunError(misused_stage(directory.model))
         return directory.model
     from asyncrl.run.best import read_best
-    from asyncrl.run.checkpoint import EXPORT, CheckpointStore
+    from asyncrl.run.checkpoint import CheckpointStore
 
     checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1)
     if best:
@@ -104,19 +106,19 @@ def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
             raise RunError(
                 f"{directory.checkpoints} has no best checkpoint; checkpoint.best names its metric"
             )
-        checkpoints.verify(found)
+        checkpoints.verify_export(found)
         return found / EXPORT
-    newest = checkpoints.latest()
+    newest = checkpoints.latest(exported=True)
     if newest is None:
-        raise RunError(
-            f"{directory.checkpoints} has no valid checkpoint; checkpoint.every sets their interval"
-        )
+        text = "has no valid checkpoint with a model; checkpoint.every sets their interval"
+        raise RunError(f"{directory.checkpoints} {text}")
     return newest / EXPORT
 
 
 def model_card(archive: Archive, step: int, *, served: str, has_template: bool) -> str:
     """Return the model's origin, training, results up to `step`, and the command by which it is `served`."""
-    rewards = archive.config.get("reward", {}).get("functions", [])
+    rewards = [*archive.config.get("reward", {}).get("functions", [])]
+    rewards += [one for source in _listed(archive) for one in source.get("reward") or ()]
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
@@ -136,7 +138,7 @@ def model_card(archive: Archive, step: int, *, served: str, has_template: bool) 
         versions=start.versions if start else {},
         hardware=start.hardware if start else "not recorded",
         served=served,
-        uses_template=_setting(archive, "model.chat_template") == "True",
+        uses_template=_setting(archive, "model.chat_template") not in ("False", "?"),
         has_template=has_template,
         config=visible_lines(yaml.safe_dump(config, sort_keys=False).strip()).replace("```", "'''"),
     )
@@ -156,8 +158,12 @@ def _front_matter(archive: Archive) -> str:
 
 def _sources(archive: Archive) -> list[str]:
     """Return the paths of data.train, which is a text or sections; `?` if the run has none."""
+    return [one["path"] for one in _listed(archive)]
+
+
+def _listed(archive: Archive) -> list[dict[str, Any]]:
     train = archive.config.get("data", {}).get("train", "?")
-    return [train] if isinstance(train, str) else [one["path"] for one in train]
+    return [{"path": train}] if isinstance(train, str) else train
 
 
 def _is_hub_name(name: str) -> bool:
@@ -166,9 +172,10 @@ def _is_hub_name(name: str) -> bool:
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:
     """Return first and last values up to `step`: later steps are not in these weights."""
-    known = {name: [at for at, _ in archive.series(name) if at <= step] for name in SHOWN}
-    shown = archive.history.at_step
-    return [(name, shown(name, steps[0]), shown(name, steps[-1])) for name, steps in known.items() if steps]
+    names = [name for wanted in SHOWN for name in of_sets(wanted, archive.names)]
+    shown = partial(archive.history.shown, until=step)
+    rows = [(name, shown(name, "first"), shown(name, "last")) for name in names]
+    return [row for row in rows if row[1] != "-"]
 
 
 def _setting(archive: Archive, name: str) -> str:

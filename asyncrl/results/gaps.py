@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.config.data_section import error_of
 from asyncrl.evaluation import standard_error
 from asyncrl.results.archive import Archive, read_samples
 from asyncrl.results.page import Table
-from asyncrl.telemetry.history import Row, Series, highest
+from asyncrl.telemetry.history import Row, Series, highest, of_sets, set_of
 from asyncrl.telemetry.text import number
 
 # Scores, and how `evaluation.summarise` makes each from the reward of a sample.
@@ -45,10 +46,12 @@ def gaps(archives: Mapping[str, Archive]) -> list[Table]:
     """Return a table with the differences of each two runs; none if no two were evaluated."""
     read, rows = cache(answered), []
     for (before, one), (after, other) in combinations(archives.items(), 2):
-        for name in (name for name in SCORES if one.series(name) and other.series(name)):
+        both = [name for name in one.names if name in other.names]
+        for name, score in {each: one for one in SCORES for each in of_sets(one, both)}.items():
             for which, choose in CHOICES.items():
                 steps = [(run, choose(run.series(name))) for run in (one, other)]
-                pairs = paired(name, *(read(run.directory.evaluation(step)) for run, step in steps))
+                files = (run.directory.evaluation(step, set_of(name)) for run, step in steps)
+                pairs = paired(score, *map(read, files))
                 scored = (run.history.rows[step] for run, step in steps)
                 shown = _of_pairs(pairs) if len(pairs) > 1 else _of_scores(name, *scored)
                 rows.append((f"{name}, {which}", f"{after} - {before}", *shown))
@@ -85,7 +88,7 @@ def _of_pairs(pairs: list[float]) -> tuple[str, str, str]:
 
 def _of_scores(name: str, before: Row, after: Row) -> tuple[str, str, str]:
     """Compare as if the prompts of the two runs were drawn independently."""
-    errors = [row.get(name.replace("eval/", "eval/se/")) for row in (before, after)]
+    errors = [row.get(error_of(name)) for row in (before, after)]
     known = [error for error in errors if error is not None]
     error = math.hypot(*known) if len(known) == 2 else None
     return _shown(after[name] - before[name], error, "both scores, not in pairs")

@@ -8,8 +8,9 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -17,7 +18,7 @@ import jinja2
 
 from asyncrl.extras import from_extra
 from asyncrl.results.charts import Chart
-from asyncrl.results.samples import sample_head
+from asyncrl.results.recorded import sample_head
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.text import visible, visible_lines
 
@@ -56,13 +57,17 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    numbers = itertools.count()
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
+    )
+    environment.filters["lines"] = lambda text: _Lines(visible_lines(text))
     template = resources.files("asyncrl.results").joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(
-        title=visible(title),
-        subtitle=visible(subtitle),
-        sections=[_plain(section, numbers) for section in sections],
+        title=title,
+        subtitle=subtitle,
+        sections=sections,
+        sample_head=sample_head,
+        next_number=partial(next, itertools.count()),
         charts=[json.loads(chart.figure.to_json()) for chart in charts],
         policy=_policy(plotly, DRAW),
         plotly=plotly,
@@ -78,25 +83,10 @@ def _policy(*scripts: str) -> str:
     return f"default-src 'none'; script-src {allowed}; {own}; base-uri 'none'; form-action 'none'"
 
 
-def _plain(section: Section, numbers: Iterator[int]) -> dict[str, Any]:
-    """Return the section for the template: all text visible, charts as their numbers on the page."""
+class _Lines(str):
+    """Text whose control characters are signs already, except for the ends of its lines."""
 
-    def table(one: Table) -> dict[str, Any]:
-        rows = [list(map(visible, row)) for row in one.rows]
-        return {"title": visible(one.title), "head": list(map(visible, one.head)), "rows": rows}
 
-    def sample(one: SampleRecord) -> dict[str, str]:
-        head, details = map(visible, sample_head(one))
-        prompt, response = visible_lines(one.prompt), visible_lines(one.response)
-        return {"head": head, "details": details, "prompt": prompt, "response": response}
-
-    return {
-        "title": visible(section.title),
-        "note": visible(section.note),
-        "facts": [(visible(name), visible(value)) for name, value in section.facts],
-        "tables": list(map(table, section.tables)),
-        "charts": [(next(numbers), visible(chart.title)) for chart in section.charts],
-        "samples": list(map(sample, section.samples)),
-        "text": visible_lines(section.text),
-        "text_title": visible(section.text_title),
-    }
+def _visible(value: Any) -> Any:
+    """Return what the template inserts, before it is escaped: text with its control characters as signs."""
+    return visible(value) if type(value) is str else value

@@ -28,7 +28,7 @@ async def _play(config: Config, rows: str) -> list[dict[str, Any]]:
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     spec = SamplingSpec.of(config.sampling, config.sampling.temperature)
     limits, _ = group_limits(config, vocabulary_size(config.model))
-    async with sampler_of(config, prompts, "play") as sampler:
+    async with sampler_of(config, prompts, "play", range(len(config.data.train))) as sampler:
         one = replace(limits, rollouts=1)
         return [
             plain(await sampler.group(prompts.prompt(ticket), ticket, one, spec), prompts)

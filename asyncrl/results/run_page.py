@@ -1,18 +1,12 @@
 """`asyncrl report`: a run on one HTML page that opens without a network."""
 
-import heapq
-import math
 import time
-from collections import deque
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
 from asyncrl.files import read_record
 from asyncrl.results.archive import Archive, read_archive, read_samples
-from asyncrl.results.page import Section, Table, render_page
-from asyncrl.results.run_charts import (
+from asyncrl.results.charts import (
     CURVES,
     Curve,
     draw_curves,
@@ -20,10 +14,11 @@ from asyncrl.results.run_charts import (
     staleness_charts,
     waiting_charts,
 )
+from asyncrl.results.page import Section, Table, render_page
+from asyncrl.results.recorded import Wanted, choose
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import highest
+from asyncrl.telemetry.history import of_sets
 from asyncrl.telemetry.text import duration
 
 HEADLINES = (
@@ -94,7 +89,7 @@ def _run_sections(archive: Archive) -> list[Section]:
         Section(
             title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
         ),
-        *_sample_sections(read_samples(archive.directory.samples)),
+        *sample_sections(archive.directory.samples),
     ]
 
 
@@ -127,17 +122,16 @@ def _summary(archive: Archive) -> Section:
 def headline_table(archive: Archive) -> Table:
     """Return first, last and best value of the most important metrics."""
     rows = []
-    for name in [name for wanted in HEADLINES for name in archive.names if fnmatchcase(name, wanted)]:
-        series = archive.series(name)
-        shown = partial(archive.history.at_step, name)
-        best = shown(highest(series)[0]) if name.startswith(HIGHER_IS_BETTER) else ""
-        rows.append((name, shown(series[0][0]), shown(series[-1][0]), best))
+    for name in [name for wanted in HEADLINES for name in of_sets(wanted, archive.names)]:
+        shown = partial(archive.history.shown, name)
+        best = shown("best") if name.startswith(HIGHER_IS_BETTER) else ""
+        rows.append((name, shown("first"), shown("last"), best))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
 
 
 def _alarms(archive: Archive) -> list[Table]:
     rows = []
-    for name, spans in archive.alarms.items():
+    for name, spans in archive.alarm_spans.items():
         steps = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans)
         alarm = ALARMS.get(name)
         meaning = (alarm.metric, alarm.cure) if alarm else ("?", "an alarm of another release")
@@ -145,26 +139,20 @@ def _alarms(archive: Archive) -> list[Table]:
     return [Table(("alarm", "steps", "metric", "what to do"), rows, "alarms")] if rows else []
 
 
-def _sample_sections(samples: Iterable[SampleRecord]) -> list[Section]:
-    """Return samples of each kind, in one pass because the file may be large."""
-    newest = {kind: deque[SampleRecord](maxlen=SHOWN) for kind in ("eval", "dropped")}
-    extremes: dict[float, list[tuple[float, int, SampleRecord]]] = {1.0: [], -1.0: []}  # heaps, by sign
-    for index, sample in enumerate(samples):
-        if sample.kind in newest:
-            newest[sample.kind].append(sample)
-        elif not math.isnan(sample.reward):
-            for sign, heap in extremes.items():
-                heapq.heappush(heap, (sign * sample.reward, index, sample))
-                if len(heap) > SHOWN:
-                    heapq.heappop(heap)
-    best, worst = ([sample for *_, sample in sorted(heap, reverse=True)] for heap in extremes.values())
+def sample_sections(path: Path) -> list[Section]:
+    """Return samples of each kind. The file may be large: it is read once, and only these are kept."""
     kept = "From the samples of each step; of equals the newest."
     dropped = "From groups that were taken and not trained, with the reason."
+    shown = {
+        ("Held-out samples", "Newest last."): Wanted(count=SHOWN, kind="eval"),
+        ("Best samples", kept): Wanted(count=SHOWN, kind="train", order="best"),
+        ("Worst samples", kept): Wanted(count=SHOWN, kind="train", order="worst"),
+        ("Dropped samples", dropped): Wanted(count=SHOWN, kind="dropped"),
+    }
+    chosen = choose(read_samples(path), *shown.values())
     return [
-        Section(title="Held-out samples", note="Newest last.", samples=list(newest["eval"])),
-        Section(title="Best samples", note=kept, samples=best),
-        Section(title="Worst samples", note=kept, samples=worst),
-        Section(title="Dropped samples", note=dropped, samples=list(newest["dropped"])),
+        Section(title=title, note=note, samples=samples)
+        for (title, note), samples in zip(shown, chosen, strict=True)
     ]
 
 

@@ -2,21 +2,23 @@
 
     asyncrl  reward(prompt, response, **columns) -> float, or (float, answer)
              reward(prompt, responses, **columns) -> list of these, for all responses of a group
+             reward(prompts, responses, batch=64, **columns) -> list of these, for at most 64 of any groups
     TRL      reward(completions, **kwargs) -> list of float; also `prompts` and columns, each a list
     verl     reward(data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with `score`
 
 None in place of a float abstains.
 
 A function with `responses` is called once for a group, for example to rank; its columns are those of the
-row, and what differs between responses (`GIVEN`, and `EPISODE_COLUMNS`) comes as lists. Every other function
-is called for one response at a time, so TRL's lists have one item. If the prompts of the data are chat
-messages, TRL's functions get messages, as in TRL.
+row, and what differs between responses (`GIVEN`, and `EPISODE_COLUMNS`) comes as lists. With `prompts` before
+them it is called for responses of several groups, and all columns are lists. Every other function is called
+for one response at a time, so TRL's lists have one item. If the prompts of the data are chat messages, TRL's
+functions get messages, as in TRL.
 """
 
 import inspect
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from asyncrl.errors import RewardError
 
@@ -25,10 +27,13 @@ from asyncrl.errors import RewardError
 EPISODE_COLUMNS = ("messages", "turns", "result")
 
 ALLOWED = (
-    "(prompt, response, **columns) -> float, or with `responses` -> list for a group; TRL's (completions, "
+    "(prompt, response, **columns) -> float, or with `responses` -> list for a group, or with `prompts` and "
+    "`responses` -> list for several groups; TRL's (completions, "
     "**kwargs) -> list and verl's (data_source, solution_str, ground_truth, extra_info=None) -> float are "
     "known by these names"
 )
+# `Form.most` of a function that is called for a group, and the default for several groups.
+GROUP, BATCH = 0, 64
 # Stands for the answer if a function returns no answers. (None means that the response contains none.)
 UNSAID = object()
 # Arguments in addition to the row's columns, of `RewardInput`.
@@ -51,6 +56,8 @@ class Form:
     required: frozenset[str]
     # Whether the function has a `**` parameter.
     takes_all: bool
+    # Most responses of a call; `GROUP` for all of a group.
+    most: int = 1
 
     def takes(self, name: str) -> bool:
         """Return whether an argument of this name reaches the function."""
@@ -66,20 +73,20 @@ class Form:
 
     def with_params(self, params: Mapping[str, Any]) -> Self:
         """The form of the function that is left when these are given."""
-        return replace(self, accepted=self.accepted - params.keys(), required=self.required - params.keys())
+        left = {name: getattr(self, name) - params.keys() for name in ("accepted", "required")}
+        return replace(
+            self, **left, most=_most(params["batch"]) if self.most > 1 and "batch" in params else self.most
+        )
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the function requires and the row does not have."""
         return sorted(self.required - row.keys() - GIVEN)
 
-    # Whether it is called once for all responses of a group.
-    of_group: ClassVar[bool] = False
-
     def arguments(
-        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
-        """Positional and named arguments of a call; there is one response, unless the form is of a group."""
-        return (prompt, responses[0]), self._wanted(rows[0], without=("prompt", "response"))
+        """Positional and named arguments of a call for at most `most` responses."""
+        return (prompts[0], responses[0]), self._wanted(rows[0], without=("prompt", "response"))
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         """Score and answer (or `UNSAID`) of each response from the returned value; none is checked yet."""
@@ -95,15 +102,13 @@ class Form:
 class GroupForm(Form):
     """asyncrl's own form for functions that see all responses of a group together."""
 
-    of_group: ClassVar[bool] = True
-
     def arguments(
-        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
         shared = rows[0].keys() - GIVEN - {*EPISODE_COLUMNS}
         named = {name: rows[0][name] for name in shared}
         named |= {name: [row[name] for row in rows] for name in rows[0].keys() - shared}
-        return (prompt, list(responses)), self._wanted(named, without=("prompt", "responses"))
+        return (prompts[0], list(responses)), self._wanted(named, without=("prompt", "responses"))
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
         if (
@@ -118,6 +123,18 @@ class GroupForm(Form):
         return [self._pair(one) for one in returned]
 
 
+class BatchForm(GroupForm):
+    """asyncrl's own form for functions that see responses of several groups, as for a forward pass."""
+
+    def arguments(
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Arguments:
+        named = {name: [row.get(name) for row in rows] for row in rows for name in row}
+        return (list(prompts), list(responses)), self._wanted(
+            named, without=("prompts", "responses", "batch")
+        )
+
+
 class TRLForm(Form):
     """TRL's form: every argument, and the returned value, is a list of one item."""
 
@@ -125,13 +142,13 @@ class TRLForm(Form):
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
 
     def arguments(
-        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
         [response], [row] = responses, rows
         messages = row.get("prompt")
         is_chat = isinstance(messages, list)
         completion = [{"role": "assistant", "content": response}] if is_chat else response
-        given = {"prompts": messages if is_chat else prompt, "completions": completion}
+        given = {"prompts": messages if is_chat else prompts[0], "completions": completion}
         values = self._wanted(row, without=("prompt", "response")) | self._wanted(given)
         return (), {name: [value] for name, value in values.items()}
 
@@ -155,7 +172,7 @@ class VerlForm(Form):
         return [name for name in Form.lacking(self, row) if name not in given]
 
     def arguments(
-        self, prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
         [response], [row] = responses, rows
         given = {
@@ -192,8 +209,11 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         raise RewardError(
             f"takes ({', '.join(map(str, parameters))}); allowed is {ALLOWED}; take prompt and response first"
         )
+    if positional[:2] == ["prompts", "responses"]:
+        default = next((one.default for one in parameters if one.name == "batch"), BATCH)
+        return replace(_form(BatchForm, parameters[2:]), most=_most(default))
     if "responses" in positional[1:2]:
-        return _form(GroupForm, parameters[2:])
+        return replace(_form(GroupForm, parameters[2:]), most=GROUP)
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
         raise RewardError(
             f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get "
@@ -209,6 +229,15 @@ def _form(kind: type[Form], parameters: Sequence[inspect.Parameter]) -> Form:
         required=frozenset(one.name for one in named if one.default is one.empty),
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
     )
+
+
+def _most(batch: Any) -> int:
+    """Most responses of a call, of the parameter `batch`; its default is not known in a source."""
+    if batch is ... or batch is inspect.Parameter.empty:
+        return BATCH
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
+        raise RewardError(f"has batch={batch!r}; allowed are whole numbers from 2 on")
+    return batch
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:

@@ -46,11 +46,11 @@ def form_for(function: Callable[..., Any]) -> Form:
         return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
 
 
-Reward = Callable[[str, Sequence[str], Sequence[Mapping[str, Any]]], list[tuple[float, str | None]]]
+Reward = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], list[tuple[float, str | None]]]
 
 
 def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Reward:
-    """Wrap a function of any form, async or not, as (prompt, responses, columns of each) -> pairs.
+    """Wrap a function of any form, async or not, as (prompts, responses, columns of each) -> pairs.
 
     A pair is (reward, answer). The reward is NaN if the function returns None: it abstains. `params` are
     arguments by name, before columns of these names. Raises RewardError for an unknown form or parameter. The
@@ -63,12 +63,13 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
     form = form.with_params(params)
 
     def call(
-        prompt: str, responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[float, str | None]]:
-        if missing := form.lacking(rows[0]):
-            raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(rows[0])}")
+        for row in rows:
+            if missing := form.lacking(row):
+                raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(row)}")
         others = [{name: row[name] for name in row if name not in params} for row in rows]
-        positional, named = form.arguments(prompt, responses, others)
+        positional, named = form.arguments(prompts, responses, others)
         value = function(*positional, **named, **params)
         returned = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]

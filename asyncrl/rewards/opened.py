@@ -132,14 +132,15 @@ class Rewards:
         run_root: Path,
         loaded: Callable[[], None] = lambda: None,
         open_scorer: OpenScorer | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         """Take what makes the Service of a scorer of the run. `loaded` is as in RewardPool.
 
-        Raises RewardError for a service whose key or template is missing.
+        `counts` may be shared. Raises RewardError for a service whose key or template is missing.
         """
         self._functions = config.functions
         # Counters of the questions to services since the start, by the name of their metric.
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
         self._askers = {
             one.part: Asker(
                 f"reward part `{one.part}`", _service(one.remote, open_scorer), config, self.counts

@@ -1,9 +1,10 @@
 """Scores rollouts in processes that can be killed: user code can hang, crash or print, and the run continues.
 
-Each worker scores one response at a time. The time limit of a call starts when the worker reports that it has
-begun; until then, no user code has seen the response, and a call that fails is repeated with another worker.
-A worker that is late, dies, or is interrupted within a call is killed with its process group, so no reply can
-be mistaken for that of another call. The next call starts another worker.
+Each worker calls one function at a time, for a response, a group, or a batch (`batches`). The time limit of a
+call starts when the worker reports that it has begun; until then, no user code has seen the response, and a
+call that fails is repeated with another worker. A worker that is late, dies, or is interrupted within a call
+is killed with its process group, so no reply can be mistaken for that of another call. The next call starts
+another worker.
 """
 
 import asyncio
@@ -11,24 +12,26 @@ import contextlib
 import logging
 import math
 import os
-import signal
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from asyncrl.config.reward_section import RewardConfig
-from asyncrl.errors import RewardError
-from asyncrl.hosting.processes import module_argv
+from asyncrl.errors import RewardError, ungrouped
+from asyncrl.hosting.processes import kill_group, module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
 from asyncrl.rewards.base import RewardInput, Score, scored
+from asyncrl.rewards.batches import Batches, Divisible, Scored
 from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Limit for a worker to start and import the reward functions, and again to begin a call.
 START_S = 60.0
@@ -38,9 +41,6 @@ AGAIN_S = 1.0
 # Limit for killed workers to end when the pool closes.
 END_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
-
-# Parts of a response, and the answer in it.
-Scored = tuple[dict[str, float], str | None]
 
 
 class _Lost(RewardError):
@@ -59,10 +59,13 @@ class RewardPool:
         """
         self._config = config
         self._sandbox = sandbox_of(config, run_root)
-        self._workers = [_Worker(config, self._sandbox, loaded) for _ in range(config.workers)]
+        # `Form.most` of each part; empty before the functions are loaded.
+        self._most: dict[str, int] = {}
+        self._workers = [_Worker(config, self._sandbox, loaded, self._most) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
+        self._batches = {one.part: Batches(partial(self._call, one.part)) for one in config.functions}
 
     async def start(self) -> None:
         """Start all workers, so that a function that cannot be loaded fails the run, not a ticket."""
@@ -72,22 +75,21 @@ class RewardPool:
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """One score per input. The first failure cancels the others and raises RewardError."""
-        tasks: list[asyncio.Task[list[Scored]]] = []
-        calls = [([one], False) for one in inputs] + [(inputs, True)]
-        tasks += [asyncio.create_task(self._call(some, tasks, of_group=whole)) for some, whole in calls]
-        try:
-            *alone, together = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [
-            scored(self._config.functions, own | shared, own_answer or shared_answer)
-            for [(own, own_answer)], (shared, shared_answer) in zip(alone, together, strict=True)
-        ]
+        with ungrouped():
+            if not self._most:
+                await self._with_worker(_Worker.load)
+            async with asyncio.TaskGroup() as tasks:
+                asked = {
+                    part: [tasks.create_task(self._scored(part, some)) for some in _divided(inputs, most)]
+                    for part, most in self._most.items()
+                }
+        found = {part: [one for task in asked[part] for one in task.result()] for part in asked}
+        return [self._joined({part: one[at] for part, one in found.items()}) for at in range(len(inputs))]
 
     async def close(self) -> None:
         """Kill all workers."""
+        for batches in self._batches.values():
+            batches.close()
         for worker in self._workers:
             worker.kill()
         await asyncio.gather(*(worker.wait() for worker in self._workers))
@@ -97,90 +99,78 @@ class RewardPool:
         """The end of what user code printed in the workers that are running."""
         return "\n".join(text for worker in self._workers if (text := worker.printed))
 
-    async def _call(
-        self, inputs: Sequence[RewardInput], together: Sequence[asyncio.Task[Any]], *, of_group: bool
-    ) -> list[Scored]:
+    async def _scored(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
+        if (most := self._most[part]) > 1:
+            return await self._batches[part].score(inputs, most)
+        return await self._call(part, inputs)
+
+    async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
+        return await self._with_worker(lambda worker: worker.call(part, inputs))
+
+    async def _with_worker(self, work: Callable[["_Worker"], Awaitable[_T]]) -> _T:
+        """Wait for an idle worker, and use it."""
         worker = await self._idle.get()
         try:
-            return await worker.call(inputs, of_group=of_group)
-        except BaseException:
-            # Before the worker is free: one of them would start a process, and be cancelled meanwhile.
-            for task in together:
-                if task is not asyncio.current_task():
-                    task.cancel()
-            raise
+            await asyncio.sleep(0)  # if the call that had it failed, this one is cancelled before it begins
+            return await work(worker)
         finally:
             self._idle.put_nowait(worker)
+
+    def _joined(self, found: Mapping[str, Scored]) -> Score:
+        """The score of a response from the values and answers of the parts."""
+        parts = {part: value for part, (value, _) in found.items() if not math.isnan(value)}
+        answer = next((answer for _, answer in found.values() if answer is not None), None)
+        return scored(self._config.functions, parts, answer)
 
 
 class _Worker:
     """One process and its pipes; started when needed, killed when in doubt."""
 
-    def __init__(self, config: RewardConfig, sandbox: Bubblewrap | None, loaded: Callable[[], None]) -> None:
-        self._config = config
-        self._loaded = loaded
-        self._sandbox = sandbox
+    def __init__(
+        self,
+        config: RewardConfig,
+        sandbox: Bubblewrap | None,
+        loaded: Callable[[], None],
+        most: dict[str, int],
+    ) -> None:
+        self._config, self._sandbox, self._loaded, self._most = config, sandbox, loaded, most
         self._process: asyncio.subprocess.Process | None = None
         self._printed = Printed()
-        # Whether a function takes `raw_response`, which costs a second decoding.
-        self._wants_raw = False
-        # Parts whose functions are called once for a group; not known before the functions are loaded.
-        self._of_group: frozenset[str] | None = None
+        # Parts whose functions take `raw_response`, which costs a second decoding.
+        self._raw: Sequence[str] = ()
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
-    async def call(self, inputs: Sequence[RewardInput], *, of_group: bool) -> list[Scored]:
-        """The reward parts of responses that did not abstain, and their answers.
-
-        They come from the functions of a group, or from those of one response. A worker that fails is killed.
-        """
-        in_step = False
-        if self._of_group is None:
-            await self.load()
-        assert self._of_group is not None
-        parts = [one.part for one in self._config.functions if (one.part in self._of_group) == of_group]
-        if not parts:
-            return [({}, None) for _ in inputs]
+    async def call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
+        """Value and answer of responses from one function. A worker that fails is killed."""
         await self.load()
-        columns = [self._columns(one) for one in inputs]
-        responses = [one.response for one in inputs]
-        request = _packed(
-            {"parts": parts, "prompt": inputs[0].prompt, "responses": responses, "columns": columns}
-        )
+        doing, in_step = f"reward part `{part}`", False
+        columns = [self._columns(part, one) for one in inputs]
+        prompts, responses = [one.prompt for one in inputs], [one.response for one in inputs]
+        request = _packed({"part": part, "prompts": prompts, "responses": responses, "columns": columns})
 
         async def begin() -> None:
             await self.start()
             await self._send(request)
-            await self._receive(_has_begun, START_S, "the beginning of a call")
+            await self._receive(lambda one: one.get("started") is True, START_S, "the beginning of a call")
 
         try:
             await self._insist(begin, (RewardError, OSError), "begin a call")
-            values: list[dict[str, float]] = [{} for _ in inputs]
-            answers: list[str | None] = [None for _ in inputs]
-            is_spent = False
-            for part in parts:
-                doing = f"reward part `{part}`"
-                reply = await self._receive(
-                    lambda one: _is_judgement(one, len(inputs)), self._config.timeout_s, doing
-                )
-                if "error" in reply:
-                    # In a sandbox, the failed call may have filled /tmp or used up descriptors.
-                    in_step = self._sandbox is None
-                    raise RewardError(f"{doing} {reply['error']}")
-                for index, (value, answer) in enumerate(zip(reply["values"], reply["answers"], strict=True)):
-                    if not math.isnan(value):
-                        values[index][part] = value
-                    answers[index] = answer if answers[index] is None else answers[index]
-                is_spent |= reply.get("spent", False)
-            in_step = not is_spent
-            return list(zip(values, answers, strict=True))
+            limit_s = self._config.timeout_s
+            reply = await self._receive(lambda one: _is_judgement(one, len(inputs)), limit_s, doing)
+            if "error" in reply:
+                # In a sandbox, the failed call may have filled /tmp or used up descriptors.
+                in_step = self._sandbox is None
+                raise Divisible(f"{doing} {reply['error']}")
+            in_step = not reply.get("spent", False)
+            return list(zip(reply["values"], reply["answers"], strict=True))
         finally:
             if not in_step:
                 self.kill()
 
-    def _columns(self, one: RewardInput) -> dict[str, Any]:
+    def _columns(self, part: str, one: RewardInput) -> dict[str, Any]:
         given: dict[str, Any] = {"truncated": one.truncated, "response_tokens": one.response_tokens}
-        if self._wants_raw:
+        if part in self._raw:
             given["raw_response"] = one.raw_response() if one.raw_response else one.response
         return {**given, **one.row}
 
@@ -213,7 +203,7 @@ class _Worker:
         self.kill()
         self._process = await self._fork()
         self._printed = Printed()
-        reader = asyncio.create_task(_read_output(self._process, self._printed))
+        reader = asyncio.create_task(self._printed.follow_process(self._process))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         memory = {"AS": int(self._config.memory_gib * 2**30)} if self._config.memory_gib else {}
@@ -227,7 +217,8 @@ class _Worker:
             reply = await self._receive(_is_ready, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
-            self._wants_raw, self._of_group = reply["raw"], frozenset(reply["of_group"])
+            self._raw = reply["raw"]
+            self._most |= reply["most"]
             self._loaded()
         except BaseException:
             self.kill()
@@ -260,10 +251,7 @@ class _Worker:
             return
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            log.debug("reward worker %d and its group are gone already", process.pid)
+        kill_group(process.pid)
 
     async def wait(self) -> None:
         """Wait until all killed processes have ended, at most `END_S`."""
@@ -324,36 +312,29 @@ class _Worker:
             return "its pipe is closed, or carries no messages"
 
 
-def _has_begun(reply: dict[str, Any]) -> bool:
-    return reply.get("started") is True
+def _divided(inputs: Sequence[RewardInput], most: int) -> list[Sequence[RewardInput]]:
+    """The calls of a function with this `Form.most`; those of batches are divided where they wait."""
+    return [[one] for one in inputs] if most == 1 else [inputs]
 
 
 def _is_ready(reply: dict[str, Any]) -> bool:
-    return isinstance(reply.get("raw"), bool) and isinstance(reply.get("of_group"), list)
+    return isinstance(reply.get("raw"), list) and isinstance(reply.get("most"), dict)
 
 
 def _is_judgement(reply: dict[str, Any], count: int) -> bool:
     """Whether a reply has a value and an answer for each of `count` responses."""
     values, answers = reply.get("values"), reply.get("answers")
-    if not isinstance(values, list) or not isinstance(answers, list):
-        return False
-    is_whole = len(values) == len(answers) == count
     return (
-        is_whole
+        isinstance(values, list)
+        and isinstance(answers, list)
+        and len(values) == len(answers) == count
         and all(isinstance(one, float) for one in values)
         and all(isinstance(one, str | None) for one in answers)
     )
-
-
-async def _read_output(process: asyncio.subprocess.Process, printed: Printed) -> None:
-    """Read what user code prints; ends with the process."""
-    assert process.stderr is not None
-    await printed.follow(process.stderr)
-    await process.wait()
 
 
 def _packed(message: Mapping[str, Any]) -> bytes:
     try:
         return pack(message, default=str)
     except ValueError as error:  # nested too deeply, or text that is not Unicode
-        raise RewardError(f"the reward worker cannot be sent this row: {error}; fix the dataset") from error
+        raise Divisible(f"the reward worker cannot be sent this row: {error}; fix the dataset") from error

@@ -3,11 +3,10 @@
 Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
 
     in   {functions: [[part, function, params], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
-    out  {ready: true, raw: whether a function takes `raw_response`, of_group: [part, ...]} | {error: reason}
-    in   {parts: [part, ...], prompt, responses, columns: those of each response}               each call
-    out  {started: true}, then for each of the parts, up to the first error,
-         {values: [float, ...], answers: [text or nil, ...]} | {error: reason}, with {spent: true} to be
-         replaced; a part that abstains has the value NaN
+    out  {ready: true, raw: parts that take `raw_response`, most: {part: `Form.most`}} | {error: reason}
+    in   {part, prompts, responses, columns: those of each response}                            each call
+    out  {started: true}, then {values: [float, ...], answers: [text or nil, ...]} | {error: reason}, with
+         {spent: true} to be replaced; a function that abstains has the value NaN
 
 User code never sees these pipes: its standard input is empty, and its output goes to standard error.
 """
@@ -65,20 +64,15 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 reply({"error": f"reward part `{part}` cannot be loaded: {loaded}"})
                 return
             rewards[part], forms[part] = loaded
-        raw = any(form.takes("raw_response") for form in forms.values())
-        reply({"ready": True, "raw": raw, "of_group": [part for part in forms if forms[part].of_group]})
+        raw = [part for part, form in forms.items() if form.takes("raw_response")]
+        reply({"ready": True, "raw": raw, "most": {part: form.most for part, form in forms.items()}})
         while True:
             call = msgpack.unpackb(receive(requests))
             reply({"started": True})
-            for part in call["parts"]:
-                judged = _attempt(rewards[part], call["prompt"], call["responses"], call["columns"])
-                failed = isinstance(judged, str)
-                message = (
-                    {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
-                )
-                reply(message | (_tidied() if is_alone else {}))
-                if failed:
-                    break
+            judged = _attempt(rewards[call["part"]], call["prompts"], call["responses"], call["columns"])
+            failed = isinstance(judged, str)
+            found = {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
+            reply(found | (_tidied() if is_alone else {}))
 
 
 def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
@@ -110,7 +104,7 @@ def _tidied() -> dict[str, bool]:
 
 def _load(name: str, params: Mapping[str, Any]) -> tuple[Reward, Form]:
     function = load_function(name)
-    return bind(function, params), form_for(function)
+    return bind(function, params), form_for(function).with_params(params)
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -63,45 +63,6 @@ class Record:
         return None
 
 
-@dataclass(slots=True, kw_only=True)
-class BestCheckpoint:
-    """Keeps the checkpoint with the best value of `checkpoint.best`, and names it in the file `BEST`."""
-
-    record: Record
-    directory: Path
-    # Returns the steps of the checkpoints that are kept.
-    steps: Callable[[], Collection[int]]
-    every: int
-    files: FileOps = field(default_factory=FileOps)
-    _may_fail: BestEffort = field(default_factory=BestEffort, init=False)
-    _values: dict[int, float] = field(default_factory=dict, init=False)  # of steps that may still be saved
-
-    def __post_init__(self) -> None:
-        saved = read_best(self.directory)
-        if saved and saved.get("step") in self.steps():
-            self.record.resumed(saved)
-
-    def see(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take in the metrics of a step or of an evaluation. Raises ConfigError for an unknown metric."""
-        if (value := self.record.find("checkpoint.best", metrics)) is not None:
-            self._values[step] = value
-            self.judge()
-
-    def judge(self) -> None:
-        """Compare the values of the steps that are saved by now. An older step is not judged any more."""
-        with self._may_fail("the record of the best checkpoint"):
-            steps = self.steps()
-            newest = max(steps, default=0)
-            for step in [step for step in sorted(self._values) if step <= newest]:
-                value = self._values.pop(step)
-                if step in steps and self.record.add(step, value):
-                    self.files.replace(self.directory / BEST, json.dumps(asdict(self.record)).encode())
-                    self.files.fsync(self.directory)
-                elif step and step not in steps and step % self.every == 0:
-                    text = "%s of step %d came after its checkpoint was removed; set a higher checkpoint.keep"
-                    log.warning(text, self.record.metric, step)
-
-
 def read_best(checkpoints: Path) -> dict[str, Any] | None:
     """Return the record of the best checkpoint; None without one."""
     return read_record(checkpoints / BEST)
@@ -128,7 +89,7 @@ def why_ended(stop: StopConfig | None, saved: Mapping[str, Any]) -> str:
 
 
 class Judged:
-    """Both uses of a metric, on rank 0."""
+    """Both uses of a metric, on rank 0: which checkpoint is kept for it, and whether the training ends."""
 
     def __init__(
         self,
@@ -138,36 +99,53 @@ class Judged:
         steps: Callable[[], Collection[int]],
         saved: Mapping[str, Any],
     ) -> None:
-        """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`."""
-        self._directory, self._may_fail = directory, BestEffort()
-        self._stop, self._best, self._record = learner.stop_when, None, None
-        self._kept_every = checkpoint.every * (checkpoint.keep_every or 0)
-        if checkpoint.best is not None:
-            record = Record(checkpoint.best, checkpoint.best_is)
-            self._best = BestCheckpoint(
-                record=record, directory=directory, steps=steps, every=checkpoint.every
-            )
-        if self._stop is not None:
-            self._record = Record(self._stop.metric, self._stop.best_is).resumed(saved)
+        """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`.
+
+        `steps` returns the steps of the checkpoints that are kept.
+        """
+        self._directory, self._steps, self._config, self._stop = (
+            directory,
+            steps,
+            checkpoint,
+            learner.stop_when,
+        )
+        self._files, self._may_fail = FileOps(), BestEffort()
+        self._values: dict[int, float] = {}  # of steps that may still be saved
+        self._best = Record(checkpoint.best, checkpoint.best_is) if checkpoint.best is not None else None
+        if self._best and (found := read_best(directory)) and found.get("step") in steps():
+            self._best.resumed(found)
+        stop = self._stop
+        self._record = Record(stop.metric, stop.best_is).resumed(saved) if stop is not None else None
 
     def see(self, metrics: Mapping[str, float], step: int) -> None:
         """Take in the metrics of a step or of an evaluation. Raises ConfigError for an unknown metric."""
-        if self._best is not None:
-            self._best.see(metrics, step)
-        if self._record is not None:
-            value = self._record.find("learner.stop_when.metric", metrics)
-            if value is not None and not self.why_ended():
-                self._record.add(step, value)
+        if self._best and (value := self._best.find("checkpoint.best", metrics)) is not None:
+            self._values[step] = value
+            self.saved()
+        record, key = self._record, "learner.stop_when.metric"
+        if record and not self.why_ended() and (value := record.find(key, metrics)) is not None:
+            record.add(step, value)
 
     def saved(self) -> None:
-        """Judge the checkpoint that was just saved."""
-        if self._best is not None:
-            self._best.judge()
+        """Compare the values of the steps that are saved by now. An older step is not judged any more."""
+        if self._best is None:
+            return
+        with self._may_fail("the record of the best checkpoint"):
+            steps = self._steps()
+            for step in [step for step in sorted(self._values) if step <= max(steps, default=0)]:
+                value = self._values.pop(step)
+                if step in steps and self._best.add(step, value):
+                    self._files.replace(self._directory / BEST, json.dumps(asdict(self._best)).encode())
+                    self._files.fsync(self._directory)
+                elif step and step not in steps and step % self._config.every == 0:
+                    text = "%s of step %d came after its checkpoint was removed; set a higher checkpoint.keep"
+                    log.warning(text, self._best.metric, step)
 
     def keeps(self, step: int) -> bool:
         """Whether the checkpoint of a step stays when newer ones are saved."""
-        is_best = self._best is not None and step == self._best.record.step
-        return is_best or (self._kept_every > 0 and step % self._kept_every == 0)
+        every = self._config.every * (self._config.keep_every or 0)
+        is_best = self._best is not None and step == self._best.step
+        return is_best or (every > 0 and step % every == 0)
 
     def state(self) -> dict[str, Any]:
         """Return the record of `learner.stop_when` for the checkpoint; empty without one."""

@@ -1,9 +1,8 @@
 """Atomic checkpoints: written to another name, signed, made durable, then renamed.
 
-A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, random number generators), the Hugging
-Face model that it exports (`hf/`), the learner's `state.json`, and MANIFEST.json: the sha256 of every file,
-under an HMAC with the run's key. DeepSpeed's files are pickles, so a directory is loaded only if its manifest
-verifies. Order of a save, each line durable before the next:
+A checkpoint `step-000012/` holds the trainer's files (DeepSpeed state, random number generators), the
+learner's `state.json`, and MANIFEST.json. DeepSpeed's files are pickles, so a directory is loaded only if its
+manifest verifies. Order of a save, each line durable before the next:
 
     trainer's files, state.json   in .writing-step-000012/
     MANIFEST.json                 ... and every directory
@@ -12,31 +11,33 @@ verifies. Order of a save, each line durable before the next:
     NEWEST                        the number of the step, which shows whether a directory is gone
     removal of the oldest
 
+The Hugging Face model of a checkpoint is written next to training, and counts when the manifest lists it:
+
+    model's files                 in step-000012/.writing-hf/
+    rename to step-000012/hf/     ... and its parent directory
+    MANIFEST.json                 again, with the model's files
+
 A run that has saved a checkpoint never begins again by itself: if none can be loaded, `load` raises
 CheckpointsRefused with the reason for each directory.
 """
 
-import hashlib
-import hmac
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import CheckpointError, CheckpointsRefused
-from asyncrl.hosting.progress import beat
 from asyncrl.run.file_ops import UNFINISHED, FileOps
+from asyncrl.run.manifest import MANIFEST, STATE, Manifests, files_in
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "MANIFEST.json"
-STATE = "state.json"
-EXPORT = "hf"
 NEWEST = "NEWEST"
-RESTORE = "restore the directory or remove it"
 REJECTED = "rejected-"
 
 
@@ -47,8 +48,13 @@ class Saveable(Protocol):
     def rank(self) -> int: ...
     def broadcast(self, value: bytes | None) -> bytes: ...
     def save(self, directory: Path) -> None: ...
-    def export(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
+
+
+class Exportable(Saveable, Protocol):
+    """The part of `Trainer` that exports need, too."""
+
+    def export(self) -> Callable[[Path], object]: ...
 
 
 class CheckpointStore:
@@ -67,7 +73,8 @@ class CheckpointStore:
 
         `form` gives the name of a step's directory. TRL, which writes and removes its own, has another.
         """
-        self._directory, self._key, self._keep, self._files = directory, key, keep, files or FileOps()
+        self._directory, self._keep, self._files = directory, keep, files or FileOps()
+        self._manifests = Manifests(key, self._files)
         self._name, self._prefix = form.format, form.partition("{")[0]
         # Whether the checkpoint of an older step stays, too.
         self.keeps: Callable[[int], bool] = lambda step: False
@@ -89,7 +96,6 @@ class CheckpointStore:
         if self._on_rank_0(trainer, lambda: self._prepare(step, writing)):
             try:
                 trainer.save(writing)
-                trainer.export(writing / EXPORT)
                 self._on_rank_0(trainer, lambda: self._commit(step, writing, state, require_run))
             except CheckpointError:
                 if trainer.rank == 0 and writing.exists():
@@ -97,13 +103,29 @@ class CheckpointStore:
                 raise
         return self._on_rank_0(trainer, lambda: self._conclude(step))
 
+    def exporter(self, step: int, trainer: Exportable) -> Callable[[], None] | None:
+        """Copy the policy, and return what adds it to the checkpoint of `step`; None if that has its model.
+
+        Every rank calls this while it has those weights. Rank 0 alone gets a result, and may call it in any
+        thread. If that cannot write, it raises what its library does.
+        """
+        if self._on_rank_0(trainer, lambda: self.is_exported(step)):
+            return None
+        write = trainer.export()
+        return partial(self._export, step, write) if trainer.rank == 0 else None
+
+    def is_exported(self, step: int) -> bool:
+        """Whether a kept step has its Hugging Face model. Raises CheckpointError."""
+        return self._manifests.is_exported(self._directory / self._name(step))
+
     def steps(self) -> set[int]:
         """Return the steps of the kept checkpoints. Raises OSError."""
         return set(map(_step, self._steps()))
 
-    def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies; newer ones that do not are logged with the reason."""
-        newest, passed_over = self._newest(self.verify)
+    def latest(self, *, exported: bool = False) -> Path | None:
+        """Return the newest checkpoint that verifies, and is `exported`; the reasons against newer ones are
+        logged."""
+        newest, passed_over = self._newest(self.verify_export if exported else self.verify)
         for reason in passed_over.values():
             log.warning("checkpoint passed over: %s", reason)
         return newest
@@ -131,7 +153,7 @@ class CheckpointStore:
 
     def seal(self, step: int) -> None:
         """Sign what a library has written as the checkpoint of `step`. Raises OSError."""
-        self._seal(step, self._directory / self._name(step))
+        self._manifests.seal(step, self._directory / self._name(step))
         self._files.fsync(self._directory)
 
     def choose(self) -> Path | None:
@@ -148,56 +170,34 @@ class CheckpointStore:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the learner's state at a kept step. Raises CheckpointError, on this rank alone."""
-        directory = self._directory / self._name(step)
-        self._verify_state(directory)
-        return dict(json.loads(_read(directory / STATE)))
+        return self._manifests.state(self._directory / self._name(step))
 
     def newest_state(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest checkpoint whose state verifies, and that state; reads no large file."""
-        newest, _ = self._newest(self._verify_state)
+        newest, _ = self._newest(self._manifests.state)
         return None if newest is None else (newest, self.state(_step(newest)))
 
     def require_signature(self) -> None:
         """Raise CheckpointsRefused if there were checkpoints and none has this key; reads only manifests."""
-        newest, passed_over = self._newest(self._manifest)
+        newest, passed_over = self._newest(self._manifests.read)
         if newest is None:
             self._require_beginning(passed_over)
 
     def verify(self, directory: Path) -> None:
         """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
-        manifest = self._manifest(directory)
-        if self._name(manifest["step"]) != directory.name:
-            signed = f"{directory}: signed as step {manifest['step']}"
+        step = self._manifests.verify(directory)
+        if self._name(step) != directory.name:
+            signed = f"{directory}: signed as step {step}"
             raise CheckpointError(f"{signed}; give the directory its name back")
-        expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in _files_in(directory)}
-        found.pop(MANIFEST)
-        if expected.keys() != found.keys():
-            names = ", ".join(sorted(expected.keys() ^ found.keys()))
-            raise CheckpointError(f"{directory}: {names} missing or not in {MANIFEST}; {RESTORE}")
-        for name, path in found.items():
-            if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
-                raise CheckpointError(f"{directory}: {name} is not what was written; {RESTORE}")
 
-    def _verify_state(self, directory: Path) -> None:
-        if self._manifest(directory)["files"].get(STATE) != _sha256(directory / STATE):
-            raise CheckpointError(f"{directory}: {STATE} is not what was written; {RESTORE}")
-
-    def _manifest(self, directory: Path) -> dict[str, Any]:
-        """Return the manifest if it is signed with our key. Raises CheckpointError."""
-        path = directory / MANIFEST
-        try:
-            manifest = json.loads(_read(path))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
-        if not isinstance(manifest, dict):
-            found = f"{path}: holds {type(manifest).__name__}, not a mapping"
-            raise CheckpointError(f"{found}; the checkpoint is torn, remove it")
-        signature = ascii(manifest.get("hmac")).strip("'")
-        if not hmac.compare_digest(self._sign(manifest).encode(), signature.encode()):
+    def verify_export(self, directory: Path) -> None:
+        """Do as `verify`, and raise CheckpointError if there is no Hugging Face model."""
+        self.verify(directory)
+        if not self._manifests.is_exported(directory):
+            why = f"{directory} has no {EXPORT}/ yet, which its run writes next to training"
             raise CheckpointError(
-                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; {RESTORE}"
+                f"{why}; if the run has ended, `asyncrl up` on it writes that of the newest"
             )
-        return manifest
 
     def _newest(self, check: Callable[[Path], object]) -> tuple[Path | None, dict[Path, CheckpointError]]:
         """Return (the newest directory that passes `check`, the reasons why newer ones did not)."""
@@ -216,7 +216,7 @@ class CheckpointStore:
         reasons = [str(error) for error in passed_over.values()]
         for name in (name for name in self._names() if name.startswith(f"{REJECTED}{self._prefix}")):
             try:
-                self._manifest(self._directory / name)
+                self._manifests.read(self._directory / name)
             except CheckpointError as error:
                 reasons.append(str(error))
             else:
@@ -277,7 +277,7 @@ class CheckpointStore:
             if name.startswith(UNFINISHED):
                 self._files.remove(self._directory / name)
         # The next checkpoint is as large as the newest. A full disk is reported before the long write.
-        needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in _files_in(directory))
+        needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in files_in(directory))
         if (free := self._files.free_bytes(self._directory)) < needed:
             raise CheckpointError(
                 f"{self._directory}: the newest checkpoint has {needed / 2**20:.1f} MiB, the disk has "
@@ -296,26 +296,24 @@ class CheckpointStore:
         self, step: int, writing: Path, state: dict[str, Any], require_run: Callable[[], object]
     ) -> bool:
         self._files.write(writing / STATE, json.dumps(state, allow_nan=False).encode())
-        self._seal(step, writing)
+        self._manifests.seal(step, writing)
         require_run()
         self._files.rename(writing, self._directory / self._name(step))
         self._files.fsync(self._directory)
         return True
 
-    def _seal(self, step: int, writing: Path) -> None:
-        """Make what is in a directory durable, and sign it as a checkpoint of `step`."""
-        files = list(_files_in(writing))
-        for path in files:
-            self._files.fsync(path)
-        manifest: dict[str, Any] = {
-            "step": step,
-            "files": {str(path.relative_to(writing)): _sha256(path) for path in files},
-        }
-        manifest["hmac"] = self._sign(manifest)
-        self._files.write(writing / MANIFEST, json.dumps(manifest, indent=1).encode())
-        self._files.fsync(writing / MANIFEST)
-        for directory in [*(path for path in writing.rglob("*") if path.is_dir()), writing]:
-            self._files.fsync(directory)
+    def _export(self, step: int, write: Callable[[Path], object]) -> None:
+        directory = self._directory / self._name(step)
+        writing = directory / f"{UNFINISHED}{EXPORT}"
+        if writing.exists():
+            self._files.remove(writing)
+        try:
+            write(writing)
+            self._manifests.add_export(directory, writing)
+        except Exception:
+            if writing.exists():
+                self._discard(writing)
+            raise
 
     def _conclude(self, step: int) -> int:
         """Record a durable checkpoint as the newest, remove old ones, and return the oldest of the newest."""
@@ -360,30 +358,6 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
 
-    def _sign(self, manifest: dict[str, Any]) -> str:
-        content = {key: value for key, value in manifest.items() if key != "hmac"}
-        return hmac.new(self._key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
-
 
 def _step(directory: Path) -> int:
     return int(directory.name.rpartition("-")[2])
-
-
-def _files_in(directory: Path) -> Iterator[Path]:
-    return (path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir())
-
-
-def _sha256(path: Path) -> str:
-    beat()
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); use a step that is kept") from error

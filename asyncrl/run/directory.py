@@ -25,7 +25,7 @@ from asyncrl.files import (
     with_cure,
 )
 from asyncrl.hosting.processes import find_holder
-from asyncrl.run.file_ops import UNFINISHED
+from asyncrl.run.file_ops import UNFINISHED, FileOps
 from asyncrl.run.keys import (
     SECRET_FILE_VARIABLE,
     JoinKeys,
@@ -84,6 +84,7 @@ class RunDirectory:
     driver_lock = _Below("driver.lock")
     hosts_config = _Below("hosts.yaml")
     hosts = _Below("hosts.json")
+    given = _Below("given")  # rows and rewards from a Python process, named by the config
     job = _Below("job.sh")  # what was submitted to Slurm
     secret_path = _Below("run.key")  # the file of the run's secret
 
@@ -91,13 +92,14 @@ class RunDirectory:
         """The file by which Prometheus discovers a process, in one directory for all runs below a root."""
         return self.path.parent / "prometheus" / f"{self.path.name}@{process}.json"
 
-    def evaluation(self, step: int) -> Path:
-        """The file with all samples of the evaluation of `step`."""
-        return self.evaluations / f"step-{step:06d}.jsonl"
+    def evaluation(self, step: int, name: str = "") -> Path:
+        """The file with all samples of the evaluation of `step`; each named set has a directory."""
+        return self.evaluations / name / f"step-{step:06d}.jsonl"
 
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
-        if self.path.exists() and any(self.path.iterdir()) and not self.config.exists():
+        held = [entry for entry in self.path.glob("*") if entry != self.given]
+        if held and not self.config.exists():
             cure = "remove it yourself"
             raise RunError(
                 f"--fresh would delete {self.path}, which is no run directory (no config.yaml); {cure}"
@@ -107,14 +109,19 @@ class RunDirectory:
         """Make the directory, private because it holds secrets and sockets."""
         make_directory(self.path, private=True)
 
-    def create(self, *, fresh: bool) -> None:
-        """Make the directories; with `fresh`, first remove what an earlier run of this name left."""
+    def create(self, *, fresh: bool, config: str = "") -> None:
+        """Make the directories; with `fresh`, first remove what an earlier run of this name left.
+
+        That are not the files of `given` which the text of the config names.
+        """
         self.make()
         if fresh:
-            for entry in self.path.iterdir():
-                # This process holds one of the locks.
-                if entry not in (self.supervisor_lock, self.driver_lock):
-                    _remove(entry)
+            # This process holds one of the locks.
+            kept = {self.supervisor_lock, self.driver_lock, self.given}
+            kept |= {file for file in self.given.glob("*") if file.name in config}
+            for entry in (*self.path.iterdir(), *self.given.glob("*")):
+                if entry not in kept:
+                    FileOps().remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(f"{self.path} is a run that has lost its directory checkpoints/; {RESTORE}")
         elif self.saved_mark.exists() and not self._saved:
@@ -264,13 +271,6 @@ def needing(path: Path) -> Iterator[None]:
         raise RunError(f"the run directory {path} cannot be used: {with_cure(error, path)}") from error
 
 
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
-
-
 def find_run(run: Path | None) -> RunDirectory:
     """Find a run: `run`, runs/`run`, or by default the newest run below runs/. Raises RunNotUp."""
     root = Path("runs")
@@ -305,12 +305,12 @@ def write_directory(path: Path) -> Iterator[Path]:
     writing = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         if os.path.lexists(writing):
-            _remove(writing)
+            FileOps().remove(writing)
         writing.mkdir(parents=True)
         yield writing
         sync_below(writing)
         if os.path.lexists(path):
-            _remove(path)
+            FileOps().remove(path)
         writing.rename(path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:

@@ -21,7 +21,7 @@ class LearnerState:
     version: int = 0
     ledger: Mapping[str, Any] = field(default_factory=dict)  # `settled` of the training lane's intake
     history: History = INITIAL  # lineages of the weights
-    evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state`
+    evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state` of each set by its name
     # Config values that must not change: `Config.fixed_values`.
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
-from asyncrl.config.report import panel
+from asyncrl.config.load import panel
+from asyncrl.config.named_files import EXPORT
 from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
 from asyncrl.run.best import read_ended, why_ended
-from asyncrl.run.checkpoint import EXPORT, CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import read_status
@@ -24,6 +25,8 @@ class Saved(NamedTuple):
 
     path: Path
     state: dict[str, Any]
+    # Whether its Hugging Face model is written.
+    is_exported: bool
 
 
 def read_saved(directory: RunDirectory) -> Saved | None:
@@ -32,8 +35,9 @@ def read_saved(directory: RunDirectory) -> Saved | None:
         # Without the secret no checkpoint can be verified; `up` reports that if there are any.
         if not os.path.lexists(directory.secret_path):
             return None
-        newest = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).newest_state()
-        return Saved(*newest) if newest else None
+        checkpoints = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1)
+        newest = checkpoints.newest_state()
+        return Saved(*newest, checkpoints.is_exported(newest[1]["version"])) if newest else None
 
 
 def go_back(directory: RunDirectory, step: int) -> None:
@@ -71,7 +75,9 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 
 
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
-    """Say why no step is left; empty if one is, or if the final weights may still have to be evaluated."""
+    """Say why no step is left; empty if one is, or if the last weights may be left to export or evaluate."""
+    if saved and not saved.is_exported:
+        return ""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
     if why := why_ended(config.learner.stop_when, read_ended(directory.checkpoints, trained)):
         return (
@@ -79,7 +85,7 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
             "goes on; --fresh begins again"
         )
     status = read_status(directory.status)
-    is_evaluated = config.data.eval is None or (status is not None and status.state == "finished")
+    is_evaluated = not config.data.eval or (status is not None and status.state == "finished")
     if trained < steps or (trained == steps and not is_evaluated):
         return ""
     return (

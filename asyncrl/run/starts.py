@@ -15,8 +15,7 @@ from asyncrl.config.environment_section import source_of
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import is_named
 from asyncrl.errors import CodeChanged
-from asyncrl.telemetry.history import Tail
-from asyncrl.telemetry.jsonl import Lines
+from asyncrl.telemetry.jsonl import Lines, Tail
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +38,15 @@ class Start:
 
 
 def code_of(config: Config) -> tuple[str, ...]:
-    """Return name and digest of each file with user code for rewards and episodes that is on this host."""
-    environment, uses = config.environment, config.environment.uses
-    targets = [one.function for one in config.reward.functions]
-    targets += [uses] if isinstance(uses, str) else uses
+    """Return name and digest of each file on this host with user code for rewards, episodes and rows."""
+    targets = [one.function for one in config.reward_functions.values()]
+    targets += [name for _, name, _ in config.environment_names]
+    targets += config.data.functions.values()
     places = [target.rpartition(":")[0] for target in targets if not is_named(target)]
     files = [place if place.endswith(".py") else _module_file(place) for place in places if place]
     # A server of `mcp:COMMAND` is user code, too.
     words = [word for target in targets if is_named(target) for word in target.partition(":")[2].split()]
-    named = (*files, *words, *environment.command[1:])
+    named = (*files, *words, *(word for one in config.environments.values() for word in one.command[1:]))
     found = {Path(file) for file in named if file and Path(file).is_file()}
     digests = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
     return tuple(sorted(f"{ascii(file.name)[1:-1][:200]} {digest}" for file, digest in digests.items()))
@@ -114,7 +113,7 @@ def record_start(path: Path, step: int, gpu: str | None, code: tuple[str, ...] =
 
 def read_starts(path: Path) -> list[Start]:
     """Return all starts, oldest first."""
-    return [Start(**record | {"code": tuple(record.get("code", ()))}) for record in Tail(path).read()]
+    return [Start(**record | {"code": tuple(record.get("code", ()))}) for record in Tail(path)]
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.columns import KEPT_COUNTS, KEPT_IDS
 from asyncrl.errors import DriftError
 from asyncrl.session.base import Turn
 from asyncrl.types import Rollout, Turns, VersionSpan
@@ -44,6 +45,8 @@ def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rol
     mask: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
     spans: list[VersionSpan] = []
+    counts: list[NDArray[np.int32]] = []
+    kept: list[NDArray[np.int32]] = []
     ends: list[int] = []
     length = 0
     for turn in path:
@@ -57,6 +60,10 @@ def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rol
         ids.append(rollout.response_ids)
         mask.append(rollout.action_mask & is_action)
         logprobs.append(rollout.behaviour_logprobs * np.float32(is_action))
+        counts += [np.zeros(given, np.int32), np.zeros(len(rollout.response_ids), np.int32)]
+        if is_action and KEPT_COUNTS in rollout.recorded:
+            counts[-1] = rollout.recorded[KEPT_COUNTS]
+            kept.append(rollout.recorded[KEPT_IDS])
         spans += rollout.version_spans
         length += given + len(rollout.response_ids)
         if is_action:
@@ -68,6 +75,7 @@ def _sequence(path: Sequence[Turn], actions: set[int], *, is_mixed: bool) -> Rol
         action_mask=np.concatenate(mask),
         behaviour_logprobs=np.concatenate(logprobs),
         version_spans=_merged(spans),
+        recorded={KEPT_COUNTS: np.concatenate(counts), KEPT_IDS: np.concatenate(kept)} if kept else {},
         turns=_turns([turn for turn in path if turn.index in actions], ends, is_mixed=is_mixed),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.load import load
 from asyncrl.hosting.processes import module_argv
-from asyncrl.hosting.standby import wait_until_needed
+from asyncrl.hosting.rank_group import wait_until_needed
 from asyncrl.launch.ranks import only_host, run_ranks
 from asyncrl.launch.roles import run_role
 from asyncrl.run.directory import RunDirectory

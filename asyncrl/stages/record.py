@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.report import panel
+from asyncrl.config.load import panel
 from asyncrl.config.resume import resume_findings
 from asyncrl.errors import ConfigError
 from asyncrl.files import read_record, replace_text

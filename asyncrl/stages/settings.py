@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from asyncrl.algo.ranges import PositiveInt
-from asyncrl.config.algorithm import ReferenceConfig
-from asyncrl.config.base import Mistake, Part, Root, marked
+from asyncrl.config.algorithm import ANY_SETTINGS, ReferenceConfig
+from asyncrl.config.base import Mistake, Part, Root, broken, marked
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.model_files import Unusable, read_settings
 from asyncrl.config.named_files import (
@@ -20,8 +20,9 @@ from asyncrl.config.named_files import (
     vocabulary,
 )
 from asyncrl.config.resume import OTHER_RUN
-from asyncrl.config.schema import OTHER_NAMES, RunConfig
-from asyncrl.config.sections import ANY_SETTINGS, LoraConfig, ModelConfig, TelemetryConfig
+from asyncrl.config.run_fields import RunConfig
+from asyncrl.config.schema import OTHER_NAMES
+from asyncrl.config.sections import LoraConfig, ModelConfig, TelemetryConfig
 from asyncrl.errors import ConfigError
 from asyncrl.extras import install_command
 from asyncrl.hosting.gpus import count_gpus
@@ -45,38 +46,38 @@ class StageData(Part):
     """Split of `eval`, if it is a Hugging Face dataset."""
 
 
-def _is_for_distil(stage: str, teacher: ReferenceConfig | None) -> Iterator[Mistake]:
-    if stage == "distil" and teacher is None:
+def _is_for_the_stage(config: "StageConfig") -> Iterator[Mistake]:
+    """Find a teacher, an adapter, and settings of TRL that another stage has."""
+    stage, lora = config.stage, config.model.lora
+    if stage == "distil" and config.teacher is None:
         text = "teacher is missing, and distil needs one; add teacher: {path: ...}"
-        yield Mistake(("teacher", "stage"), text)
-    elif stage != "distil" and teacher is not None:
+        yield broken("teacher stage", text)
+    elif stage != "distil" and config.teacher is not None:
         text = f"teacher is given, but stage is {stage}, and only distil has a teacher; drop it"
-        yield Mistake(("teacher", "stage"), text)
+        yield broken("teacher stage", text)
+    if stage == "rm" and lora and lora.start:
+        text = "is the adapter of a language model, and stage rm trains a model of scores; drop it"
+        yield broken("model.lora.start stage", f"model.lora.start {text}")
+    yield from trl_takes_the_settings(stage, config.trl)
 
 
-def _is_read(model: ModelConfig, telemetry: TelemetryConfig) -> Iterator[Mistake]:
+def _is_read(config: "StageConfig") -> Iterator[Mistake]:
     """Find settings that only a run with generators reads."""
     for section, part, names in (
-        ("model", model, ("chat_template", "tool_parser", "reasoning_parser", "router_replay")),
-        ("model.lora", model.lora or LoraConfig(), ("sync",)),
-        ("telemetry", telemetry, ("prometheus_port", "samples_per_step")),
+        ("model", config.model, ("chat_template", "tool_parser", "reasoning_parser", "router_replay")),
+        ("model.lora", config.model.lora or LoraConfig(), ("sync",)),
+        ("telemetry", config.telemetry, ("prometheus_port", "samples_per_step")),
     ):
         for name in names:
             if getattr(part, name) != type(part).model_fields[name].default:
                 key = f"{section}.{name}"
-                yield Mistake((key,), f"{key} is for `asyncrl up`; a stage does not read it; drop it")
-
-
-def _begins_with_an_adapter(stage: str, model: ModelConfig) -> Iterator[Mistake]:
-    if stage == "rm" and model.lora and model.lora.start:
-        text = "is the adapter of a language model, and stage rm trains a model of scores; drop it"
-        yield Mistake(("model.lora.start", "stage"), f"model.lora.start {text}")
+                yield broken(key, f"{key} is for `asyncrl up`; a stage does not read it; drop it")
 
 
 class StageConfig(Root):
     """One stage."""
 
-    RULES = (trl_takes_the_settings, _is_for_distil, _is_read, _begins_with_an_adapter)
+    RULES = (_is_for_the_stage, _is_read)
     OTHER_NAMES = {name: f"trl.{name}" for name in fields_of("dpo") or ()} | {
         name: key
         for name, key in OTHER_NAMES.items()

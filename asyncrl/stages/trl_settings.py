@@ -60,7 +60,7 @@ def refused(name: str) -> str:
 
 
 def trl_takes_the_settings(stage: str, trl: Mapping[str, Any]) -> Iterator[Mistake]:
-    """A rule: unknown fields and values of another type are found where TRL is installed."""
+    """Find mistakes: unknown fields and values of another type are found where TRL is installed."""
     known, kind = fields_of(stage) if trl else {}, f"TRL's {TRAINERS[stage][1]}Config"
     yield from misnamed("trl", trl, refused, known, f"field of {kind}", "huggingface.co/docs/trl lists them")
     for name, value in trl.items():

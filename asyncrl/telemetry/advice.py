@@ -7,7 +7,7 @@ n (1 - g) busy ones, and n (1 - g) / (1 - l) generators would keep busy a learne
 
 import math
 
-from asyncrl.telemetry.state import DashboardState
+from asyncrl.telemetry.state import RunView
 from asyncrl.telemetry.text import duration
 
 WAITING = 0.3  # an idle share that is worth advice
@@ -20,7 +20,7 @@ FIRST_STEPS = 3  # trained steps before there is advice
 WAITS = ("", "wait_groups")  # what a learner does, in its status, while it waits for groups
 
 
-def waiting_for(state: DashboardState) -> str | None:
+def waiting_for(state: RunView) -> str | None:
     """Return what the next step is waiting for, in one sentence; None when the run is over."""
     status = state.status
     if status is None:
@@ -49,11 +49,11 @@ def waiting_for(state: DashboardState) -> str | None:
     return f"waiting for the groups of step {state.step + 1}{groups}"
 
 
-def _doing(state: DashboardState, process: str) -> str:
+def _doing(state: RunView, process: str) -> str:
     return f" ({state.doing[process]})" if process in state.doing else ""
 
 
-def bottleneck(state: DashboardState) -> str:
+def bottleneck(state: RunView) -> str:
     """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
     if learner is None or len(state.series("idle/learner")) < FIRST_STEPS:
@@ -86,14 +86,14 @@ def _needed(count: int, idle: float, learner: float) -> int:
     return max(1, math.ceil(count * (1 - idle) / max(1 - learner, 1e-6) - 1e-9))
 
 
-def _free_cores(state: DashboardState) -> int | None:
+def _free_cores(state: RunView) -> int | None:
     """Return the cores without a process of the run; None with GPUs, of which each process has its own."""
     if state.status is None or state.status.cores is None:
         return None
     return max(0, state.status.cores - state.status.ranks - len(state.members))
 
 
-def _more(state: DashboardState, idle: float, learner: float) -> str:
+def _more(state: RunView, idle: float, learner: float) -> str:
     count, free = len(state.members), _free_cores(state)
     if not count:
         return "add generators"

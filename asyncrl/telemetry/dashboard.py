@@ -4,10 +4,13 @@ Every line is a `Text` cut to the width. The figures are always shown; curves, g
 the height that is left.
 """
 
+import functools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import numpy as np
 from rich.cells import cell_len, chop_cells
 from rich.console import Group
 from rich.text import Text
@@ -16,9 +19,8 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.curves import curve
-from asyncrl.telemetry.history import highest
-from asyncrl.telemetry.state import DashboardState
+from asyncrl.telemetry.history import Series, highest, of_sets, set_of, thinned
+from asyncrl.telemetry.state import RunView
 from asyncrl.telemetry.status import PLACES
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
 
@@ -27,10 +29,11 @@ NOTE_S = 60.0  # seconds for which the dashboard shows a warning from a log
 NARROWEST = 20  # columns; a narrower terminal wraps the lines
 # All other states are yellow.
 STATE_STYLES = {"sampling": "green", "training": "green", "finished": "cyan", "dirty": "red", "failed": "red"}
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 UNLIMITED_LINES = 40  # lines below the figures where the height of the terminal does not matter
 
 
-def render(state: DashboardState, width: int, height: int | None = None) -> Group:
+def render(state: RunView, width: int, height: int | None = None) -> Group:
     """Return the dashboard at `width` columns, cut to `height` lines (at least 12) if a height is given."""
     width = max(width, NARROWEST)
     figures = [_header(state, width), _advice(state, width), *_alarms(state, width)]
@@ -53,7 +56,7 @@ def render(state: DashboardState, width: int, height: int | None = None) -> Grou
     return Group(*(lines[:height] if height else lines))
 
 
-def _header(state: DashboardState, width: int) -> Text:
+def _header(state: RunView, width: int) -> Text:
     status = state.status
     name = status.state if status else "no status yet"
     total = status.total_steps if status else 0
@@ -69,7 +72,7 @@ def _header(state: DashboardState, width: int) -> Text:
     return one_line(Text.assemble(head, bar if room >= 4 else "", tail), width)
 
 
-def _advice(state: DashboardState, width: int) -> Text:
+def _advice(state: RunView, width: int) -> Text:
     if state.silent_s > SILENT_S:
         name = "stage" if state.is_stage else "learner"
         silent = f"! the {name} has been silent for {duration(state.silent_s)}; see logs/{name}.jsonl"
@@ -85,7 +88,7 @@ def _advice(state: DashboardState, width: int) -> Text:
     return one_line(line, width)
 
 
-def _alarms(state: DashboardState, width: int) -> list[Text]:
+def _alarms(state: RunView, width: int) -> list[Text]:
     """Return one red line while an alarm is active: its metric and, if there is room, what to do."""
     alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
     if not alarms:
@@ -95,7 +98,7 @@ def _alarms(state: DashboardState, width: int) -> list[Text]:
     return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
 
 
-def _figures(state: DashboardState, width: int) -> list[Text]:
+def _figures(state: RunView, width: int) -> list[Text]:
     """Return two columns of key figures: learning on the left, machinery on the right."""
 
     def of(name: str, digits: int = 3) -> str:
@@ -104,9 +107,12 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     def percent(name: str) -> str:
         return share(state.latest(name))
 
-    column, held_out = width // 2 + 1, "-"
-    if accuracy := state.series("eval/accuracy"):
-        held_out = state.history.score("eval/accuracy", accuracy[-1][0])
+    column, scores = width // 2 + 1, []
+    for name in of_sets("eval/accuracy", state.history.names):
+        accuracy = state.series(name)
+        scores.append(f"{visible(set_of(name))} {state.history.score(name, accuracy[-1][0])}".strip())
+    held_out = "  ".join(scores) or "-"
+    if len(scores) == 1:
         at, value = highest(accuracy)
         best = f"  best {number(value)} at step {at}"
         held_out += best if len("held-out ") + cell_len(held_out + best) < column else ""
@@ -140,7 +146,7 @@ def _figures(state: DashboardState, width: int) -> list[Text]:
     return lines
 
 
-def _of_stage(state: DashboardState, width: int) -> list[Text]:
+def _of_stage(state: RunView, width: int) -> list[Text]:
     """Return the newest of what TRL has reported, on rows of training and held-out ones, and the losses."""
     names = {name.partition("/")[2] for row in state.history.rows.values() for name in row if "/" in name}
     lines = []
@@ -155,7 +161,7 @@ def _of_stage(state: DashboardState, width: int) -> list[Text]:
     return [*lines, *(curve("train/loss", loss, width=width, height=8, style="cyan") if loss else [])]
 
 
-def _episodes(state: DashboardState, width: int) -> list[Text]:
+def _episodes(state: RunView, width: int) -> list[Text]:
     """Return one line about the episodes of an environment: turns, tool calls, seconds, faults."""
     if state.latest("episodes/turns_mean") is None:
         return []
@@ -175,7 +181,7 @@ def _episodes(state: DashboardState, width: int) -> list[Text]:
     return [one_line(line, width)]
 
 
-def _ledger(state: DashboardState, width: int) -> list[Text]:
+def _ledger(state: RunView, width: int) -> list[Text]:
     """Return where every issued id is, which shows that nothing is lost, and what was dropped."""
     lines = []
     if audit := state.status.audit if state.status else None:
@@ -192,7 +198,7 @@ def _ledger(state: DashboardState, width: int) -> list[Text]:
     return [one_line(line, width) for line in (*lines, Text.assemble(("dropped  ", "dim"), *shown))]
 
 
-def _hosts(state: DashboardState, width: int) -> list[Text]:
+def _hosts(state: RunView, width: int) -> list[Text]:
     """Return one line about the hosts of a run on several: how many run, and what the others wait for."""
     counts = Counter(phase for phase, _ in state.hosts.values()).most_common()
     others = [
@@ -205,16 +211,17 @@ def _hosts(state: DashboardState, width: int) -> list[Text]:
     return [one_line(line, width)] if state.hosts else []
 
 
-def _curves(state: DashboardState, width: int, height: int) -> list[Text]:
-    """Return reward and held-out accuracy side by side; reward alone until there are two evaluations."""
-    reward, accuracy = state.series("reward/mean"), state.series("eval/accuracy")
+def _curves(state: RunView, width: int, height: int) -> list[Text]:
+    """Return reward and held-out accuracy of the first set side by side, if that has two evaluations."""
+    evaluated = next(iter(of_sets("eval/accuracy", state.history.names)), "eval/accuracy")
+    reward, accuracy = state.series("reward/mean"), state.series(evaluated)
     if height < 5:
         return []
     if len(accuracy) < 2:
         return curve("reward/mean", reward, width=width, height=height, style="cyan")
     column = (width - 1) // 2
     left = curve("reward/mean", reward, width=column, height=height, style="cyan")
-    right = curve("eval/accuracy", accuracy, width=column, height=height, style="green")
+    right = curve(evaluated, accuracy, width=column, height=height, style="green")
     lines = []
     for first, second in zip_longest(left, right, fillvalue=Text("")):
         line = first.copy()
@@ -223,7 +230,7 @@ def _curves(state: DashboardState, width: int, height: int) -> list[Text]:
     return lines
 
 
-def _generators(state: DashboardState, width: int, height: int) -> list[Text]:
+def _generators(state: RunView, width: int, height: int) -> list[Text]:
     """Return a head and a line per generator; without room for all, the worst ones and a summary line."""
     if not state.members:
         return [Text("no generators have joined", "yellow")]
@@ -281,7 +288,7 @@ def _summary(members: Sequence[MemberStatus], newest: int, width: int) -> Text:
     return Text(text, "dim")
 
 
-def _samples(state: DashboardState, width: int, height: int) -> list[Text]:
+def _samples(state: RunView, width: int, height: int) -> list[Text]:
     """Return the newest rollouts: a head, the end of the prompt, and the part of the response that fits."""
     if height < 3:
         return []
@@ -314,3 +321,38 @@ def sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
         more = "…" if index == room - 1 and len(pieces) > room else ""
         lines.append(one_line(Text(f"  {' ' if index else '>'} {piece}{more}"), width))
     return lines
+
+
+def curve(title: str, series: Series, *, width: int, height: int, style: str) -> list[Text]:
+    """Return `height` lines of at most `width` cells: a title with the newest value, then the curve."""
+    return [line.copy() for line in _drawn(title, series, width, height, style)]
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(title: str, series: Series, width: int, height: int, style: str) -> tuple[Text, ...]:
+    """Cached, because drawing dominates the cost of a dashboard and nothing changes between two steps."""
+    newest = number(series[-1][1]) if series else "no values yet"
+    head = one_line(Text.assemble((title, "bold"), " ", newest), width)
+    if len(series) < 2 or height < 5 or width < 10:
+        return (head,)
+    import plotext  # takes 0.15 s, which commands that draw no curve need not spend
+
+    # Two points per column: on straight lines between few values, means of equal runs of many.
+    known_steps, known = zip(*thinned(series, 2 * width), strict=True)
+    places = np.linspace(series[0][0], known_steps[-1], 2 * width)
+    steps, values = places.tolist(), np.interp(places, known_steps, known).tolist()
+    low, high = min(values), max(values)
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height - 1)
+    figure.draw(figure.signal(steps, values, marker="braille"))
+    # plotext's default limits and ticks misplace a flat curve.
+    marks = [low, (low + high) / 2, high]
+    figure.ruler("y").lim(low, high)
+    figure.ruler("y").ticks(marks, [number(mark, 2) for mark in marks])
+    figure.ruler("x").lim(steps[0], steps[-1])
+    figure.ruler("x").ticks([steps[0], steps[-1]], [f"{steps[0]:.0f}", f"{steps[-1]:.0f}"])
+    lines = COLOUR.sub("", str(figure.build())).rstrip("\n").split("\n")
+    return (head, *(one_line(Text(line, style=style), width) for line in lines))

@@ -1,4 +1,4 @@
-"""Metrics of one process for Prometheus: `/metrics` has the newest values, `/health` answers 503 in a stall.
+"""Metrics of one process for Prometheus: `/metrics` has the newest values.
 
 The address is written to a file in the format of Prometheus's file-based discovery, so that one scrape
 configuration finds every process of every run, including processes that restart or join later.
@@ -10,51 +10,28 @@ import errno
 import json
 import logging
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from http.server import ThreadingHTTPServer
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncrl.buffer.base import Audit
 from asyncrl.config.schema import Config
-from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.files import replace_text
-from asyncrl.telemetry.base import BIN, SampleRecord
+from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.status import PLACES, StatusSnapshot
 
 log = logging.getLogger(__name__)
 
 PREFIX = "asyncrl_"
 GENERATOR_PREFIX = "asyncrl_generator_"
-RANK = re.compile(r"(?P<name>.+)/rank(?P<rank>\d+)")  # of one rank of the learner
+# Of one rank of the learner, or the share of a distribution at one value.
+PART = re.compile(r"(?P<name>.+)/(?P<rank>rank)?(?P<index>\d+)")
 KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
-# (unit, names that have it). The first match counts; a name without a match has no unit that is one word.
-UNITS = (
-    ("", r"(reward|hook|alarm|environment)/.*|.*(flops|gb)_per_s"),
-    ("tokens_per_second", r".*tokens_per_s"),
-    ("seconds", r"time/.*|.*_s"),
-    ("share", r"idle/.*|perf/mfu|lag/stale|advantage/positive|group/(zero_variance|singleton|majority)"),
-    (
-        "share",
-        r"eval/(se/)?(accuracy|pass@.*|maj@.*)|preference/accuracy|critic/(explained_variance|value_clipped)",
-    ),
-    ("share", r"weight/(zero|truncated|rejected)(/.*)?|engine/occupancy|episodes/duty"),
-    ("share", r"policy/(left_out|clipped_\w+|dual_clipped)(/.*)?|.*/(ess|tail_high|tail_low)|.*_share(/.*)?"),
-    ("nats", r"mismatch/turn/.*|preference/(margin|chosen_logprob|rejected_logprob)"),
-    (
-        "nats",
-        r".*/(entropy|logprob|kl_reference|nll|k1|k3|moved|probe_max|probe_mean|probe_limit|floor_max|floor_mean|abs_log_ratio/max)",
-    ),
-    ("steps", r"(staleness|lag)/.*"),
-    ("tokens", r"(completions|eval|groups)/length_.*"),
-)
 
 
 class Exporter(Collector):
@@ -70,18 +47,25 @@ class Exporter(Collector):
             target: file that tells Prometheus where this process listens; `close` removes it.
             run, process: labels of the target.
             prefix: prefix of the names of all logged metrics.
-            stall_s: after this long without progress `/health` answers 503.
+            stall_s: `control.stall_s`, shown next to the seconds since the last progress.
         """
-        self._prefix = prefix
-        self._stall_s = stall_s
+        self._prefix, self._stall_s, self._target = prefix, stall_s, target
         self._values: Mapping[str, float] = {}
-        self._families: Sequence[Metric] = ()
+        self._status: Sequence[Metric] = ()
         self._marks: tuple[object, ...] = ()
         self._moved_at_s = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)
-        self._server = _listen(host, port, _handler(registry, self._health))
-        self._target = target
+        try:
+            self._server, _ = start_http_server(port, host, registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RunError(
+                    f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this "
+                    "machine (127.0.0.1 for itself only) and a port above 1023"
+                ) from error
+            log.warning("port %d of %s for metrics is taken; any free port is used", port, host)
+            self._server, _ = start_http_server(0, host, registry)
         labels = {"run": run, "process": process}
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,19 +73,17 @@ class Exporter(Collector):
         except OSError as error:
             message = "%s cannot be written, so Prometheus will not find %s:%d: %s"
             log.warning(message, target, host, self.port, error)
-        threading.Thread(target=self._server.serve_forever, name="asyncrl-metrics", daemon=True).start()
-        where = host or "all interfaces"
-        log.info("metrics are at port %d of %s, for Prometheus in %s", self.port, where, target)
+        log.info("metrics are at port %d of %s, for Prometheus in %s", self.port, host, target)
 
     @property
     def port(self) -> int:
         """The port in use."""
-        return int(self._server.server_address[1])
+        return int(self._server.server_port)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Keep the newest values. A whole step replaces the one before; a record without a step is whole."""
         if step is None:
-            self.moved(*(metrics.get(name) for name in PROGRESS))
+            self._moved(*(metrics.get(name) for name in PROGRESS))
         is_whole = step is None or "time/step" in metrics
         old = {name: value for name, value in self._values.items() if not is_whole or name.startswith(KEPT)}
         self._values = old | dict(metrics)
@@ -109,19 +91,10 @@ class Exporter(Collector):
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Do nothing: Prometheus keeps numbers only."""
 
-    def show(self, families: Sequence[Metric]) -> None:
-        """Replace the families that are served in addition to the logged metrics."""
-        self._families = families
-
     def show_status(self, status: StatusSnapshot, *, max_bytes: float) -> None:
         """Show every number of `status`, and the limit of the store's bytes."""
-        self.moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
-        self.show(status_families(status, max_bytes=max_bytes))
-
-    def moved(self, *marks: object) -> None:
-        """Receive values that change with progress: a difference from the last call counts as progress."""
-        if marks != self._marks:
-            self._marks, self._moved_at_s = marks, time.monotonic()
+        self._moved(status.state, status.step, status.audit and status.audit.counters.get("put"))
+        self._status = list(status_families(status, max_bytes=max_bytes))
 
     def close(self) -> None:
         """Stop listening."""
@@ -132,28 +105,28 @@ class Exporter(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the families that `/metrics` serves."""
-        logged: dict[str, GaugeMetricFamily] = {}
+        found: dict[str, Metric] = {}
         for name, value in sorted(self._values.items()):
             exported, labels = prometheus_name(name, self._prefix)
-            family = logged.setdefault(exported, GaugeMetricFamily(exported, name, labels=list(labels)))
+            family = found.setdefault(exported, Metric(exported, name, "gauge"))
             if labels or not family.samples:  # of two metrics with one Prometheus name, the first
-                family.add_metric(list(labels.values()), float(value))
+                family.add_sample(exported, labels, float(value))
         age_s = time.monotonic() - self._moved_at_s
-        own = (
-            *self._families,
-            gauge("asyncrl_progress_age_seconds", "since the last progress", age_s),
-            gauge("asyncrl_stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
+        found |= {family.name: family for family in self._status}
+        return (
+            *found.values(),
+            _gauge("progress_age_seconds", "since the last progress", age_s),
+            _gauge("stall_seconds", "control.stall_s: an older progress is a stall", self._stall_s),
         )
-        return {family.name: family for family in (*logged.values(), *own)}.values()
 
-    def _health(self) -> tuple[int, dict[str, float]]:
-        age_s = time.monotonic() - self._moved_at_s
-        answer = {"progress_age_s": round(age_s, 3), "stall_s": self._stall_s}
-        return (200 if age_s < self._stall_s else 503), answer
+    def _moved(self, *marks: object) -> None:
+        """Receive values that change with progress: a difference from the last call counts as progress."""
+        if marks != self._marks:
+            self._marks, self._moved_at_s = marks, time.monotonic()
 
 
 def open_exporter(config: Config, process: str, target: Path) -> Exporter | None:
-    """Serve `/metrics` and `/health` of the learner or generator named `process`; None unless asked for."""
+    """Serve the metrics of the learner or generator named `process`; None unless the config asks for it."""
     telemetry = config.telemetry
     if telemetry.prometheus_port is None:
         return None
@@ -170,103 +143,52 @@ def open_exporter(config: Config, process: str, target: Path) -> Exporter | None
     )
 
 
-def _handler(
-    registry: CollectorRegistry, health: Callable[[], tuple[int, dict[str, float]]]
-) -> type[MetricsHandler]:
-    class Handler(MetricsHandler):
-        def do_GET(self) -> None:
-            match self.path.partition("?")[0]:
-                case "/metrics":
-                    super().do_GET()
-                case "/health":
-                    status, answer = health()
-                    body = json.dumps(answer).encode()
-                    self.send_response(status)
-                    self.send_header("Content-Type", "application/json")
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-                case _:
-                    self.send_error(404, explain="there are /metrics and /health")
-
-    Handler.registry = registry
-    return Handler
-
-
-def _listen(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTTPServer:
-    try:
-        return ThreadingHTTPServer((host, port), handler)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise RunError(
-                f"telemetry.prometheus_host is {host}, port {port}: {error}; give an address of this "
-                "machine (127.0.0.1 for itself only) and a port above 1023"
-            ) from error
-        log.warning("port %d of %s for metrics is taken; any free port is used", port, host)
-        return ThreadingHTTPServer((host, 0), handler)
-
-
 def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str]]:
     """Return (Prometheus name, labels) of a logged metric."""
-    found = BIN.fullmatch(name)
-    plain = prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", found["name"] if found else name)
+    found, labels = PART.fullmatch(name), {}
     if found:
-        return f"{plain}_share", {"bin": found["at"]}
-    if found := RANK.fullmatch(name):
-        return prometheus_name(found["name"], prefix)[0], {"rank": found["rank"]}
-    unit = next((unit for unit, names in UNITS if re.fullmatch(names, name)), "")
-    plain = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", plain))
-    return (plain if not unit or f"_{unit}" in plain else f"{plain}_{unit}"), {}
+        labels = {"rank" if found["rank"] else "bin": found["index"]}
+        # `staleness/in_queue` is a mean, and `staleness/in_queue/3` a share.
+        name = found["name"] if found["rank"] else f"{found['name']}_share"
+    return prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", name), labels
 
 
-def gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
-    """Return a family with one value."""
-    return GaugeMetricFamily(name, meaning, value=value)
+def status_families(status: StatusSnapshot, *, max_bytes: float) -> Iterable[Metric]:
+    """Yield the learner's status as metrics, with the limit of the store's bytes."""
+    members = status.members
+    info = [((status.run, status.state), 1.0)]
+    yield _family("run_info", "1, with the name and the state of the run", info, "run", "state")
+    yield _gauge("learner_step", "finished optimizer steps", status.step)
+    yield _gauge("learner_target_step", "learner.steps", status.total_steps)
+    yield _gauge("buffer_limit_bytes", "store.max_gib", max_bytes)
+    if audit := status.audit:
+        places = [((place,), getattr(audit, place)) for place in PLACES]
+        yield _family("buffer_groups", "issued ids by where they are", places, "place")
+        events = CounterMetricFamily(f"{PREFIX}buffer_events", "what the store counted", labels=["event"])
+        for event, count in sorted(audit.counters.items()):
+            events.add_metric([event], count)
+        yield events
+        yield _gauge("buffer_issued_groups", "ids issued so far", audit.issued)
+        yield _gauge("buffer_missing_groups", "issued ids that are nowhere or twice: 0", audit.missing)
+        yield _gauge("buffer_payload_bytes", "stored groups", audit.payload_bytes)
+    yield _gauge("members", "generators that have joined", len(members))
+    versions = [((member.generator_id,), float(member.version)) for member in members]
+    yield _family("member_version", "policy version, -1: dirty weights", versions, "generator")
+    silent = [((member.generator_id,), member.silent_s) for member in members]
+    yield _family("member_silent_seconds", "since the last heartbeat", silent, "generator")
+    states = [((member.generator_id, member.state), 1.0) for member in members]
+    yield _family("member_state", "1, with what a generator is doing", states, "generator", "state")
+    for name, value in status.counters.items():
+        yield _gauge(f"weights_{name}", f"weights/{name}", value)
 
 
-def status_families(status: StatusSnapshot, *, max_bytes: float) -> list[Metric]:
-    """Return the learner's status as metrics, with the limit of the store's bytes."""
-    info = _family("run_info", "1, with the name and the state of the run", "run", "state")
-    info.add_metric([status.run, status.state], 1.0)
-    return [
-        info,
-        gauge("asyncrl_learner_step", "finished optimizer steps", status.step),
-        gauge("asyncrl_learner_target_step", "learner.steps", status.total_steps),
-        gauge("asyncrl_buffer_limit_bytes", "store.max_gib", max_bytes),
-        *(_buffer(status.audit) if status.audit else ()),
-        *_members(status.members),
-        *(
-            gauge(prometheus_name(f"weights/{name}")[0], f"weights/{name}", value)
-            for name, value in status.counters.items()
-        ),
-    ]
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, meaning, value=value)
 
 
-def _buffer(audit: Audit) -> Iterable[Metric]:
-    groups = _family("buffer_groups", "issued ids by where they are", "place")
-    for place in PLACES:
-        groups.add_metric([place], getattr(audit, place))
-    events = CounterMetricFamily("asyncrl_buffer_events", "what the store counted", labels=["event"])
-    for event, count in sorted(audit.counters.items()):
-        events.add_metric([event], count)
-    yield groups
-    yield events
-    yield gauge("asyncrl_buffer_issued_groups", "ids issued so far", audit.issued)
-    yield gauge("asyncrl_buffer_missing_groups", "issued ids that are nowhere or twice: 0", audit.missing)
-    yield gauge("asyncrl_buffer_payload_bytes", "stored groups", audit.payload_bytes)
-
-
-def _members(members: Iterable[MemberStatus]) -> Iterable[Metric]:
-    version = _family("member_version", "policy version of a generator, -1: dirty weights", "generator")
-    silent = _family("member_silent_seconds", "since its last heartbeat", "generator")
-    states = _family("member_state", "1, with what a generator is doing", "generator", "state")
-    for member in members:
-        version.add_metric([member.generator_id], member.version)
-        silent.add_metric([member.generator_id], member.silent_s)
-        states.add_metric([member.generator_id, member.state], 1.0)
-    yield gauge("asyncrl_members", "generators that have joined", len(version.samples))
-    yield from (version, silent, states)
-
-
-def _family(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, meaning, labels=labels)
+def _family(name: str, meaning: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Metric:
+    """Return a gauge with a value for each combination of labels."""
+    family = GaugeMetricFamily(PREFIX + name, meaning, labels=labels)
+    for given, value in values:
+        family.add_metric(given, value)
+    return family

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.backoff import Backoff
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
-from asyncrl.telemetry.jsonl import JsonlTracker
+from asyncrl.telemetry.trackers import JsonlTracker, TensorBoardTracker, WandbTracker
 
 # Pause between attempts with a failing tracker. It grows, because some trackers need a minute to fail.
 BACKOFF = Backoff(1.0, 300.0)
@@ -20,9 +20,9 @@ BACKOFF = Backoff(1.0, 300.0)
 class Trackers:
     """Passes every call to every tracker. A tracker that fails is skipped for a while, then tried again."""
 
-    def __init__(self, openers: Iterable[Callable[[], Tracker]], alarms: Alarms) -> None:
-        """Open each tracker. `alarms` watches the metrics that are logged by step."""
-        self._alarms = alarms
+    def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
+        """Open each tracker. Alarms watch the metrics that are logged by step."""
+        self._alarms = Alarms()
         self._trackers = [_Kept(opener) for opener in openers]
         self._each("open", lambda tracker: None)
 
@@ -105,39 +105,19 @@ def open_trackers(
         resolved: the whole config as plain values: trackers show it, alarms take their limits from it.
         step: finished steps. Later steps that an earlier process logged will be logged again.
     """
-    run_id = f"{run}-{key_id}"
-
-    def open_wandb(mode: Literal["online", "offline"]) -> Tracker:
-        from asyncrl.telemetry.wandb import WandbTracker
-
-        project = config.wandb_project
-        return WandbTracker(
-            mode=mode, project=project, name=run, run_id=run_id, directory=directory, config=resolved
-        )
-
-    def open_tensorboard() -> Tracker:
-        from asyncrl.telemetry.tensorboard import TensorBoardTracker
-
-        return TensorBoardTracker(directory / "tensorboard", config=resolved, step=step)
-
-    def open_trackio() -> Tracker:
-        from asyncrl.telemetry.trackio import TrackioTracker
-
-        return TrackioTracker(project=config.trackio_project, name=run_id, config=resolved)
-
-    openers: list[Callable[[], Tracker]] = [lambda: JsonlTracker(metrics, samples)]
+    openers: list[Callable[[], Tracker]] = [partial(JsonlTracker, metrics, samples)]
     if config.wandb != "off":
-        openers.append(partial(open_wandb, config.wandb))
+        openers.append(
+            partial(
+                WandbTracker,
+                mode=config.wandb,
+                project=config.wandb_project,
+                name=run,
+                run_id=f"{run}-{key_id}",
+                directory=directory,
+                config=resolved,
+            )
+        )
     if config.tensorboard:
-        openers.append(open_tensorboard)
-    if config.trackio:
-        openers.append(open_trackio)
-    return Trackers(openers, Alarms())
-
-
-def open_generator_trackers(metrics: Path, exporter: Tracker | None) -> Trackers:
-    """Open JSONL, and Prometheus if there is an exporter; W&B and the like get one run, from the learner."""
-    trackers = Trackers([lambda: JsonlTracker(metrics)], Alarms())
-    if exporter:
-        trackers.add(exporter)
-    return trackers
+        openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=resolved, step=step))
+    return Trackers(openers)

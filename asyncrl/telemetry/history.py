@@ -1,18 +1,19 @@
-"""Reads JSON lines while another process writes them, and makes series of a run's metrics."""
+"""Metrics of a run by step, and as series."""
 
 import bisect
-import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
-from asyncrl.files import tell_unreadable
+from asyncrl.config.data_section import error_of
 from asyncrl.telemetry.text import number
 
 REJECTED = "groups/rejected_"
 MISSING = "episodes/missing/"
 Row = dict[str, float]
+Which = Literal["first", "last", "best"]
 Series = tuple[tuple[int, float], ...]  # (step, value), ascending
 Points = Sequence[tuple[float, float]]  # (place, value), ascending; a `Series` is one
 
@@ -31,65 +32,28 @@ def highest(series: Series) -> tuple[int, float]:
     return max(series, key=lambda point: (point[1], -point[0]))
 
 
+def of_sets(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return the names that fit a name or glob; `eval/accuracy` also fits `eval/x/accuracy` of a set x."""
+    is_eval, metric = wanted.startswith("eval/"), wanted.removeprefix("eval/")
+    globs = (wanted, f"eval/*/{metric}") if is_eval else (wanted,)
+    fitting = (name for name in names if any(fnmatchcase(name, glob) for glob in globs))
+    return [name for name in fitting if not (is_eval and "/se/" in name)]
+
+
+def set_of(name: str) -> str:
+    """Return the set in the name of a metric of an evaluation; empty if there is only one."""
+    return name.removeprefix("eval/").rpartition("/")[0]
+
+
 def score(row: Mapping[str, float], name: str, *notes: str) -> str:
     """Return a metric of `row` as text: its value, `±` and its standard error, (number of prompts, notes).
 
     For `eval/accuracy` these are `eval/se/accuracy` and `eval/prompts`, if the row has them.
     """
-    kind, _, metric = name.rpartition("/")
-    error, prompts = row.get(f"{kind}/se/{metric}"), row.get(f"{kind}/prompts")
+    error, prompts = row.get(error_of(name)), row.get(f"{name.rpartition('/')[0]}/prompts")
     known = ([f"n {prompts:,.0f}"] if prompts is not None else []) + [*notes]
     spread = f" ± {number(error, 2)}" if error is not None else ""
     return f"{number(row[name])}{spread}" + (f" ({', '.join(known)})" if known else "")
-
-
-class Tail:
-    """Reads a growing JSONL file: each call returns the complete lines added since the last call."""
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Start at the beginning, or at most `last_bytes` before the end."""
-        self.path = path
-        self.unreadable = 0  # lines that are not a JSON object, such as one that a crash cut off
-        self._offset = max(0, self._size() - last_bytes) if last_bytes is not None else 0
-        self._inside_line = self._offset > 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the objects written since the last call. A file that has shrunk is read again from 0."""
-        size = self._size()
-        if size < self._offset:
-            self._offset, self._inside_line = 0, False
-        if size == self._offset:
-            return []
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError as error:
-            tell_unreadable(self.path, error)
-            return []
-        whole, newline, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        lines = whole.split(b"\n") if newline else []
-        if self._inside_line and lines:
-            lines, self._inside_line = lines[1:], False
-        records = [json_object(line) for line in lines if line]
-        self.unreadable += records.count(None)
-        return [record for record in records if record is not None]
-
-    def _size(self) -> int:
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
-
-
-def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None for anything else, such as a line that a crash cut off."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def numbers(record: Mapping[str, Any]) -> Row:
@@ -119,7 +83,9 @@ class History:
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
+        self.names: dict[str, None] = {}  # of all metrics, in the order of their first values
         self.steps: list[int] = []  # of the rows, ascending: the dashboard often asks for the newest values
+        self.times: list[float] = []  # Unix seconds of all records, also of steps that a resume repeated
         self.rejected: Counter[str] = Counter()  # groups rejected in all steps, by reason
         self.missing: Counter[str] = Counter()  # episodes that groups of all steps went without, by reason
 
@@ -129,6 +95,7 @@ class History:
         if not isinstance(step, int):
             return
         values = numbers({name: value for name, value in record.items() if name != "step"})
+        self.times += [values["time"]] if "time" in values else []
         training = {name for name in values if name != "time" and not name.startswith("eval/")}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
@@ -145,6 +112,7 @@ class History:
         if "time" in row and not training:
             values.pop("time", None)
         row.update(values)
+        self.names |= dict.fromkeys(values)
 
     def series(self, name: str) -> Series:
         """Return all values of a metric, by step."""
@@ -158,8 +126,11 @@ class History:
         """Return a value as text, of an evaluation with error and prompts: 0.412 ± 0.014 (n 1,319)."""
         return score(self.rows[step], name)
 
-    def at_step(self, name: str, step: int) -> str:
-        """Return a value as text, with its step: 0.412 ± 0.014 (n 1,319, step 40)."""
+    def shown(self, name: str, of: Which, *, until: float = math.inf) -> str:
+        """Return a value up to a step as text: 0.412 ± 0.014 (n 1,319, step 40); `-` if there is none."""
+        if not (series := tuple(point for point in self.series(name) if point[0] <= until)):
+            return "-"
+        step, _ = highest(series) if of == "best" else series[0 if of == "first" else -1]
         return score(self.rows[step], name, f"step {step}")
 
 

@@ -1,57 +1,21 @@
-"""Metrics and samples as JSON lines, which any tool can read; a crash loses the last line at most."""
+"""JSON lines, which any tool can read: how all files of a run are written, and read while they grow."""
 
 import errno
 import json
 import logging
 import math
 import os
-import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from asyncrl.best_effort import BestEffort
-from asyncrl.telemetry.base import SampleRecord
+from asyncrl.files import tell_unreadable
 
 log = logging.getLogger(__name__)
 
 WAITING = 1000  # lines that are kept while their file cannot be written
-
-
-class JsonlTracker:
-    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step":
-    null`.
-
-    JSON has no NaN and no infinity. Such a value becomes null, and `nonfinite` counts them by name.
-    """
-
-    def __init__(self, metrics: Path, samples: Path | None = None) -> None:
-        """Append metrics to the file `metrics` and, if it is given, rollouts to the file `samples`."""
-        self._metrics = Lines(metrics)
-        self._samples = Lines(samples) if samples else None
-        self._nonfinite: Counter[str] = Counter()
-
-    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Write one line and flush it."""
-        values = {name: finite(value) for name, value in metrics.items()}
-        self._nonfinite.update(name for name, value in values.items() if value is None)
-        record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
-        if self._nonfinite:
-            record["nonfinite"] = dict(self._nonfinite)
-        self._metrics.write([record])
-
-    def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Write one line for each rollout."""
-        if self._samples:
-            self._samples.write([to_json(asdict(record)) for record in records])
-
-    def close(self) -> None:
-        """Close the files."""
-        for lines in (self._metrics, self._samples):
-            if lines:
-                lines.close()
 
 
 def finite(value: float) -> float | None:
@@ -72,10 +36,18 @@ def to_json(value: Any) -> Any:
 
 
 class Lines:
-    """A file of JSON lines. While it cannot be written (a full disk), the newest lines wait in memory."""
+    """A file of JSON lines. While it cannot be written (a full disk), the newest lines wait in memory.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    A killed process may have left half a line, which opening the file repairs.
+    """
+
+    def __init__(self, path: Path, *, opening: bytes = b"", end: bytes = b"\n") -> None:
+        """Append to the file `path`, in which every line has this `end`.
+
+        With an `opening` the lines are items of an array, so half a line is removed. Without, it gets an
+        end: another process may be writing it.
+        """
+        self._path, self._opening, self._end = path, opening, end
         self._file: IO[bytes] | None = None
         self._waiting: deque[bytes] = deque()
         self._lost = 0
@@ -83,14 +55,27 @@ class Lines:
         self.write([])
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append one line for each record, after the waiting ones. Never raises OSError."""
-        # ensure_ascii stays on: lone surrogates (half an emoji from a tokenizer) become escapes.
-        self._waiting.extend(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
+        """Append a line for each record, after the waiting ones. Never raises OSError."""
+        with self._may_fail(f"writing {self._path}"):
+            # ensure_ascii stays on: lone surrogates (half an emoji from a tokenizer) become escapes.
+            self.put(*(json.dumps(record, allow_nan=False) for record in records))
+
+    def put(self, *lines: str) -> None:
+        """Append lines as they are, after the waiting ones. On OSError they wait, too."""
+        self._waiting.extend(line.encode() + self._end for line in lines)
         while len(self._waiting) > WAITING:
             self._waiting.popleft()
             self._lost += 1
-        with self._may_fail(f"writing {self._path}"):
-            self._flush()
+        self._flush()
+        if lost := self._lost:
+            self._lost = 0  # first, as this file may be that of the log
+            message = "%s lacks %d lines: only %d could wait until it was written again"
+            log.warning(message, self._path, lost, WAITING)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; 0 while it cannot be written."""
+        return self._file.tell() if self._file else 0
 
     def close(self) -> None:
         """Close the file."""
@@ -105,26 +90,99 @@ class Lines:
         except OSError:  # the file has been deleted
             self.close()
         try:
-            self._file = self._file or _open(self._path)
-            data = b"".join(self._waiting)
-            if self._file.write(data) != len(data):
+            self._file = self._file or _open(self._path, self._opening, self._end)
+            written = self._file.write(b"".join(self._waiting))
+            while self._waiting and written >= len(self._waiting[0]):
+                written -= len(self._waiting.popleft())
+            if self._waiting:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError:
-            self.close()  # the file may end within a line, which opening it repairs
+            self.close()
             raise
-        self._waiting.clear()
-        if self._lost:
-            message = "%s lacks %d lines: only %d could wait until it was written again"
-            log.warning(message, self._path, self._lost, WAITING)
-            self._lost = 0
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path, opening: bytes, end: bytes) -> IO[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
-    # A killed process may have left half a line: end it, so that the next line starts on its own.
-    if file.tell() > 0:
+    if opening:
+        file.seek(0)
+        whole = file.read().rfind(end) + len(end)
+        if whole < len(opening + end):
+            file.truncate(0)
+            file.write(opening)
+        else:
+            file.truncate(whole)
+    elif file.tell() > 0:
         file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+        if file.read(1) != end:
+            file.write(end)
     return file
+
+
+class Tail:
+    """Reads a growing file of JSON lines: each time the complete lines added since the last time."""
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """Start at the beginning, or at most `last_bytes` before the end."""
+        self.path = path
+        self.unreadable = 0  # lines that are not a JSON object, such as one that a crash cut off
+        self.offset = (
+            max(0, self._size() - last_bytes) if last_bytes is not None else 0
+        )  # behind what was read
+        self._inside_line = self.offset > 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects written since the last time. A file that has shrunk is read again from 0."""
+        size = self._size()
+        if size < self.offset:
+            self.offset, self._inside_line = 0, False
+        if size == self.offset:
+            return
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self.offset += len(line)
+                    was_inside, self._inside_line = self._inside_line, False
+                    if was_inside or line == b"\n":
+                        continue
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        record = None
+                    if isinstance(record, dict):
+                        yield record
+                    else:
+                        self.unreadable += 1
+        except OSError as error:
+            tell_unreadable(self.path, error)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all that iterating yields."""
+        return list(self)
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+
+class Tails:
+    """A `Tail` for each `*.jsonl` of a directory, also for those that appear later."""
+
+    def __init__(
+        self, directory: Path, *, last_bytes: int | None = None, without: Sequence[str] = ()
+    ) -> None:
+        """Leave out the files `without`, by their names before `.jsonl`."""
+        self._directory, self._last_bytes, self._without = directory, last_bytes, without
+        self._tails: dict[str, Tail] = {}
+
+    def read(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what each file has new, by its name before `.jsonl`."""
+        for path in sorted(self._directory.glob("*.jsonl")):
+            if path.stem not in (*self._without, *self._tails):
+                self._tails[path.stem] = Tail(path, last_bytes=self._last_bytes)
+        return {name: tail.read() for name, tail in self._tails.items()}

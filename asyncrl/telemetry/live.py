@@ -2,17 +2,20 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
-from asyncrl.telemetry.state import DashboardState, StateReader
+from asyncrl.telemetry.history import of_sets, set_of
+from asyncrl.telemetry.state import RunReader, RunView
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
@@ -21,24 +24,16 @@ QUIET_S, LONG_QUIET_S = 9.0, 60.0
 REPEAT_S = 60.0  # a warning that differs only in its numbers is repeated after this long
 
 
-class View(Protocol):
-    """Displays one state after the other."""
-
-    def show(self, state: DashboardState) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Dashboard:
     """Fills the terminal and redraws it with every state; the last picture remains after `close`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, screen=True, auto_refresh=False)
-        self._last: DashboardState | None = None
+        self._last: RunView | None = None
         self._live.start()
 
-    def show(self, state: DashboardState) -> None:
+    def show(self, state: RunView) -> None:
         """Redraw."""
         self._last = state
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
@@ -61,7 +56,7 @@ class PlainReporter:
         self._noted_at = self._said_at = 0.0
         self._waiting = ""
 
-    def show(self, state: DashboardState) -> None:
+    def show(self, state: RunView) -> None:
         """Write what is new. Steps that a restarted learner makes again are written again."""
         self._said_at = self._said_at or state.now
         steps = state.trained_steps
@@ -92,7 +87,7 @@ class PlainReporter:
         self._said_at = now
 
 
-def step_line(state: DashboardState, step: int) -> str:
+def step_line(state: RunView, step: int) -> str:
     """Return a step as one line."""
     row = state.history.rows[step]
     at = row.get
@@ -108,11 +103,15 @@ def step_line(state: DashboardState, step: int) -> str:
             left,
         ]
         return "  ".join(part for part in parts if part)
-    evaluated = [known for known, _ in state.series("eval/accuracy") if known <= step]
+    scores: list[str] = []
+    for name in of_sets("eval/accuracy", state.history.names):
+        if evaluated := [known for known, _ in state.series(name) if known <= step]:
+            label = f"held-out {visible(set_of(name))}".rstrip()
+            scores.append(f"{label} {state.history.score(name, evaluated[-1])}")
     parts = [
         f"step {step}{total}",
         f"reward {number(at('reward/mean'))}",
-        f"held-out {state.history.score('eval/accuracy', evaluated[-1])}" if evaluated else "",
+        *scores,
         f"length {number(at('completions/length_mean'))}",
         f"entropy {number(at('policy/entropy'))}" if "policy/entropy" in row else "",
         f"lag {number(at('staleness/mean'))} max {number(at('staleness/max'))}",
@@ -125,22 +124,42 @@ def step_line(state: DashboardState, step: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> DashboardState:
-    """Show a run until `over()` is true or its status is final, and return the last state.
+@contextmanager
+def viewer(
+    directory: Path, console: Console, *, lines: bool, since: float | None = None
+) -> Iterator[Callable[[], bool]]:
+    """Yield a function that shows news as lines or as the dashboard, and returns whether the run is over.
 
-    A terminal gets the dashboard, a pipe lines. Ctrl-C raises KeyboardInterrupt after restoring the terminal.
+    It may be called at any rate. `since` is the start of a run that this process has just started.
     """
-    console = console or Console()
-    plain = PlainReporter(lambda line: console.print(line, soft_wrap=True, markup=False))
-    view: View = Dashboard(console) if console.is_terminal else plain
-    reader = StateReader(directory)
+    write = partial(console.out, highlight=False)
+    view = PlainReporter(write, since=since or 0.0) if lines else Dashboard(console)
+    # With lines, the supervisor of a run that this process starts logs to the console itself.
+    reader = RunReader(directory, since=since, without="supervisor" if lines and since else "")
+    shown_at_s, is_over = -INTERVAL_S, False
+
+    def show() -> bool:
+        nonlocal shown_at_s, is_over
+        if time.monotonic() - shown_at_s >= INTERVAL_S:
+            shown_at_s = time.monotonic()
+            view.show(state := reader.read())
+            is_over = state.status is not None and state.status.is_final
+        return is_over
+
     try:
-        while True:
-            ends = over()  # before reading, so that the last state is complete
-            state = reader.read()
-            view.show(state)
-            if ends or (state.status and state.status.is_final):
-                return state
-            time.sleep(INTERVAL_S)
+        yield show
+        with BestEffort()("the last view"):
+            view.show(reader.read())
     finally:
         view.close()
+
+
+def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> None:
+    """Show a run until `over()` is true or its status is final: on a terminal the dashboard, else lines.
+
+    Ctrl-C raises KeyboardInterrupt after restoring the terminal.
+    """
+    console = console or Console()
+    with viewer(directory, console, lines=not console.is_terminal) as show:
+        while not over() and not show():
+            time.sleep(INTERVAL_S)

@@ -9,23 +9,18 @@ Modules log with `logging.getLogger(__name__)` as usual. Values passed as `extra
 import contextlib
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
-from collections.abc import MutableMapping
-from io import TextIOWrapper
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from structlog.processors import JSONRenderer, TimeStamper, format_exc_info
-from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
-from structlog.typing import Processor
 
 from asyncrl.hosting.processes import is_secret
+from asyncrl.telemetry.jsonl import Lines
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s v%(version)s %(name)s: %(message)s"
-ORDER = ("time", "level", "process", "rank", "version", "logger", "event")
+# Fields of every record; all others were passed as `extra`.
+USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "role", "version"}
 SECRET_CHARACTERS = 6  # shorter values are not hidden: they occur inside ordinary words
 URL_LOGIN = r"(?<=://)[^\s/@\"']+(?=@)"
 HIDDEN = "***"
@@ -49,6 +44,27 @@ class LogContext(logging.Filter):
         return True
 
 
+class _Json(logging.Formatter):
+    """Writes a record as a line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at, context = datetime.fromtimestamp(record.created, UTC), vars(record)
+        rank, version = os.environ.get("RANK"), context["version"]
+        fields = {
+            "time": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "process": context["role"],
+            **({"rank": int(rank)} if rank else {}),
+            "version": None if version == "-" else version,
+            "logger": record.name,
+            "event": record.getMessage(),
+            **{name: value for name, value in context.items() if name not in USUAL},
+            **({"exception": self.formatException(record.exc_info)} if record.exc_info else {}),
+        }
+        # ASCII: half an emoji from a tokenizer becomes an escape.
+        return json.dumps(fields, default=repr)
+
+
 class _Redacted(logging.Formatter):
     """Removes secrets from the output of another formatter."""
 
@@ -60,44 +76,31 @@ class _Redacted(logging.Formatter):
         return self._secrets.sub(HIDDEN, self._inner.format(record))
 
 
-class _LogFile(logging.handlers.WatchedFileHandler):
-    """A log file that reports a failed write once on standard error and tries again with every line."""
+class _LogFile(logging.Handler):
+    """A log file. Standard error says once that it cannot be written; the lines wait until it can be."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", delay=True)
-        self._lost = 0
+        super().__init__()
+        self._path, self._lines = path, Lines(path)
+        self._is_failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line. Never raises."""
-        lost = self._lost
         try:
-            super().emit(record)
-        except OSError:  # it cannot be opened
+            self._lines.put(self.format(record))
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(f"{self._path} cannot be written and is tried again: {error}\n")
+            self._is_failing = True
+        except Exception:  # noqa: BLE001 - what is logged may have a method that raises anything
             self.handleError(record)
-        if lost and lost == self._lost:
-            self._lost = 0
-            logging.getLogger(__name__).warning("%d lines before these could not be written", lost)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Count a line that was lost, while its exception is handled."""
-        self._lost += 1
-        if self._lost == 1:
-            message = f"{self.baseFilename} cannot be written and is tried again: {sys.exception()}\n"
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(message)
-        if self.stream is not None:
-            with contextlib.suppress(OSError):
-                self.stream.close()
-        self.stream = None  # the next line opens it again
-
-    def _open(self) -> TextIOWrapper:
-        stream = super()._open()
-        with Path(self.baseFilename).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            if file.read(1) not in (b"", b"\n"):  # the last line was cut off
-                stream.write("\n")
-        return stream
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+        super().close()
 
 
 def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
@@ -105,11 +108,9 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
 
     A second call replaces the handlers of the first.
     """
-    with contextlib.suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
     context, secrets = LogContext(role), _secrets()
     file = _LogFile(directory / f"{role}.jsonl")
-    file.setFormatter(_Redacted(_json_formatter(), secrets))
+    file.setFormatter(_Redacted(_Json(), secrets))
     handlers: list[logging.Handler] = [file]
     if console:
         handlers.append(logging.StreamHandler(sys.stderr))
@@ -135,25 +136,3 @@ def _secrets() -> re.Pattern[str]:
     forms = {form for value in long for form in (value, json.dumps(value)[1:-1])}
     longest_first = sorted(forms, key=len, reverse=True)  # one may contain another
     return re.compile("|".join([URL_LOGIN, *map(re.escape, longest_first)]))
-
-
-def _json_formatter() -> logging.Formatter:
-    time_field = TimeStamper(fmt="iso", utc=True, key="time")
-    fields: list[Processor] = [add_log_level, add_logger_name, ExtraAdder(), time_field, _named]
-    return ProcessorFormatter(
-        foreign_pre_chain=fields,
-        # json.dumps writes ASCII: half an emoji from a tokenizer becomes an escape.
-        processors=[ProcessorFormatter.remove_processors_meta, format_exc_info, JSONRenderer(json.dumps)],
-    )
-
-
-def _named(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Rename fields and put them in reading order."""
-    for left in ("message", "asctime"):  # added by the formatter of another handler
-        event.pop(left, None)
-    event["process"] = event.pop("role")
-    if event["version"] == "-":
-        event["version"] = None
-    if rank := os.environ.get("RANK"):
-        event["rank"] = int(rank)
-    return {name: event.pop(name) for name in ORDER if name in event} | dict(event)

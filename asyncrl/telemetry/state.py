@@ -3,8 +3,8 @@
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 from asyncrl.control.base import MemberStatus
 from asyncrl.files import read_record
 from asyncrl.telemetry.alarms import ringing
-from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import History, Row, Series, Tail, growth_share, numbers
+from asyncrl.telemetry.base import SampleRecord, sample_from
+from asyncrl.telemetry.history import History, Row, Series, growth_share, numbers
+from asyncrl.telemetry.jsonl import Tail, Tails
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
+LEARNER = "learner"  # the process whose metrics are by step
 SAMPLES = 8  # rollouts kept for showing
 SAMPLE_BYTES = 1 << 20
 RECENT_ROWS = 12  # metric lines of a generator (one minute) that give its recent idle share
@@ -49,8 +51,8 @@ class Note:
         return f"{self.process}: {self.text}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardState:
+@dataclass(frozen=True, kw_only=True)
+class RunView:
     """A run, as its files describe it."""
 
     run: str
@@ -58,6 +60,8 @@ class DashboardState:
     status: StatusSnapshot | None = None
     history: History = field(default_factory=History)
     members: tuple[MemberStatus, ...] = ()
+    generators: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    """Metric lines of each generator: those of the last minute, in an archive all."""
     samples: tuple[SampleRecord, ...] = ()
     # Shares of the last minute in which generators had nothing to sample, in which they were paused for new
     # weights, and in which they were paused or could only wait for these; means over generators.
@@ -181,28 +185,6 @@ class DashboardState:
         return dict(counts)
 
 
-class NoteReader:
-    """Reads the new lines of all logs: warnings, errors, and what each process is doing."""
-
-    def __init__(self, directory: Path, *, since: float, without: str) -> None:
-        """Leave out lines from before `since` (Unix seconds) and the log of the process `without`."""
-        self._directory, self._since, self._without = directory, since, without
-        self._tails: dict[str, Tail] = {}
-        self.doing: dict[str, str] = {}  # newest info line of each process
-
-    def read(self) -> list[Note]:
-        """Return new warnings and errors, in order of time."""
-        for path in sorted(self._directory.glob("*.jsonl")):
-            if path.stem not in (self._without, *self._tails):
-                self._tails[path.stem] = Tail(path, last_bytes=LOG_BYTES)
-        found = [_note(record) for tail in self._tails.values() for record in tail.read()]
-        notes = sorted((one for one in found if one and one.at >= self._since), key=lambda note: note.at)
-        for note in notes:
-            if note.level == "info":
-                self.doing[note.process] = BEGINS.sub("starting", note.text)
-        return [note for note in notes if note.level in LOUD]
-
-
 def _note(record: Mapping[str, Any]) -> Note | None:
     """Return the line of a log as a note; None for lines of libraries."""
     try:
@@ -216,71 +198,76 @@ def _note(record: Mapping[str, Any]) -> Note | None:
     return Note(at, process, level, (f"{text}: {cause}" if cause else text)[:LONGEST_NOTE])
 
 
-class StateReader:
+class RunReader:
     """Reads a run directory repeatedly, each time only what is new."""
 
-    def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, since: float | None = None, without: str = "", keeps_rows: bool = False
+    ) -> None:
         """Read `directory`, which need not be complete yet. The notes of the process `without` are left out.
 
         `since` is the start of a run that was just started: status and notes from before it are left out.
+        With `keeps_rows` all lines of generators are kept, not those of the last minute.
         """
+        self._most_rows = None if keeps_rows else RECENT_ROWS
         self.directory = directory
         self._since = since or 0.0
         status = None if since else read_status(directory / "status.json")
-        notes_since = status.started_at if status else self._since
-        self._note_reader = NoteReader(directory / "logs", since=notes_since, without=without)
+        self._notes_since = status.started_at if status else self._since
+        self._logs = Tails(directory / "logs", last_bytes=LOG_BYTES, without=[without])
         self._notes: deque[Note] = deque(maxlen=NOTES)
-        self._learner = Tail(directory / "metrics" / "learner.jsonl")
+        self._doing: dict[str, str] = {}
+        self._metrics = Tails(directory / "metrics")
         self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)
-        self._generators: dict[str, tuple[Tail, deque[Row]]] = {}
+        self._generators: dict[str, deque[Row]] = {}
         self._history = History()
         self._recent_samples: deque[SampleRecord] = deque(maxlen=SAMPLES)
 
-    def read(self) -> DashboardState:
+    def read(self) -> RunView:
         """Return the state now. Its history is shared with later reads and grows with them."""
-        for record in self._learner.read():
-            self._history.add(record)
-        self._recent_samples.extend(sample_from(record) for record in self._samples.read())
+        for name, records in self._metrics.read().items():
+            if name == LEARNER:
+                for record in records:
+                    self._history.add(record)
+            else:
+                rows = self._generators.setdefault(name, deque(maxlen=self._most_rows))
+                rows.extend(map(numbers, records))
+        self._recent_samples.extend(map(sample_from, self._samples))
         status = read_status(self.directory / "status.json")
         if status and status.started_at < self._since:
             status = None
-        self._notes.extend(self._note_reader.read())
-        for path in sorted((self.directory / "metrics").glob("*.jsonl")):
-            if path.name != "learner.jsonl" and path.stem not in self._generators:
-                self._generators[path.stem] = (Tail(path), deque(maxlen=RECENT_ROWS))
-        for tail, recent in self._generators.values():
-            recent.extend(map(numbers, tail.read()))
-        rows = {name: recent for name, (_, recent) in self._generators.items()}
-        members = _members(status, rows)
-        alive = [rows[member.generator_id] for member in members if member.generator_id in rows]
-        return DashboardState(
+        lines = [_note(record) for records in self._logs.read().values() for record in records]
+        new = [note for note in lines if note and note.at >= self._notes_since]
+        for note in sorted(new, key=lambda note: note.at):
+            if note.level == "info":
+                self._doing[note.process] = BEGINS.sub("starting", note.text)
+            elif note.level in LOUD:
+                self._notes.append(note)
+        members = _members(status, self._generators)
+        alive = [[*self._generators.get(member.generator_id, ())][-RECENT_ROWS:] for member in members]
+        return RunView(
             run=status.run if status else self.directory.name,
             now=time.time(),
             status=status,
             history=self._history,
             members=members,
+            generators=self._generators,
             samples=tuple(self._recent_samples),
             idle_generators=_mean_share(alive, "idle_s"),
             paused_generators=_mean_share(alive, "paused_s"),
             stalled_generators=_mean_share(alive, "stalled_s"),
             notes=tuple(self._notes),
-            doing=dict(self._note_reader.doing),
+            doing=dict(self._doing),
             hosts=_hosts(self.directory / "hosts.json"),
         )
 
 
-def read_state(directory: Path) -> DashboardState:
+def read_state(directory: Path) -> RunView:
     """Return the state of a run directory now; empty as far as files are missing."""
-    return StateReader(directory).read()
+    return RunReader(directory).read()
 
 
-def sample_from(record: Mapping[str, Any]) -> SampleRecord:
-    """Return the rollout of a JSON object. Null becomes the default, unknown fields are left out."""
-    names = (item.name for item in fields(SampleRecord))
-    return SampleRecord(**{name: record[name] for name in names if record.get(name) is not None})
-
-
-def _members(status: StatusSnapshot | None, rows: Mapping[str, deque[Row]]) -> tuple[MemberStatus, ...]:
+def _members(status: StatusSnapshot | None, rows: Mapping[str, Sequence[Row]]) -> tuple[MemberStatus, ...]:
     """Return the generators in the learner's status; before it writes one, those that write metrics."""
     last = {name: lines[-1] if lines else {} for name, lines in rows.items()}
     if status is not None:
@@ -300,7 +287,7 @@ def _hosts(path: Path) -> dict[str, tuple[str, str]]:
     return {name: (str(host.get("phase")), str(host.get("why") or "")) for name, host in known.items()}
 
 
-def _mean_share(generators: Iterable[deque[Row]], name: str) -> float | None:
+def _mean_share(generators: Iterable[Sequence[Row]], name: str) -> float | None:
     """Return the mean over generators of `growth_share` over the recent lines."""
     found = (growth_share(lines[0], lines[-1], name) for lines in generators if lines)
     shares = [share for share in found if share is not None]

@@ -33,6 +33,8 @@ class MicroBatch:
     tokens: TokenBatch
     # int16 [N, layers, top_k]: the experts with which the policy runs each token; -1: those that it chooses.
     experts_NLK: Tensor | None = None
+    # int32 [T, K]: the tokens among which each action token was sampled, then -1; None: among all.
+    kept_TK: Tensor | None = None
     # What the model's forward pass takes besides, under the names and with the axes that it expects. Its own
     # `position_ids`, of three axes for example, take the place of `position_ids_N`.
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -48,8 +50,8 @@ class LossSums:
 
     # [], differentiable, already divided by the counts of the whole optimizer step.
     loss: Tensor
-    # Sums; the learner divides them.
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    # Sums, numbers or tensors [], for which nobody waits before the step's end; the learner divides them.
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 # (micro-batch, logprobs_T, entropy_T) -> sums; both columns float32, differentiable; never an empty one.
@@ -86,6 +88,7 @@ class Usage:
 class Trainer(Protocol):
     """The policy, and if configured the reference and the critic, with optimizers and shards.
 
+    Log-probabilities, entropies and probabilities are those given that the token is one of its `kept_TK`.
     Every rank calls every method, in the same order.
     """
 
@@ -157,8 +160,11 @@ class Trainer(Protocol):
         """
         ...
 
-    def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face model directory. Raises as `save` does."""
+    def export(self) -> Callable[[Path], None]:
+        """Copy the policy to host memory, and return what writes it as a new Hugging Face directory.
+
+        Rank 0 alone may call the result, in any thread, while training goes on.
+        """
         ...
 
     def usage(self) -> list[Usage]:

@@ -64,8 +64,9 @@ class Ranks:
             store = _store(rendezvous, timeout)
             _keep_to_interface(rendezvous.address)
             backend = "nccl" if device.type == "cuda" else "gloo"
+            gpu = device if backend == "nccl" else None  # a barrier of NCCL would guess it
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout
+                backend, store=store, rank=self.rank, world_size=self.count, timeout=timeout, device_id=gpu
             )
             # Bytes go over Gloo: ranks that wait in NCCL keep their GPUs busy, which generators may share.
             self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None

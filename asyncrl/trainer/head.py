@@ -1,6 +1,6 @@
 """The output layer of a policy as log-probabilities of given tokens, one chunk of tokens at a time.
 
-Axes in names:  T action tokens, C a chunk of T, D hidden size, V vocabulary, R results.
+Axes in names:  T action tokens, C a chunk of T, D hidden size, V vocabulary, R results, K kept tokens.
 The logits of at most one chunk exist at any time, forward and backward: [C, V], never [T, V]. Nothing here
 waits for the device.
 """
@@ -17,6 +17,9 @@ from asyncrl.errors import ConfigError, lacks_gpu_memory
 
 log = logging.getLogger(__name__)
 
+# The logit of no token: its exponential is 0, and 0 times it is 0, unlike -infinity.
+NEVER = -1e30
+
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, summed and returned in at least float32: bfloat16 has 8 bits."""
@@ -32,6 +35,14 @@ def logits_of(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tenso
         return product(hidden_CD / temperature, weight_VD.T)  # no pass over [C, V], and no digits lost
     logits_CV = product(hidden_CD, weight_VD.T)
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+def among(logits_CV: Tensor, target_C: Tensor, kept_CK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logits of the kept tokens, [C, K], and where the target is among them; of all if there are none."""
+    if kept_CK is None:
+        return logits_CV, target_C.clone()
+    logits_CK = logits_CV.gather(-1, kept_CK.clamp(min=0).long()).masked_fill_(kept_CK < 0, NEVER)
+    return logits_CK, (kept_CK == target_C[:, None]).int().argmax(-1)
 
 
 def statistics(logits_CV: Tensor, target_C: Tensor, with_squares: bool) -> tuple[Tensor, Tensor]:
@@ -108,7 +119,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, without gradient.
     Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
-    dL/dz = g (onehot(target) - p) - e p (ln p + H). Without `entropy_gradient`, e is taken as 0.
+    dL/dz = g (onehot(target) - p) - e p (ln p + H). Without `entropy_gradient`, e is taken as 0. With
+    `kept_TK`, p is 0 of all tokens but these, which include the target; -1 is no token.
     """
 
     @staticmethod
@@ -121,6 +133,7 @@ class TokenLogprobs(torch.autograd.Function):
         chunk: int,
         with_squares: bool,
         entropy_gradient: bool,
+        kept_TK: Tensor | None = None,
     ) -> Tensor:
         rows = 3 if with_squares else 2
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -129,15 +142,17 @@ class TokenLogprobs(torch.autograd.Function):
         of_chunk = fused(statistics, hidden_TD.device.type)
         for start in range(0, len(target_T), chunk):
             part = slice(start, start + chunk)
+            kept_CK = None if kept_TK is None else kept_TK[part]
             logits_CV = logits_of(hidden_TD[part], weight_VD, temperature)
-            columns_RT[:, part], scale_2T[:, part] = of_chunk(logits_CV, target_T[part].clone(), with_squares)
-        ctx.save_for_backward(hidden_TD, weight_VD, target_T, scale_2T, columns_RT[:2].clone())
+            found = of_chunk(*among(logits_CV, target_T[part], kept_CK), with_squares)
+            columns_RT[:, part], scale_2T[:, part] = found
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, kept_TK, scale_2T, columns_RT[:2].clone())
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
         return columns_RT
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, target_T, scale_2T, (logprob_T, entropy_T) = ctx.saved_tensors
+        hidden_TD, weight_VD, target_T, kept_TK, scale_2T, (logprob_T, entropy_T) = ctx.saved_tensors
         gradient_T, by_entropy_T = gradients[0][:2] / ctx.temperature  # now that of hidden @ weight.T
         # Computed beside the rest, in float32: near p = 1 a rounded p would leave nothing of g (1 - p).
         at_target_T = -gradient_T * logprob_T.expm1()
@@ -151,16 +166,21 @@ class TokenLogprobs(torch.autograd.Function):
         of_chunk = fused(off_target_gradient, hidden_TD.device.type)
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
+            kept_CK = None if kept_TK is None else kept_TK[part]
             logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
+            logits_CK, place_C = among(logits_CV, target_T[part], kept_CK)
             by_entropy_C = by_entropy_T[part].clone() if ctx.entropy_gradient else None
             columns = [column_T[..., part].clone() for column_T in (scale_2T, gradient_T, entropy_T)]
-            logit_gradient_CV = of_chunk(logits_CV, *columns, by_entropy_C, hidden_TD.dtype)
-            logit_gradient_CV.scatter_(-1, target_T[part, None], at_target_T[part, None])
+            gradient_CK = of_chunk(logits_CK, *columns, by_entropy_C, hidden_TD.dtype)
+            logit_gradient_CV = gradient_CK.scatter_(-1, place_C[:, None], at_target_T[part, None])
+            if kept_CK is not None:
+                zeros_CV = torch.zeros_like(logits_CV, dtype=hidden_TD.dtype)
+                logit_gradient_CV = zeros_CV.scatter_add_(-1, kept_CK.clamp(min=0).long(), gradient_CK)
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
             if sums_VD is not None:
                 sums_VD += product(logit_gradient_CV.T, hidden_TD[part])
         weight_gradient_VD = None if sums_VD is None else sums_VD.to(weight_VD.dtype)
-        return hidden_gradient_TD, weight_gradient_VD, None, None, None, None, None
+        return hidden_gradient_TD, weight_gradient_VD, None, None, None, None, None, None
 
 
 class LogprobHead(nn.Module):
@@ -186,8 +206,9 @@ class LogprobHead(nn.Module):
         chunk: int,
         with_squares: bool,
         entropy_gradient: bool,
+        kept_TK: Tensor | None = None,
     ) -> Tensor:
         """columns_RT of `TokenLogprobs`, in nats, float32; logits are divided by `temperature`."""
-        arguments = (hidden_TD, self.weight, target_T, temperature, chunk, with_squares, entropy_gradient)
-        columns_RT: Tensor = TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+        how = (temperature, chunk, with_squares, entropy_gradient, kept_TK)
+        columns_RT: Tensor = TokenLogprobs.apply(hidden_TD, self.weight, target_T, *how)  # type: ignore[no-untyped-call]
         return columns_RT

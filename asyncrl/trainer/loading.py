@@ -130,6 +130,7 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
         settings = peft_config(config.lora, config.path, targets)
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
-    tools.from_pretrained(
+    loaded = tools.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    ).save_pretrained(directory)
+    )
+    config.templated(loaded).save_pretrained(directory)

@@ -48,6 +48,7 @@ class PolicyModule(nn.Module):
         target_T: Tensor,
         temperature: float,
         chunk: int,
+        kept_TK: Tensor | None = None,
         with_squares: bool = False,
         entropy_gradient: bool = True,
         experts_NLK: Tensor | None = None,
@@ -60,7 +61,9 @@ class PolicyModule(nn.Module):
         how = (temperature * self._divisor, chunk, with_squares, entropy_gradient)
         return token_outputs(
             self.model.base_model,
-            lambda hidden_TD, own_T: self.head(hidden_TD, target_T[own_T], *how),
+            lambda hidden_TD, own_T: self.head(
+                hidden_TD, target_T[own_T], *how, kept_TK if kept_TK is None else kept_TK[own_T]
+            ),
             self._sequence_ranks,
             **packed,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.columns import COLUMNS, NONE, TOKENS, Column, filled, of_prompt, of_token
+from asyncrl.columns import COLUMNS, KEPT_COUNTS, KEPT_IDS, NONE, TOKENS, Column, filled, of_prompt, of_token
 from asyncrl.errors import WireError
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
@@ -139,6 +139,8 @@ def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
         TOKENS: [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts],
     }
     arrays: Arrays = {}
+    if any({KEPT_COUNTS, KEPT_IDS} & rollout.recorded.keys() for rollout in rollouts):
+        lengths[KEPT_COUNTS] = [int(np.sum(rollout.recorded.get(KEPT_COUNTS, 0))) for rollout in rollouts]
     if played:
         lengths["turns"] = [len(turns.ends) for turns in played]
         counts = [NONE if rollout.turns is None else len(rollout.turns.ends) for rollout in rollouts]
@@ -149,7 +151,7 @@ def _pieced_columns(rollouts: Sequence[Rollout]) -> Arrays:
             continue
         if axis == "turns":
             given = [getattr(turns, name.removeprefix("turn_")) for turns in played]
-        elif column.optional:
+        elif of_token(name):
             given = [rollout.recorded.get(name) for rollout in rollouts]
         else:
             given = [getattr(rollout, name) for rollout in rollouts]
@@ -236,7 +238,11 @@ def _check_counts(arrays: Arrays) -> None:
 
 def _rollouts(arrays: Arrays, head: Head) -> tuple[Rollout, ...]:
     axes = {name: COLUMNS[name].axes[0] for name in arrays}
-    slices = {axis: _slices(arrays[axis]) for axis in set(axes.values()) if axis in arrays}
+    counts = {axis: arrays[axis] for axis in set(axes.values()) if axis in arrays}
+    if KEPT_COUNTS in counts:  # those of tokens become those of rollouts
+        before = np.cumsum(np.append(0, counts[KEPT_COUNTS]))
+        counts[KEPT_COUNTS] = np.diff(before[np.cumsum(arrays["response_tokens"])], prepend=0)
+    slices = {axis: _slices(each) for axis, each in counts.items()}
     slices[TOKENS] = _slices(arrays["prompt_tokens"].astype(np.int64) + arrays["response_tokens"])
     recorded = {name: slices[axes[name]] for name in filter(of_token, arrays)}
     of_turns = {name.removeprefix("turn_"): arrays[name] for name in arrays if axes[name] == "turns"}

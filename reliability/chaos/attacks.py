@@ -1,16 +1,13 @@
-"""Two tables of docs/reliability.md: attacks with amounts and results, and runs of all faults together."""
+"""Two tables of docs/reliability.md: attacks with amounts and results, and faults during episodes."""
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .damage import DAMAGES, LEARNER, STORE
 from .outcome import TOGETHER
 from .poison import GROUPS
 
 Run = Mapping[str, Any]
-FILES = dict.fromkeys(LEARNER, "learner") | dict.fromkeys(STORE, "store")
 POISON, FILE, HANG = "poison: ", "file: ", "hang: "
 
 
@@ -47,26 +44,6 @@ INJECTED = (
     Attack("hostile values written into the store past all functions", ("hostile store values",)),
     Attack("a file of the learner or the store truncated, emptied, a bit flipped, missing", (FILE,)),
 )
-TESTED = (
-    Attack("every file of a run, each damaged in six ways", ("tests/integration/test_damaged_files.py",)),
-    Attack("the store's data damaged, its disk full", ("tests/integration/test_store_data.py",)),
-    Attack(
-        "a generator that speaks, floods and lies as it likes",
-        ("tests/integration/test_hostile_generators.py",),
-    ),
-    Attack(
-        "any value in what a generator may write in the store", ("tests/integration/test_store_damage.py",)
-    ),
-    Attack("commands that a user may not run in the store", ("tests/integration/test_store_users.py",)),
-    Attack("mistakes typed on the command line and in files", ("tests/integration/test_mistakes.py",)),
-    Attack("a run resumed with other settings, key by key", ("tests/integration/test_resumed_keys.py",)),
-    Attack("rewards that hang, crash, flood or look around", ("tests/integration/test_reward_pool.py",)),
-    Attack(
-        "an agent that replays, floods, guesses keys, or sends long or slow requests",
-        ("tests/unit/test_endpoint.py",),
-    ),
-)
-"""Held by a test instead of a campaign."""
 
 
 def _is_of(kind: str, kinds: Sequence[str]) -> bool:
@@ -117,11 +94,6 @@ def attacks(found: Mapping[str, Any]) -> Iterator[str]:
             f"{max(together):.1f} |"
         )
     yield from _other_campaigns(found)
-    yield ""
-    yield "| attack | held by |"
-    yield "|---|---|"
-    for words, (test,) in TESTED:
-        yield f"| {words} | `{test}` |"
 
 
 def _other_campaigns(found: Mapping[str, Any]) -> Iterator[str]:
@@ -185,37 +157,6 @@ def _persons(runs: Sequence[Run]) -> int:
     return sum(bool(run["wrong"]) for run in runs)
 
 
-def hardening(found: Mapping[str, Any]) -> Iterator[str]:
-    """Runs of all faults at once: how often each kind struck, the fate of poison, files damaged."""
-    runs = _runs(found)
-    struck: Counter[str] = sum((_struck(run) for run in runs), Counter())
-    seeds, minutes = ", ".join(str(run["seed"]) for run in runs), _sum(runs, "seconds") / 60
-    messages = struck["swallowed"] + struck["repeated"]
-    yield (
-        f"{struck.total() - messages:,} faults in {minutes:.0f} minutes (seeds {seeds}), and {messages:,} "
-        f"messages swallowed or repeated. {_sum(runs, 'groups'):,} groups in {_sum(runs, 'steps'):,} steps: "
-        f"{_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
-        f"{_persons(runs)}."
-    )
-    yield ""
-    yield "| what struck | times | of them alone | median s without a step after it | longest |"
-    yield "|---|---|---|---|---|"
-    pauses: dict[str, list[float]] = {}
-    for kind, times in ((kind, times) for run in runs for kind, times in run["pauses_s"].items()):
-        pauses.setdefault(_row_of(kind), []).extend(times)
-    times_of: Counter[str] = Counter()
-    for kind, count in struck.items():
-        times_of[_row_of(kind)] += count
-    for name in sorted((times_of.keys() | pauses.keys()) - {"swallowed", "repeated", TOGETHER}):
-        yield _times(name, times_of[name] or len(pauses[name]), pauses.get(name, []))
-    if together := pauses.get(TOGETHER):
-        yield _times("two to four at once", len(together), together)
-    yield ""
-    yield from _poison(runs)
-    yield ""
-    yield from _files(struck)
-
-
 EPISODES = {
     "generator": ("kill_generator", "pause_generator"),
     "learner": ("kill_learner", "pause_learner"),
@@ -247,39 +188,3 @@ def episodes(found: Mapping[str, Any]) -> Iterator[str]:
         f"hang). {figures['replays']:,} episodes were played again, {figures['late']} tool calls were observed to be late, {figures['dead']} tickets "
         f"failed in all attempts. Longest time without a step: {max(run['found']['pause_s'] for run in runs)} s."
     )
-
-
-def _row_of(kind: str) -> str:
-    """Files without their damages, which have a table of their own."""
-    return kind.rpartition(" ")[0].removesuffix(" bit") if kind.startswith(FILE) else kind
-
-
-def _times(name: str, count: int, pauses: Sequence[float]) -> str:
-    times = f"{len(pauses)} | {statistics.median(pauses):.1f} | {max(pauses):.1f}" if pauses else "0 | |"
-    return f"| {name.replace('_', ' ')} | {count:,} | {times} |"
-
-
-def _poison(runs: Sequence[Run]) -> Iterator[str]:
-    fates: dict[str, Counter[str]] = {}
-    for kind, counts in ((kind, counts) for run in runs for kind, counts in run["poisoned"].items()):
-        fates.setdefault(kind, Counter()).update(counts)
-    columns = ["untrainable", "dead", "discarded_lineage", "deadly"]
-    yield (
-        f"| poison | {' | '.join(f'`{column}`' for column in columns)} | gone with the store, or not "
-        "reached | trained |"
-    )
-    yield f"|{'---|' * (len(columns) + 3)}"
-    for kind, counts in sorted(fates.items()):
-        others = counts.total() - sum(counts[column] for column in columns) - counts["trained"]
-        yield (
-            f"| {kind} | {' | '.join(str(counts[column]) for column in columns)} | {others} | "
-            f"{counts['trained']} |"
-        )
-
-
-def _files(struck: Counter[str]) -> Iterator[str]:
-    yield f"| file | of the | {' | '.join(DAMAGES)} |"
-    yield f"|{'---|' * (len(DAMAGES) + 2)}"
-    for name, owner in FILES.items():
-        counts = " | ".join(str(struck[f"{FILE}{name} {damage}"]) for damage in DAMAGES)
-        yield f"| {name} | {owner} | {counts} |"

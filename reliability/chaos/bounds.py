@@ -1,7 +1,7 @@
 """What must stay within its bounds: `python -m reliability.chaos.bounds [--seconds 120] [--only NAMES]
 [--json FILE]`.
 
-A real store, the shipped intake with its decoder process as learner, and producers that lease, wait and put
+A real store, the shipped intake as learner, and producers that lease, wait and put
 as generators do.
 
     memory   the learner stops, then takes half of what is produced: the store's memory stays under its cap, nothing is dropped
@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ from asyncrl.buffer.server import StoreServer
 from asyncrl.config.store import StoreConfig
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.types import Group, Rollout, VersionSpan
-from asyncrl.wire.decoder import IsolatedDecoder
-from asyncrl.wire.group_frames import encode_group
+from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.waiting import wait_until
 
 from .soak import SURVIVORS, bytes_per_group, soak
@@ -148,11 +148,10 @@ class Run:
         with environment(self._environment):
             self._server.start()
         self.connection = StoreConnection(self._server.url, retry_s=WAIT_S)
-        self.decoder = IsolatedDecoder(KEY)
         self.intake = Intake(
             buffer=RedisBuffer(self.connection, RUN, self.rules),
             ledger=Ledger(),
-            gate=Gate(lane="train", decode=self.decoder.decode, limits=LIMITS),
+            gate=Gate(lane="train", decode=partial(decode_group, key=KEY), limits=LIMITS),
             judge=make_judge([], drop_older_than=None),
             max_refills=1000,
             stall_s=WAIT_S,
@@ -167,7 +166,6 @@ class Run:
         for process in self._processes:
             process.kill()
             process.join(10.0)
-        self.decoder.close()
         self._server.stop()
 
     def add(self, name: str) -> Any:
@@ -222,7 +220,6 @@ class Run:
             "groups": len(self.consumed),
             "lost": audit.missing,
             "twice": self.twice,
-            "decoder_deaths": self.decoder.deaths,
             "puts": self.counts,
         }
 
@@ -360,16 +357,14 @@ def leak(directory: Path, seconds: float) -> dict[str, Any]:
             groups, run.consumed = (run.intake.ledger.consumed, set())
             if time.monotonic() > next_s:
                 next_s = time.monotonic() + 0.5
-                decoder = psutil.Process(run.decoder.pid)
-                rows.append((groups, process.memory_info().rss, process.num_fds(), decoder.memory_info().rss))
+                rows.append((groups, process.memory_info().rss, process.num_fds()))
         late = rows[len(rows) // 4 :]
-        done, rss, fds, decoder_rss = (np.array(column, dtype=float) for column in zip(*late, strict=True))
+        done, rss, fds = (np.array(column, dtype=float) for column in zip(*late, strict=True))
         return {
             "groups": int(done[-1]),
             "groups_measured": int(done[-1] - done[0]),
             "rss_mib": [round(float(value) / 2**20, 2) for value in (rss[0], rss[-1])],
             "rss_growth_bytes_per_group": bytes_per_group(done, rss),
-            "decoder_rss_growth_bytes_per_group": bytes_per_group(done, decoder_rss),
             "files": sorted({int(count) for count in fds}),
             "lost": run.intake.buffer.audit().missing,
             "twice": run.twice,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.errors import CheckpointError
-from asyncrl.run.checkpoint import MANIFEST, NEWEST, STATE, CheckpointStore
+from asyncrl.run.checkpoint import NEWEST, CheckpointStore
+from asyncrl.run.manifest import MANIFEST, STATE
 
 from .faults import note
 from .lineage import FILE

@@ -117,7 +117,7 @@ def partition(world: World, draw: random.Random) -> None:
     note(world, "link_down" if world.is_spread else "partition", pair=pair)
 
 
-KINDS = ("learner", "generator", "store", "decoder", "engine core")
+KINDS = ("learner", "generator", "store", "engine core")
 REPLACED_S = 120.0
 """For a machine that is busy; what it took is in the results."""
 

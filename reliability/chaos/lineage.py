@@ -58,9 +58,6 @@ class FoldedWeights:
         writing.rename(self.manifests / f"{self.manifest}.json")
         (directory / FILE).write_text(json.dumps({"weights": self.value, "manifest": self.manifest}))
 
-    def export(self, directory: Path) -> None:
-        """Leave it out: no engine loads these weights."""
-
     def load(self, directory: Path) -> None:
         saved = json.loads((directory / FILE).read_text())
         self.value, self.manifest, self._steps = saved["weights"], saved["manifest"], []

@@ -8,27 +8,21 @@ from typing import Any
 
 from reliability.simulation import tables as simulation
 
-from . import attacks, designs, outcome, tables
+from . import attacks, designs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results"
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "attacks": attacks.attacks,
-    "hardening": attacks.hardening,
     "episodes": attacks.episodes,
-    "volume": lambda found: outcome.table(found["runs"]),
     "designs": lambda found: designs.table(found["runs"]),
     "real": tables.real,
     "pace": tables.pace,
-    "weights": tables.weights,
     "bounds": tables.bounds,
     "frames": tables.frames,
     "checkpoint": tables.crash_points,
-    "run": tables.power_losses,
-    "hangs": tables.hangs,
     "simulation": simulation.campaigns,
-    "mutants": simulation.mutants,
 }
 
 

@@ -9,21 +9,20 @@ from typing import Any
 
 import psutil
 
-from .real import VICTIMS, RealRun, longest_pause
+from .real import RealRun, longest_pause
 
 HANG_S, DEADLINE_S = 60.0, 10.0
-KINDS = ("learner rank", "store", "engine core", "generator", "decoder")
-BOUNDS_S = {"store": 20.0, "decoder": 40.0}
+KINDS = ("learner rank", "store", "engine core", "generator")
+BOUNDS_S = {"store": 20.0}
 """Of those that others than the supervisor replace, or sooner."""
 
 
 def run(seed: int, root: Path) -> dict[str, Any]:
     """Each kind is stopped once; the run must replace it and make new steps."""
     draw = random.Random(seed)
-    VICTIMS["decoder"] = "asyncrl.wire.decoder"
     with RealRun(root) as real:
         options = {"control.hang_s": HANG_S, "control.slow_s": 300, "weights.deadline_s": DEADLINE_S}
-        real.begin(*(f"{key}={value:g}" for key, value in options.items()), "store.isolate_decoding=true")
+        real.begin(*(f"{key}={value:g}" for key, value in options.items()))
         began_s = time.monotonic()
         times = {kind: _stop_one(real, kind, draw) for kind in KINDS}
         return {

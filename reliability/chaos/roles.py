@@ -43,7 +43,6 @@ from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
 from asyncrl.types import Group, Prompt
 from asyncrl.weights.agreement import Agreement
-from asyncrl.wire.decoder import IsolatedDecoder
 from asyncrl.wire.group_frames import decode_group
 from tests.support.nowhere import Nowhere
 
@@ -59,8 +58,7 @@ RULES = BufferRules(groups=B, lease_s=2.0)
 CONTROL = ControlConfig(heartbeat_s=0.25, timeout_s=1.5)
 """Four and ten times faster than the defaults, so that a minute holds more faults."""
 RETRY_S = 60.0
-FRAME_S = 2.0
-HELPERS = {"decoder": ("learner", "asyncrl.wire.decoder"), "engine core": ("generator", "os.read(0, 1)")}
+HELPERS = {"engine core": ("generator", "os.read(0, 1)")}
 """Kind of process: whose child it is, and what its command line has."""
 JOIN_S = 10.0
 """A generator that comes when the run is just over finds nobody for so long."""
@@ -81,7 +79,7 @@ class Place:
     password: str | None = None
     network: Path | None = None
     has_helpers: bool = False
-    """Processes of their own for the engine's core and for decoding."""
+    """A process of its own for the engine's core."""
 
     def connect(self) -> StoreConnection:
         return StoreConnection(self.store, password=self.password, retry_s=RETRY_S)
@@ -271,7 +269,6 @@ class Learner:
         self._decoded: list[tuple[Group, bytes]] = []
         self._is_overdue = False
         self._deaths = StepDeaths(step_record(checkpoints))
-        self._decoder = IsolatedDecoder(KEY, frame_s=FRAME_S) if place.has_helpers else None
         connection = place.connect()
         self._record = RunRecord(connection, KEY)
         self._stored = StoredRun(name=RUN, config_json="{}", config_hash="c", release="r", key_id="k")
@@ -314,7 +311,7 @@ class Learner:
         )
 
     def _decode(self, frame: bytes) -> Group:
-        group = self._decoder.decode(frame) if self._decoder else decode_group(frame, KEY)
+        group = decode_group(frame, KEY)
         self._decoded.append((group, frame))
         return group
 

@@ -1,5 +1,5 @@
-"""The tables of docs/reliability.md that are not of scenarios: weights plane, bounds, frames, crash points, a
-run with a model.
+"""The tables of docs/reliability.md that are not of scenarios: bounds, frames, crash points, a run with a
+model.
 
 Runs of several seeds are summed; what cannot be summed is the worst of them.
 """
@@ -8,78 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Run = Mapping[str, Any]
-
-
-def weights(found: Mapping[str, Sequence[Run]]) -> Iterator[str]:
-    """Return the tables of the weights plane."""
-    kinds = [found.get(name, []) for name in ("stricken", "parted", "visitors", "aborted")]
-    stricken, _, visitors, _ = kinds
-    yield (
-        "| fault | transport | injected | aim | seeds | learner errors | failed updates of others | tokens of "
-        "mixed weights |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
-    for transport in dict.fromkeys(run["transport"] for runs in found.values() for run in runs):
-        yield from _weights_faults(
-            transport, *([run for run in runs if run["transport"] == transport] for runs in kinds)
-        )
-    yield ""
-    yield (
-        "| seed, transport (load) | publish, median ms: calm, under faults | longest | back after SIGCONT, median s | "
-        "after SIGKILL |"
-    )
-    yield "|---|---|---|---|---|"
-    for run in stricken:
-        calm, faulty = run["publish_ms_calm"], run["publish_ms_under_faults"]
-        stop, kill = (f"{run['back_after_ms'][kind]['p50'] / 1000:.1f}" for kind in ("SIGSTOP", "SIGKILL"))
-        yield (
-            f"| {_load(run)} | {calm['p50']:.0f}, {faulty['p50']:.0f} | {faulty['max']:.0f} | {stop} | "
-            f"{kill} |"
-        )
-    yield ""
-    yield (
-        "| seed, transport (load) | joins | seconds | from joining to the first update, median s | longest publish, ms |"
-    )
-    yield "|---|---|---|---|---|"
-    for run in visitors:
-        first_s = run["join_to_first_update_ms"]["p50"] / 1000
-        yield (
-            f"| {_load(run)} | {run['joins']} | {run['seconds']:.0f} | {first_s:.1f} | "
-            f"{run['publish_ms']['max']:.0f} |"
-        )
-
-
-def _weights_faults(
-    transport: str,
-    stricken: Sequence[Run],
-    parted: Sequence[Run],
-    visitors: Sequence[Run],
-    aborted: Sequence[Run],
-) -> Iterator[str]:
-    if stricken:
-        killed, stopped = (_sum(stricken, "injected", kind) for kind in ("SIGKILL", "SIGSTOP"))
-        what = f"receiver killed ({killed}) or stopped ({stopped}) in the middle of an update"
-        yield _row(what, transport, killed + stopped, 100, stricken, "failed_updates_of_the_others")
-    if parted:
-        strikes = sum(sum(run["injected"].values()) for run in parted)
-        failed = _sum(parted, "failed_updates")
-        what = f"process of a pair stopped, and then killed, left or continued ({failed} updates failed)"
-        yield _row(what, transport, strikes, 100, parted, "failed_updates_of_the_others")
-    if visitors:
-        left, died = (_sum(visitors, "leaves", way) for way in ("left", "died"))
-        what = f"generator joins, takes an update and goes ({left} left, {died} died)"
-        yield _row(what, transport, _sum(visitors, "joins"), 200, visitors, "failed_updates_of_the_steady")
-    if aborted:
-        cut = _sum(aborted, "by", "connections cut")
-        what = "transfer ended at a random tensor" + f", {cut} of them on the wire" * (cut > 0)
-        yield _row(what, transport, _sum(aborted, "failed_updates"), 100, aborted, "")
-
-
-def _row(what: str, transport: str, count: int, aim: int, runs: Sequence[Run], others: str) -> str:
-    failed = str(_sum(runs, others)) if others else ""
-    mixed = _sum(runs, "mixed_tokens") + sum(run.get("wrong_weights", 0) for run in runs)
-    errors = _sum(runs, "learner_errors")
-    return f"| {what} | {transport} | {count} | {aim} | {_seeds(runs)} | {errors} | {failed} | {mixed} |"
 
 
 def bounds(found: Mapping[str, Run]) -> Iterator[str]:
@@ -103,10 +31,6 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
     yield (
         f"| growth of the learner's memory per group, over {leak['groups_measured']} groups | "
         f"{leak['rss_growth_bytes_per_group']:.1f} bytes | about 1 byte | {leak['lost']} | {leak['twice']} |"
-    )
-    yield (
-        f"| growth of its decoder's | {leak['decoder_rss_growth_bytes_per_group']:.1f} bytes | about "
-        "1 byte | | |"
     )
     yield f"| open files of the learner | {' or '.join(map(str, leak['files']))} | constant | | |"
     under = f"{sum(soak['struck'].values())} faults in {soak['seconds'] / 60:.0f} minutes"
@@ -141,57 +65,6 @@ def crash_points(found: Run) -> Iterator[str]:
     for kind, one in found["found"].items():
         own = ", ".join(f"{count}: {what}" for what, count in one["deepspeed"].items())
         yield f"| {kind} | {one['points']} | {len(one['violations'])} | {own} |"
-
-
-def power_losses(found: Run) -> Iterator[str]:
-    """Of whole runs, by the file that was changed last."""
-    yield "| changed last | states looked at | started | in need of a person, or gone back |"
-    yield "|---|---|---|---|"
-    for file, (looked_at, started, wrong) in found["files"].items():
-        yield f"| {file} | {looked_at} | {started} | {wrong} |"
-    looked_at, started, wrong = (sum(counts) for counts in zip(*found["files"].values(), strict=True))
-    yield f"| all | {looked_at} | {started} | {wrong} |"
-
-
-def hangs(found: Mapping[str, Any]) -> Iterator[str]:
-    """What was stopped and never woken: without a model, then with one."""
-    runs = found["volume"]["runs"]
-    hung: dict[str, list[Run]] = {}
-    for one in (one for run in runs for one in run["hangs"]):
-        hung.setdefault(" and ".join(one["kinds"]), []).append(one)
-    yield "| stopped | times | until it is replaced, s | until the next step, s |"
-    yield "|---|---|---|---|"
-    for kinds, times in hung.items():
-        yield f"| {kinds} | {len(times)} | {_span(times, 'replaced_s')} | {_span(times, 'step_s')} |"
-    yield ""
-    stopped = sum(run["struck"]["stop"] for run in runs)
-    yield (
-        f"{stopped} processes in {_sum(runs, 'seconds') / 60:.0f} minutes; {_sum(runs, 'groups')} groups, "
-        f"{_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} twice; runs that needed a person: "
-        f"{sum(bool(run['wrong']) for run in runs)}."
-    )
-    if run := found.get("real"):
-        yield ""
-        yield (
-            "| stopped, in a run with a model | bound, s | replaced after, s | longest pause of steps, s | "
-            "all there again, s |"
-        )
-        yield "|---|---|---|---|---|"
-        for kind, one in run["times"].items():
-            yield (
-                f"| {kind} | {one['bound_s']:.0f} | {one['replaced_s']:.1f} | {one['pause_s']:.1f} | "
-                f"{one['whole_s']:.1f} |"
-            )
-        yield ""
-        yield (
-            f"{run['steps']} steps, {run['groups']} groups, {run['unaccounted']} not accounted for, "
-            f"{run['missing_in_audit']} missing in the audit; steps in a row: {_yes(run['steps_in_a_row'])}."
-        )
-
-
-def _span(times: Sequence[Run], key: str) -> str:
-    found = [one[key] for one in times]
-    return f"{min(found):.1f}" if len(found) == 1 else f"{min(found):.1f} to {max(found):.1f}"
 
 
 def real(run: Run) -> Iterator[str]:
@@ -246,10 +119,6 @@ def _sum(runs: Sequence[Run], *keys: str) -> int:
 
 def _seeds(runs: Sequence[Run]) -> str:
     return ", ".join(str(run["seed"]) for run in runs)
-
-
-def _load(run: Run) -> str:
-    return f"{run['seed']}, {run['transport']} ({run['environment']['load_1min']:.0f})"
 
 
 def _mib(count_bytes: int) -> str:

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ def one(root: Path, rng: random.Random, *, trusting: bool) -> dict[str, float]:
     run.trainer = trainer
     for version in (1, 2, 3):
         run.checkpoint(version, last=False)
+        run.exports.finish()
     ballast = root / "ballast"
     ballast.write_bytes(b"x" * (FileOps().free_bytes(root) - rng.randrange(0, 280_000)))
     for version in (4, 5, 6):
@@ -50,6 +49,7 @@ def one(root: Path, rng: random.Random, *, trusting: bool) -> dict[str, float]:
     free_at_s = time.perf_counter()
     run.checkpoint(7, last=False)
     resumed_s = time.perf_counter() - free_at_s
+    run.exports.finish()
     assert CheckpointStore(root / "checkpoints", KEY, 2).latest() == root / "checkpoints" / "step-000007"
     failed = [count for kind, count in head.events if kind == "failed"]
     assert failed == [1, 2, 3], head.events
@@ -60,20 +60,11 @@ class FullDiskTrainer(FakeTrainer):
     """Reports a failed write as the real one does."""
 
     def save(self, directory: Path) -> None:
-        with reported(directory):
+        try:
             super().save(directory)
-
-    def export(self, directory: Path) -> None:
-        with reported(directory):
-            super().export(directory)
-
-
-@contextmanager
-def reported(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{directory} could not be written (rank 0: {error})") from error
+            (directory / "optimizer").write_text(self.value * 100)
+        except OSError as error:
+            raise CheckpointError(f"{directory} could not be written (rank 0: {error})") from error
 
 
 def main() -> None:

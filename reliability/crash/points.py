@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.run.checkpoint import EXPORT, CheckpointStore
+from asyncrl.config.named_files import EXPORT
+from asyncrl.run.checkpoint import CheckpointStore
 from reliability.crash.file_trace import Copy, Disk, Operation, Tree, torn_writes
 from reliability.crash.saver import KEEP, digest_of_export, ledger_of
 
@@ -78,12 +79,14 @@ class Judge:
             return f"step {step} found although step {returned} was saved"
         if store.state(step) != {"version": step, "ledger": ledger_of(step)}:
             return f"step {step} found with another ledger: {store.state(step)}"
-        if (
-            digest_of_export((found / EXPORT / "model.safetensors").read_bytes())
-            != self._policies[f"policy-{step}"]
-        ):
-            return f"step {step} found with other weights"
-        return ""
+        if (exported := store.latest(exported=True)) is None:
+            return f"no model found although that of step {returned} was exported" if returned else ""
+        step = int(exported.name.removeprefix("step-"))
+        if step < returned:
+            return f"the model of step {step} found although that of step {returned} was exported"
+        model = (exported / EXPORT / "model.safetensors").read_bytes()
+        is_whole = digest_of_export(model) == self._policies[f"policy-{step}"]
+        return "" if is_whole else f"step {step} found with other weights"
 
     def _deepspeeds(self, tree: Tree) -> str:
         latest = tree.get("latest")

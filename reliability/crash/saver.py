@@ -17,6 +17,7 @@ from safetensors.torch import load
 from asyncrl.batch.packing import microbatch
 from asyncrl.run.checkpoint import CheckpointStore
 from tests.support import trainer_worker as worker
+from tests.support.fake_trainer import save_whole
 
 KEY, KEEP = worker.KEY, 2
 
@@ -54,7 +55,7 @@ def main() -> None:
         (root / f"policy-{step}").write_text(
             digest({name: tensor.clone() for name, tensor in trainer.tensors()})
         )
-        store.save(step, trainer, {"version": step, "ledger": ledger_of(step)})
+        save_whole(store, step, trainer, {"version": step, "ledger": ledger_of(step)})
         (root / "returned" / f"ours-{step}").mkdir()
         engine = trainer._policy.engine
         engine.save_checkpoint(str(root / "deepspeed"), tag=f"step-{step}")

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import store_password
 from asyncrl.run.lock import RunLock
-from asyncrl.telemetry.jsonl import JsonlTracker, Lines
+from asyncrl.telemetry.jsonl import Lines
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.telemetry.trackers import JsonlTracker
+from tests.support.fake_trainer import save_whole
 
 NAME, GROUPS = "small", 4
 RULES = BufferRules(groups=GROUPS)
@@ -54,14 +57,19 @@ class Weights:
         return value or b""
 
     def save(self, directory: Path) -> None:
-        (directory / "trainer.json").write_text(json.dumps({"ranks": 1}))
+        (directory / "trainer.json").write_text(json.dumps({"ranks": 1, "ids": self.ids}))
 
-    def export(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "model.safetensors").write_text(json.dumps(self.ids))
+    def export(self) -> Callable[[Path], object]:
+        text = json.dumps(self.ids)
+
+        def write(directory: Path) -> None:
+            directory.mkdir()
+            (directory / "model.safetensors").write_text(text)
+
+        return write
 
     def load(self, directory: Path) -> None:
-        self.ids = json.loads((directory / "hf" / "model.safetensors").read_text())
+        self.ids = json.loads((directory / "trainer.json").read_text())["ids"]
 
 
 def config_in(work: Path, root: Path, **control: Any) -> Path:
@@ -117,7 +125,7 @@ def learn(config: Config, directory: RunDirectory, url: str) -> None:
             "ledger": ledger.to_dict(),
             "fixed": config.fixed_values(rows=DataFiles(config).train),
         }
-        checkpoints.save(version, weights, values)
+        save_whole(checkpoints, version, weights, values)
         buffer.commit(ledger.takes, ledger.chain)
         tracker.log({"reward/mean": 1.0, "time/step": 0.1}, step=version)
         deaths.end(version - 1)

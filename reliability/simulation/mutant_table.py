@@ -259,9 +259,9 @@ MUTANTS = [
     one("other groups answer for those that killed", launch("step_deaths", "known.get(digest, 0) for digest", "max(known.values(), default=0) for digest")),
     one("a step that was trained stays begun", launch("step_deaths", "        self._steps.pop(version, None)\n        self._write(None)\n", "        pass\n")),
     # -- several ranks
-    one("ranks get the groups in another order", launch("same_bytes", "for frame in taken.frames:", "for frame in reversed(taken.frames):")),
+    one("ranks get the groups in another order", launch("same_bytes", "for frame in collected.frames:", "for frame in reversed(collected.frames):")),
     one("a rank takes one group fewer", launch("same_bytes", "range(int(message))", "range(int(message) - 1)")),
-    two("frames are found by the ticket that they name", launch("same_bytes", "{id(group): frame for group, frame in self._decoded}", "{group.ticket_id: frame for group, frame in self._decoded}"), launch("same_bytes", "frame_of[id(group)]", "frame_of[group.ticket_id]")),
+    one("frames are found by the ticket that they name", client("gate", "groups.append((self._group(name, frame), frame))", "groups.append((self._group(name, frame), groups[0][1] if groups else frame))")),
     # -- control messages
     one("anybody speaks for a member", control("zmq", "if (member or holder) != holder or (self._peers.peer(holder) or peer) != peer:", "if False:")),
     one("a member is dead after half of the silence", control("membership", "> self._timeout_s]", "> self._timeout_s / 4]")),
@@ -287,7 +287,7 @@ MUTANTS = [
     one("a step is settled before it is booked as trained", client("intake", "        self.ledger.trained += len(step.accepted)\n        self._settled = self.ledger.to_dict()\n", "        self._settled = self.ledger.to_dict()\n        self.ledger.trained += len(step.accepted)\n")),
     one("rejections are forgotten at a restart", client("ledger", '"rejected": dict(values["rejected"])', '"rejected": {}')),
     one("a store out of memory tells generators that the run is over", client("redis", "return Lease(tickets=(), closed=False)", "return Lease(tickets=(), closed=True)")),
-    one("a damaged checkpoint is loaded", Edit("asyncrl/run/checkpoint.py", "or _sha256(path) != expected[name]", "or False")),
+    one("a damaged checkpoint is loaded", Edit("asyncrl/run/manifest.py", "or _sha256(path) != expected[name]", "or False")),
     # -- the rest of the client
     one("a group beyond the bound is trained", client("judge", "if drop_older_than is not None and version - min(versions) > drop_older_than:", "if False:")),
     one("a gap is not healed", HEAL, survives="the store is made to agree with the ledger when no group has come for a minute"),

@@ -16,7 +16,7 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
-from asyncrl.launch.same_bytes import DecodedFrames, Taken, hand_out
+from asyncrl.launch.same_bytes import hand_out
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.run.checkpoint import CheckpointStore
@@ -245,9 +245,6 @@ class TrainedWeights:
     def save(self, directory: Path) -> None:
         (directory / WEIGHTS).write_text(json.dumps(self.history))
 
-    def export(self, directory: Path) -> None:
-        """Leave it out: no process here loads a model."""
-
     def load(self, directory: Path) -> None:
         self.history = json.loads((directory / WEIGHTS).read_text())
 
@@ -297,7 +294,6 @@ class LearnerProcess:
         self.version = 0
         self.published: Published | None = None
         """What its generators are told to read."""
-        self._decoded = DecodedFrames(decode)
         self.engine.start(self.process, self._run)
 
     def _run(self) -> None:
@@ -362,7 +358,7 @@ class LearnerProcess:
             return "zero_reward" if outcome.rewards[0] == 0 else None
 
         intakes: list[Intake] = []
-        gate = Gate(lane=LANE, decode=self._decoded.decode, limits=LIMITS, condemned=self._condemned)
+        gate = Gate(lane=LANE, decode=decode, limits=LIMITS, condemned=self._condemned)
         for shard, (buffer, ledger) in enumerate(zip(self.shards, ledgers, strict=True)):
             watched = WatchedLedger.from_dict(ledger.to_dict())
             watched.learner, watched.shard = self, shard
@@ -412,17 +408,16 @@ class LearnerProcess:
         )
         return reason
 
-    def _poll(self, version: int) -> Taken:
+    def _poll(self, version: int) -> Collected:
         longest_s = 1.0
         while (collected := self.intake.poll(version, wait_s=0.0)) is None:
             self.hub.check()
             self.engine.sleep(self.engine.random.uniform(0.2, longest_s))
             longest_s = min(1.2 * longest_s, LONGEST_PAUSE_S)
-        taken = Taken(collected, self._decoded.of_step(collected.groups))
         if self.world.learner is self:  # else it is about to hear that another has its place
-            self.deaths.begin(version, taken.frames)
-            self.world.step_deaths.began(version, taken.frames)
-        return taken
+            self.deaths.begin(version, collected.frames)
+            self.world.step_deaths.began(version, collected.frames)
+        return collected
 
     def _train(self, version: int, collected: Collected) -> None:
         if any(group.generator_id in self.world.deadly_samples for group in collected.groups):

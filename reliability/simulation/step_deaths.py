@@ -1,5 +1,7 @@
 """The deaths of learners within steps as they were, to judge what `launch.step_deaths` makes of its file."""
 
+from collections.abc import Sequence
+
 from asyncrl.launch.step_deaths import MAX_DEATHS, StepDeaths
 
 from .lane import require
@@ -13,7 +15,7 @@ class StepDeathsTold:
         self._deaths: dict[int, dict[bytes, int]] = {}
         """Version -> its frames -> how many learners in a row have died with each."""
 
-    def began(self, version: int, frames: list[bytes]) -> None:
+    def began(self, version: int, frames: Sequence[bytes]) -> None:
         """A learner trains on them."""
         before = self._deaths.get(version, {})
         self._deaths[version] = {frame: before.get(frame, 0) for frame in frames}

@@ -1,15 +1,11 @@
 """The tables of docs/reliability.md that are of simulated runs."""
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .campaign import SIMULATES
-from .mutant_table import MUTANTS
-
-MOST_WAYS = 6
 
 
 def campaigns(found: Mapping[str, Any]) -> Iterator[str]:
@@ -43,34 +39,3 @@ def _summed(runs: Sequence[Mapping[str, Any]]) -> str:
         f"{total['seeds']:,} | {total['cluster']:,} | {hours:,.0f} | {total['calls']:,} | "
         f"{total['faults']:,} | {total['failed']}"
     )
-
-
-def mutants(found: Mapping[str, Any]) -> Iterator[str]:
-    """How many were noticed, when and by what, and why the others were not."""
-    verdicts = found["mutants"]
-    killed = {what: verdict for what, verdict in verdicts.items() if verdict["how"]}
-    seeds = sorted(verdict["seeds"] for verdict in killed.values())
-    yield "| mutants | noticed | share | first seed that noticed: median | 90 % | last |"
-    yield "|---|---|---|---|---|---|"
-    share, median, most = (
-        len(killed) / len(verdicts),
-        statistics.median_low(seeds),
-        seeds[int(0.9 * len(seeds))],
-    )
-    yield f"| {len(verdicts)} | {len(killed)} | {share:.1%} | {median} | {most} | {seeds[-1]} |"
-    yield ""
-    yield "| noticed by | mutants |"
-    yield "|---|---|"
-    ways = Counter(verdict["how"].removeprefix("Violation: ") for verdict in killed.values())
-    for way, count in ways.most_common(MOST_WAYS):
-        yield f"| {way} | {count} |"
-    yield (
-        f"| {len(ways) - MOST_WAYS} others | "
-        f"{sum(ways.values()) - sum(count for _, count in ways.most_common(MOST_WAYS))} |"
-    )
-    yield ""
-    yield "| survivor | seeds | why nothing notices |"
-    yield "|---|---|---|"
-    for mutant in MUTANTS:
-        if mutant.what not in killed:
-            yield f"| {mutant.what} | {verdicts[mutant.what]['seeds']} | {mutant.survives} |"

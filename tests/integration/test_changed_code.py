@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import CodeChanged, EnvironmentFault
-from asyncrl.launch.players import Players
+from asyncrl.launch.players import Player, Players
 from asyncrl.rewards.base import RewardInput
 from tests.support.environments import fork_server, play
 from tests.support.talks import ScriptedTalk
@@ -31,13 +31,14 @@ SAID = r"{} changed while this generator runs, .* restore the file"
 
 
 @contextlib.asynccontextmanager
-async def players(directory: Path, **sections: Any) -> AsyncIterator[Players]:
+async def players(directory: Path, **sections: Any) -> AsyncIterator[Player]:
     made = Players.of(config_of(**sections), directory)
-    for part in (made.scorer, made.environment):
+    player = made.tasks[0]
+    for part in (player.scorer, player.environment):
         if part is not None:
             await part.start()
     try:
-        yield made
+        yield player
     finally:
         await made.close()
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.algo.rates import rate_share
-from asyncrl.run.checkpoint import EXPORT
+from asyncrl.config.algorithm import OptimizerConfig
+from asyncrl.config.named_files import EXPORT
+from asyncrl.trainer.rates import rate_share
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
 from tests.support.trainer_worker import RATES, RUN_STEPS
@@ -57,8 +58,8 @@ def test_four_steps_are_two_steps_a_fresh_process_and_two_more(
     assert report["state"] == {"version": 2, "ledger": [1, 2]}
     for column in ("losses", "rates"):
         assert begun_report[column] + report[column] == whole_report[column]
-    shape = {name: value for name, value in RATES.items() if name != "lr"}
-    rates = [RATES["lr"] * rate_share(step, total_steps=RUN_STEPS, **shape) for step in range(5)]
+    share = rate_share(**OptimizerConfig(**RATES).rates(RUN_STEPS))
+    rates = [RATES["lr"] * share(step) for step in range(5)]
     assert whole_report["rates"] == [rate for rate in rates for _ in ("policy", "critic")]
     assert whole.keys() == resumed.keys()
     assert {name.partition(".")[0] for name in whole} == {"policy", "critic", "reference"}
@@ -99,6 +100,7 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
         "lora": None,
         "moved_reference": True,
         "offload_optimizer": False,
+        "optimizers": ["adamw", "adamw"],
     }
     for ranks, models, found in [(2, full, "'ranks': 1"), (1, {"reference": True}, "'critic': True")]:
         with pytest.raises(
@@ -137,7 +139,7 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
             "warmup_steps": 5,
             "eps": 1e-3,
             "schedule": "constant",
-            "final_share": 0.0,
+            "schedule_arguments": {},
         },
     )
     learner.run(ranks, model, [saved | {"name": "begun", "steps": [0, 2]}], tmp_path / "first")

@@ -28,7 +28,7 @@ from asyncrl.weights.publisher import SlotPublisher
 from tests.support import generator_stand_in
 from tests.support import receiver_stand_in as receiving
 from tests.support.forks import fork_server
-from tests.support.waiting import LONG_S, elapse, let_pass, until, wait_until
+from tests.support.waiting import LONG_S, elapse, let_pass, stop, until, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -236,7 +236,7 @@ def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stag
     learner.publish(1)
     well.expect("applied", 1)
     sick.expect("applied", 1)
-    sick.signal(signal.SIGSTOP)
+    stop(sick.process.pid)
     for version in range(2, 8):
         assert learner.publish(version) < 5.0
         well.expect("applied", version)

@@ -170,6 +170,15 @@ def test_a_non_finite_step_changes_nothing_on_any_rank_and_is_counted(
                 assert torch.equal(states[f"1.{parameter}"], tensor), (scenario["name"], key)
 
 
+def test_below_stage_3_an_offloaded_optimizer_does_not_recover_from_a_step_that_is_not_finite(
+    learner: Ranks, model: Path, tmp_path: Path
+) -> None:
+    """The reason for which the config refuses it; if this fails, DeepSpeed has learned it."""
+    scenario = {"run": "nonfinite", "name": "found", "stage": 2, "dtype": "bfloat16", "offload": True}
+    _, reports = learner.run(1, model, [scenario | {"bad": "nan", "with_bad": True}], tmp_path)["found"]
+    assert [report["skipped"] for report in reports] == [0, 1, 1]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logprobs_reference_score_and_broadcast(
     learner: Ranks, model: Path, tmp_path: Path, ranks: int

@@ -18,8 +18,8 @@ from asyncrl.commands import down
 from asyncrl.commands.down import processes_of
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
+from asyncrl.hosting.children import family
 from asyncrl.hosting.environment import RUN_VARIABLE, child_environment
-from asyncrl.hosting.family import family
 from asyncrl.hosting.processes import _holds_lock
 from asyncrl.run.directory import RunDirectory
 from tests.support.waiting import HANG, wait_until
@@ -101,7 +101,7 @@ asked.wait()
 from asyncrl.files import replace_text
 replace_text(pathlib.Path(sys.argv[1]).with_name("stopping.json"), '{"within_s": 60, "text": "finishing step 8"}')
 threading.Event().wait(2.0)
-pathlib.Path(sys.argv[1]).with_name("checkpoints").joinpath("step-000008").mkdir()
+pathlib.Path(sys.argv[1]).with_name("checkpoints").joinpath("step-000008/hf").mkdir(parents=True)
 """
 
 
@@ -130,7 +130,6 @@ def test_ctrl_c_in_down_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         signal.raise_signal(signal.SIGINT)
         return patience(*arguments)  # type: ignore[arg-type]
 
-    # A test that runs in the background inherits that SIGINT is ignored.
     before = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_DFL); "
     with held(directory, before=before) as supervisor:
         monkeypatch.setattr(down, "_Patience", impatient)
@@ -169,7 +168,7 @@ FAMILY = """
 import subprocess, sys, time
 from pathlib import Path
 from asyncrl.run.directory import RunDirectory
-from asyncrl.hosting.family import family
+from asyncrl.hosting.children import family
 from asyncrl.cli.foreground import stop_on_signals
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.supervisor import Supervisor
@@ -209,8 +208,8 @@ def test_who_sheds_his_environment_and_his_session_still_belongs_to_the_run(
 
 
 def test_adopted_processes_that_end_are_taken_leave_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.hosting.family.LOOK_S", 0.0)
-    monkeypatch.setattr("asyncrl.hosting.family.UNCLAIMED_S", 0.2)
+    monkeypatch.setattr("asyncrl.hosting.children.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl.hosting.children.UNCLAIMED_S", 0.2)
     with family() as members:
         done = subprocess.run(["sh", "-c", "sleep 0.2 & echo $!"], capture_output=True, text=True, check=True)
         pid = int(done.stdout)

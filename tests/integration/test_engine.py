@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from asyncrl.columns import KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
@@ -40,7 +42,7 @@ from tests.support.vllm_engines import (
     slot_order,
     untied_qwen2,
 )
-from tests.support.waiting import turns, until
+from tests.support.waiting import stop, turns, until
 
 pytestmark = [pytest.mark.integration, needs_stories]
 
@@ -113,6 +115,39 @@ def test_a_greedy_request_beside_sampled_ones_says_the_likeliest_tokens_with_the
         logits = model(ids).logits[0, 2:-1]
     best = logits.max(-1).values - logits.gather(-1, ids[0, 3:, None]).squeeze(-1)
     np.testing.assert_allclose(best, 0.0, atol=1e-4)  # ties aside, the argmax
+
+
+@both
+def test_a_rollout_records_what_was_left_to_sample_and_its_probability_among_it(world):
+    """Beside requests of all tokens, and one that is greedy."""
+    runner, engine, model = world
+    few = SamplingSpec(temperature=0.8, max_response_tokens=60, top_k=20, top_p=0.9)
+
+    async def scenario():
+        kinds = ((4, few), (4, spec()), (1, replace(few, temperature=0.0)))
+        requests = [engine.sample([1, 403, 407], count, one) for count, one in kinds]
+        return await asyncio.gather(*requests)
+
+    rollouts, *others = runner.run(scenario())
+    assert all(not one.recorded for other in others for one in other)
+    sizes = set()
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()]])
+        with torch.no_grad():
+            p_TV = (model(ids).logits[0, 2:-1] / 0.8).double().softmax(-1).numpy()
+        sets = np.split(rollout.recorded[KEPT_IDS], np.cumsum(rollout.recorded[KEPT_COUNTS])[:-1])
+        kept = [p[ids].sum() for p, ids in zip(p_TV, sets, strict=True)]
+        expected = np.log([p[token] for p, token in zip(p_TV, rollout.response_ids, strict=True)]) - np.log(
+            kept
+        )
+        np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
+        for p, of, ids in zip(p_TV, kept, sets, strict=True):
+            top = np.sort(p)[::-1][:20]
+            # The most probable ones, as few as have 0.9 of what top_k left.
+            assert of == pytest.approx(top[: len(ids)].sum(), abs=1e-6) and len({*ids.tolist()}) == len(ids)
+            assert (of - p[ids].min()) / top.sum() < 0.9 + 1e-5 and of / top.sum() > 0.9 - 1e-5
+            sizes.add(len(ids))
+    assert min(sizes) == 1 and max(sizes) > 3
 
 
 @both
@@ -290,7 +325,7 @@ def test_an_engine_whose_core_is_stopped_makes_no_progress(world):
         for samples in (False, True):
             task = asyncio.create_task(engine.sample([1, 300], 16, spec(tokens=400))) if samples else None
             await asyncio.wait_for(engine.progress(), 60.0)
-            core.send_signal(signal.SIGSTOP)
+            stop(core)
             try:
                 assert await is_silent()
             finally:

@@ -526,7 +526,7 @@ def test_gigpo_is_refused_for_tools_which_name_no_states(tmp_path, name):
     async def scenario():
         players = Players.of(config, tmp_path)
         try:
-            await players.start(SimpleNamespace(prompt=lambda ticket: prompt))
+            await players.start(SimpleNamespace(of_task=lambda task, count: [prompt][:count]))
         finally:
             await players.close()
 

@@ -1,4 +1,4 @@
-"""A real scrape of the exporter over HTTP, read by Prometheus's own parser; its health follows progress."""
+"""A real scrape of the exporter over HTTP, read by Prometheus's own parser."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import RunError
-from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter, status_families
+from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
 from tests.support.telemetry_records import snapshot
 
 pytestmark = pytest.mark.integration
@@ -49,9 +49,9 @@ def test_a_scrape_holds_the_last_step_and_the_status(learner: Exporter) -> None:
     )
     learner.log({"eval/accuracy": 0.75}, step=1)
     learner.log({"time/step": 3.0, "reward/mean": math.nan, "weights/died": 0.0}, step=2)
-    learner.show(status_families(snapshot(), max_bytes=4096.0))
+    learner.show_status(snapshot(), max_bytes=4096.0)
     found = scrape(learner)
-    assert found[("asyncrl_time_step_seconds",)] == 3.0 and found[("asyncrl_eval_accuracy_share",)] == 0.75
+    assert found[("asyncrl_time_step",)] == 3.0 and found[("asyncrl_eval_accuracy",)] == 0.75
     assert math.isnan(found[("asyncrl_reward_mean",)])
     assert ("asyncrl_groups_rejected_stale",) not in found, "of an earlier step"
     assert found[("asyncrl_weights_died",)] == 1.0, "the status is newer than the step"
@@ -80,37 +80,22 @@ def test_the_target_file_leads_to_the_process_and_goes_with_it(tmp_path: Path) -
         httpx.get(f"http://127.0.0.1:{one.port}/metrics", timeout=30)
 
 
-def test_a_generator_is_unhealthy_while_nothing_grows_and_healthy_again_when_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_has_an_age_that_only_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr("asyncrl.telemetry.exporter.time", SimpleNamespace(monotonic=lambda: now.s))
     with closing(exporter(tmp_path, stall_s=30.0, prefix=GENERATOR_PREFIX)) as one:
-        url, metrics = (
-            f"http://127.0.0.1:{one.port}/health",
-            {"sampled_tokens": 5.0, "version": 1.0, "groups": 1.0},
-        )
+        metrics = {"sampled_tokens": 5.0, "version": 1.0, "groups": 1.0}
 
-        def health(after_s: float, **changes: float) -> int:
-            """Status after it has lived for `after_s` and told `changes`."""
+        def age_s(after_s: float, **changes: float) -> float:
+            """Age after it has lived for `after_s` and told `changes`."""
             now.s += after_s
             one.log({**metrics, "alive_s": now.s, **changes})
-            return httpx.get(url, timeout=30).status_code
+            return scrape(one)[("asyncrl_progress_age_seconds",)]
 
-        assert health(0.0) == 200 and health(29.0) == 200
-        assert health(1.0) == 503, "it lives, but it does nothing"
-        said = httpx.get(url, timeout=30).json()
-        assert (
-            said == {"progress_age_s": 30.0, "stall_s": 30.0}
-            and scrape(one)[("asyncrl_progress_age_seconds",)] == 30.0
-        )
-        assert [health(40.0, **{name: 9.0}) for name in ("version", "sampled_tokens", "groups")] == [
-            200,
-            200,
-            200,
-        ]
+        assert age_s(0.0) == 0 and age_s(30.0) == 30, "it lives, but it does nothing"
+        assert scrape(one)[("asyncrl_stall_seconds",)] == 30.0
+        assert [age_s(40.0, **{name: 9.0}) for name in ("version", "sampled_tokens", "groups")] == [0, 0, 0]
         assert scrape(one)[("asyncrl_generator_groups",)] == 9.0
-        assert httpx.get(url.replace("health", "else"), timeout=30).status_code == 404
 
 
 def test_a_taken_port_is_left_to_its_owner_and_an_address_of_others_is_a_mistake(

@@ -13,12 +13,12 @@ from asyncrl.cli.after import export
 from asyncrl.errors import RunError
 from asyncrl.quickstart import warmup
 from asyncrl.quickstart.warmup import WarmupSettings
-from asyncrl.results.analyze import analyze_run
 from asyncrl.results.compare import compare_runs
 from asyncrl.results.run_page import write_report
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from reliability.crash.small_run import Weights
+from tests.support.fake_trainer import save_whole
 from tests.support.synthetic_run import SyntheticRun
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.config.write_text(yaml.safe_dump({"run": {"name": "mine", "root": str(path.parent)}}))
     weights = Weights()
     weights.ids = list(range(100_000))
-    CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 1).save(1, weights, {"version": 1})
+    store = CheckpointStore(directory.checkpoints, directory.checkpoint_key(), 1)
+    save_whole(store, 1, weights, {"version": 1})
     return path
 
 
@@ -67,7 +68,6 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path)
         "model": partial(export, run),
         "report.html": partial(write_report, run),
         "both.html": partial(compare_runs, [run, shutil.copytree(run, tmp_path / "other")]),
-        "all.csv": partial(analyze_run, run, ["*"]),
         "quickstart": partial(warmup.build, settings=TINY, report=str),
     }
     for name, write in writers.items():

@@ -1,15 +1,18 @@
-"""`asyncrl doctor --gpu --device cpu`: the check of a GPU machine with every row that a CPU has, as typed."""
+"""`python -m bench.gpu --device cpu`: the check of a GPU machine with every row that a CPU has, as typed."""
 
 import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from asyncrl.preflight.gpu.run_rows import MOST_STALLED
-from tests.support.command import ASYNCRL
+from bench.gpu.run_rows import MOST_STALLED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).parents[2]
 # A figure of each row that a CPU has, and its verdict.
 EXPECTED = {
     "task": {"making a model of random weights": "noted"},
@@ -44,8 +47,11 @@ EXPECTED = {
 
 
 def test_every_row_that_a_cpu_has_is_rehearsed(tmp_path):
-    command = [*ASYNCRL, "doctor", "--gpu", "--device", "cpu", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
     assert done.stdout, done.stderr
     said = json.loads(done.stdout)
     (directory,) = tmp_path.glob("gpu-check-*")

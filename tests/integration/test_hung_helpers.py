@@ -8,18 +8,11 @@ import pytest
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.store import StoreConfig
-from asyncrl.hosting.workers import Worker
 from asyncrl.launch import own_store
 from asyncrl.launch.own_store import KeptStore
-from asyncrl.types import Group
-from asyncrl.wire import decoder as decoding
-from asyncrl.wire.decoder import IsolatedDecoder
-from asyncrl.wire.group_frames import encode_group
-from tests.support.waiting import let_pass, wait_until
+from tests.support.waiting import let_pass, stop, wait_until
 
 pytestmark = pytest.mark.integration
-
-KEY = b"key of the run"
 
 
 def tend_until(kept: KeptStore, condition) -> None:
@@ -30,7 +23,7 @@ def test_a_store_that_is_stopped_is_killed_and_started_again(tmp_path, monkeypat
     monkeypatch.setattr(own_store, "ASK_S", 0.2)
     with StoreServer(StoreConfig(), tmp_path) as server:
         kept, first = KeptStore(server, silent_s=2.0), server.pid
-        os.kill(first, signal.SIGSTOP)
+        stop(first)
         tend_until(kept, lambda: server.is_running and server.pid != first and kept.is_up)
         assert StoreConnection(server.url).call(lambda client: client.ping())
         second, heard_s = server.pid, kept._attention.now_s
@@ -45,32 +38,8 @@ def test_a_store_that_was_not_asked_is_not_silent(tmp_path):
         kept, first = KeptStore(server, silent_s=2.0), server.pid
         kept.tend()
         let_pass(3.0)
-        os.kill(first, signal.SIGSTOP)
+        stop(first)
         kept.tend()
         os.kill(first, signal.SIGCONT)
         tend_until(kept, lambda: kept._attention.now_s > 3.0)
         assert server.pid == first
-
-
-def test_a_decoder_that_hangs_in_its_start_is_replaced(monkeypatch):
-    monkeypatch.setattr(decoding, "START_S", 3.0)
-    started = []
-
-    class FirstIsStopped(Worker):
-        def __init__(self, module: str) -> None:
-            super().__init__(module)
-            if not started:
-                os.kill(self.pid, signal.SIGSTOP)
-            started.append(self.pid)
-
-    monkeypatch.setattr(decoding, "Worker", FirstIsStopped)
-    decoder = IsolatedDecoder(KEY, frame_s=20.0)
-    try:
-        frame = encode_group(Group.dead(7, "why", generator_id="g", version=1), KEY)
-        assert decoder.decode(frame).ticket_id == 7
-        os.kill(started[-1], signal.SIGSTOP)
-        decoder._frame_s = 1.0
-        assert decoder.decode(frame).ticket_id == 7, "nor one that is stopped while idle"
-    finally:
-        decoder.close()
-    assert len(set(started)) >= 3

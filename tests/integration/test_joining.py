@@ -97,6 +97,8 @@ ATTACKS = {
     "model:no-such-model": {"model": {"trust_remote_code": True}},
     'vllm:scheduler_cls="evil.Scheduler"': {"generator": {"vllm": {"scheduler_cls": "evil.Scheduler"}}},
     "mcp:touch ran": {"environment": {"uses": "mcp:touch ran"}},
+    "source.py": {"data": {"train": [{"path": "rows.jsonl", "reward": [{"function": "source.py:f"}]}]}},
+    "set.py": {"data": {"eval": [{"path": "x", "environment": {"uses": "set.py:G"}}]}},
     "variable:AWS_*": {"run": {"environment": ["AWS_*"]}},
 }
 

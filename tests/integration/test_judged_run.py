@@ -12,7 +12,7 @@ from asyncrl.cli.screens import full_lines
 from asyncrl.engine.sampler import with_judgements
 from asyncrl.report.reports import eval_records
 from asyncrl.rewards.base import Judgement, Score
-from asyncrl.telemetry.state import sample_from
+from asyncrl.telemetry.base import sample_from
 from asyncrl.types import Group
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.judge_server import Asked, Reply, chat, served

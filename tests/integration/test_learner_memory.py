@@ -35,3 +35,26 @@ def test_a_rank_takes_what_is_planned_and_the_critic_keeps_its_own(
         plan = report["plan"]
         assert report["resting"] == pytest.approx(2 * plan["critic"], rel=0.1), name
         assert report["peak"] == pytest.approx(sum(plan.values()), rel=0.1), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_takes_what_is_planned_for_its_optimizer(tmp_path: Path, ranks: int) -> None:
+    model = tiny_qwen2(tmp_path / "model", hidden_size=256, intermediate_size=1024, vocab_size=2048)
+    scenarios = [
+        {"run": "memory", "name": f"{kind} {dtype}", "stage": stage, "dtype": dtype, "critic": True}
+        | {"optimizer": {"kind": kind}}
+        for kind, stage, dtype in (
+            ("muon", 0, "float32"),
+            ("muon", 1, "bfloat16"),
+            ("adafactor", 0, "float32"),
+        )
+    ]
+    with forked_ranks() as learner:
+        results = learner.run(ranks, model, scenarios, tmp_path)
+    for name, (_, report) in results.items():
+        plan, kept = report["plan"], report["resting"] / 2
+        if name.endswith("float32"):  # weights are mapped from their file
+            rel = 0.2 if name.startswith("adafactor") else 0.02
+            assert kept == pytest.approx(plan["optimizer"], rel=rel), name
+        else:
+            assert kept == pytest.approx(plan["critic"], rel=0.02), name

@@ -1,6 +1,7 @@
 """A user's mistakes on the real command line: a message that says what to do, status 2, no traceback."""
 
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -118,6 +119,8 @@ def validated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     """Type `asyncrl validate task.yaml ...` in a directory; the verdict and what was said."""
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # A thread of an earlier test logs to the output of that test, which is closed, and then to standard error.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
 
     def judge(directory: Path, overrides: tuple[str, ...], named: tuple[str, ...]) -> tuple[str, str]:
         monkeypatch.chdir(directory)

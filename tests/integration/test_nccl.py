@@ -22,7 +22,7 @@ from asyncrl.weights.layout import Layout, device_sum
 from asyncrl.weights.publisher import SlotPublisher
 from asyncrl.weights.slots import open_slot
 from asyncrl.weights.staging import HostStaging
-from tests.support.waiting import HANG, LONG_S, wait_until
+from tests.support.waiting import HANG, LONG_S, stop, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -299,7 +299,7 @@ def test_others_of_the_host_wait_while_a_pair_starts(publisher, host, monkeypatc
         worker = start(role, connection)
         if role == nccl.RECEIVES:
             started.append(worker.pid)
-            os.kill(worker.pid, signal.SIGSTOP)
+            stop(worker.pid)
             threading.Timer(7.0, os.kill, (worker.pid, signal.SIGCONT)).start()
         return worker
 

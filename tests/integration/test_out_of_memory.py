@@ -13,11 +13,12 @@ import torch
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import MemoryFullError
 from asyncrl.hosting.deaths import last_message
+from asyncrl.hosting.processes import stop_processes
 from asyncrl.hosting.progress import begin
-from asyncrl.hosting.rank_group import end_ranks, wait_for_ranks
+from asyncrl.hosting.rank_group import wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
 from asyncrl.launch.step_deaths import StepDeaths
-from asyncrl.trainer.full_memory import naming_memory
+from asyncrl.trainer.device import naming_memory
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 
@@ -47,7 +48,7 @@ from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.resolve import make_recipe
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
-from asyncrl.trainer.full_memory import naming_memory
+from asyncrl.trainer.device import naming_memory
 from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner
@@ -109,7 +110,7 @@ def test_a_step_without_memory_ends_the_run_with_what_to_change_and_counts_as_a_
                     pipe.write(b"%d\n" % port)
             assert wait_for_ranks(processes) == USER_ERROR, output.read_text()
         finally:
-            end_ranks(processes)
+            stop_processes(processes, grace_s=10.0)
         # What the supervisor says of the run's end.
         said = last_message(output.read_text())
         assert said.startswith(f"MemoryFullError: rank {ranks - 1} of the learner was at 'train' ({SAID})")

@@ -1,6 +1,10 @@
-"""A whole run on the nodes of a Ray cluster: it loses one, and leaves nothing. And clusters that take nobody."""
+"""Whole runs on the nodes of Ray clusters: they lose nodes and the head, and leave nothing.
+
+And clusters that take nobody.
+"""
 
 import json
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -9,18 +13,61 @@ from asyncrl.commands.down import processes_of
 from asyncrl.errors import RunError
 from tests.support.ports import free_ports
 from tests.support.ray_nodes import ray_nodes
+from tests.support.waiting import has_ended, wait_until
 from tests.support.whole_run import call, start, steps, tiny_run, wait
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
-OVERRIDES = ["cluster.kind=ray", "cluster.generator_hosts=2", "generator.count=1", "learner.steps=100000"]
+OVERRIDES = ["cluster.kind=ray", "generator.count=1", "learner.steps=100000"]
 WAIT_S = 600.0
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    """One for each host of the run, and one more, besides that of the head."""
-    with ray_nodes(tmp_path_factory.mktemp("ray"), gpus=[0, 0, 0, 0]) as found:
+    """One for each host of a run and one for each that the tests lose, besides that of the head."""
+    with ray_nodes(tmp_path_factory.mktemp("ray"), gpus=[0] * 5) as found:
         yield found
+
+
+@contextmanager
+def begun(config, *overrides: str):
+    """A run with ports of its own: another one on this machine may have the usual ones."""
+    store, control = (f"tcp://auto:{port}" for port in free_ports(2))
+    up = start(config, *OVERRIDES, f"store.bind={store}", f"control.bind={control}", *overrides)
+    try:
+        yield up
+    finally:
+        up.kill()
+        up.wait(60)
+
+
+def hosts_of(run) -> dict[str, dict]:
+    return json.loads((run / "hosts.json").read_text())
+
+
+def nothing_is_lost(run) -> None:
+    """Each group is accounted for, and no step is left out: those after a checkpoint may be trained again."""
+    audit, done = json.loads(call("audit", str(run))), sorted(set(steps(run)))
+    assert audit["missing"] == 0
+    assert audit["done"] + audit["taken"] >= 4 * len(done)
+    assert done == [*range(1, len(done) + 1)]
+
+
+def test_a_learner_on_two_nodes_loses_one_and_goes_on(nodes, tmp_path):
+    with tiny_run(tmp_path) as config:
+        run = tmp_path / "runs" / "whole"
+        with begun(config, "cluster.learner_hosts=2", "learner.ranks=2") as up:
+            wait(lambda: len(steps(run)) >= 3, up, config, WAIT_S)
+            pids = {name: host["pid"] for name, host in hosts_of(run).items()}
+            assert pids.keys() == {"learner-0", "learner-1", "generators-0"}
+            assert len({nodes.of(pid) for pid in pids.values()}) == 3
+            before = len(steps(run))
+            nodes.lose(pids["learner-1"])
+            wait(lambda: hosts_of(run)["learner-1"]["pid"] not in (0, pids["learner-1"]), up, config, WAIT_S)
+            wait(lambda: len(steps(run)) >= before + 2, up, config, WAIT_S)
+            assert hosts_of(run)["learner-0"]["pid"] == pids["learner-0"]
+            assert "is saved" in call("down", str(run))
+        assert not processes_of(run) and not nodes.left()
+        nothing_is_lost(run)
 
 
 def test_a_run_on_ray_trains_loses_a_node_and_leaves_nothing(nodes, tmp_path):
@@ -32,10 +79,7 @@ def test_a_run_on_ray_trains_loses_a_node_and_leaves_nothing(nodes, tmp_path):
         def members() -> set[str]:
             return {member["generator_id"] for member in status()["members"] if member["silent_s"] < 5}
 
-        # Another run on this machine may have the usual ports.
-        store, control = (f"tcp://auto:{port}" for port in free_ports(2))
-        up = start(config, *OVERRIDES, f"store.bind={store}", f"control.bind={control}")
-        try:
+        with begun(config, "cluster.generator_hosts=2") as up:
             both = {"generators-0.g0", "generators-1.g0"}
             wait(lambda: len(steps(run)) >= 2 and members() == both, up, config, WAIT_S)
             assert {host["phase"] for host in hosts().values()} == {"running"}
@@ -51,19 +95,33 @@ def test_a_run_on_ray_trains_loses_a_node_and_leaves_nothing(nodes, tmp_path):
             assert "2 -> 1" in call("scale", "generators=-1", str(run))
             wait(lambda: members() == {"generators-0.g0"}, up, config, WAIT_S)
             assert "is saved" in call("down", str(run))
-        finally:
-            up.kill()
-            up.wait(60)
         assert not [process for process in family if process.is_running()]
         assert not processes_of(run) and not nodes.left()
-        audit = json.loads(call("audit", str(run)))
-        assert audit["missing"] == 0
-        assert audit["done"] + audit["taken"] >= 4 * len(steps(run))
-        assert steps(run) == [*range(1, len(steps(run)) + 1)]
+        nothing_is_lost(run)
+        assert len(steps(run)) == len(set(steps(run))), "no step was trained twice"
         keys = [(run / name).read_text() for name in ("run.key", "join.key")]
         shown = [*run.glob("logs/*"), run / "hosts.json", config.parent / "up.out", *nodes.files()]
         for path in shown:
             assert not any(key in path.read_text(errors="replace") for key in keys), path
+
+
+def test_a_run_ends_with_the_head_of_its_ray_and_resumes_on_another(tmp_path_factory, tmp_path):
+    with tiny_run(tmp_path) as config:
+        run, directory = tmp_path / "runs" / "whole", tmp_path_factory.mktemp
+        with ray_nodes(directory("first"), gpus=[0, 0]) as nodes, begun(config) as up:
+            wait(lambda: len(steps(run)) >= 3, up, config, WAIT_S)
+            hosts = [psutil.Process(host["pid"]) for host in hosts_of(run).values()]
+            family = [one for host in hosts for one in [host, *host.children(recursive=True)]]
+            nodes.cluster.head_node.kill_gcs_server(check_alive=False)
+            wait_until(lambda: up.poll() is not None, WAIT_S)
+            wait_until(lambda: all(map(has_ended, family)) and not processes_of(run), WAIT_S)
+        saved = max(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
+        with ray_nodes(directory("second"), gpus=[0, 0]) as nodes:
+            with begun(config) as up:
+                wait(lambda: steps(run)[-1] >= saved + 2, up, config, WAIT_S)
+                assert "is saved" in call("down", str(run))
+            assert not processes_of(run) and not nodes.left()
+        nothing_is_lost(run)
 
 
 REFUSALS = {

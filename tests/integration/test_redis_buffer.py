@@ -420,7 +420,7 @@ reward: {{functions: [{{function: exact_match}}]}}
     recover()  # a restarted learner
     watch.audit()
     assert watch.mismatch == 0
-    rounds = Rounds.of(config, 3)
+    rounds = Rounds.of(config, [3])[""]
     held_out = eval_lane(config, connection, rounds.lane, 3)
     held_out.recover(Ledger(), version=0, limit=3)
     fill(held_out, 3)

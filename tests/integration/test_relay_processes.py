@@ -8,6 +8,7 @@ import pytest
 from tests.support import publications
 from tests.support.forks import fork_server
 from tests.support.publications import LARGE, Learner
+from tests.support.waiting import stop
 
 pytestmark = pytest.mark.integration
 
@@ -98,7 +99,7 @@ def test_a_generator_that_is_stopped_while_it_fetches_delays_the_others_by_a_bou
     first, *others = generators(4)
     first.order(learner, 1, stall_s=100.0)
     assert first.answer() == "fetching"
-    first.signal(signal.SIGSTOP)
+    stop(first.process.pid)
     for stamp in (1, 2):
         for generator in others:
             generator.order(learner, stamp, silent_s=1.0)

@@ -105,8 +105,8 @@ def test_what_may_pass_is_asked_again_until_the_time_is_over(fault, reason):
         calls = len(server.asked)
     assert isinstance(failed, RewardError), failed
     assert failures(rewards) == dict.fromkeys(REASONS, 0) | {reason: 1}
-    # The time may end in the pause before a call.
-    assert rewards.counts["reward_calls"] == calls >= rewards.counts["reward_retries"]
+    # The time may end in the pause before a call, or before the server has read the last one.
+    assert rewards.counts["reward_calls"] - calls in (0, 1) and calls >= rewards.counts["reward_retries"]
     assert (calls == 1) == (reason == "late")
 
 

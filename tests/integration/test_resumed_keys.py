@@ -66,7 +66,7 @@ staleness.policy=correct_only learner.steps=12 learner.stop_when={"metric":"rewa
 learner.device=auto;learner.logprob_chunk_tokens=8;learner.threads=1;learner.gradient_checkpointing=true;learner.sequence_parallel=1;learner.hooks=[own.py:Hook]
 eval.every=1 eval.every=3 eval.prompts=2 eval.samples=3;eval.temperature=0.5 data.eval=train.jsonl data.eval=null
 store.url=OTHER store.max_gib=0.01
-store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;store.isolate_decoding=true;learner.optimizer.lr=1e-4
+store.password_env=OTHER;store.fsync=no;store.bind=tcp://127.0.0.1:1;store.insecure=true;learner.optimizer.lr=1e-4
 reward.functions=[{"function":"gsm8k"}]
 reward.functions.0.weight=2 reward.functions.0.function=gsm8k reward.functions.0.name=other reward.attempts=1
 reward.timeout_s=1;reward.workers=2;reward.memory_gib=1;reward.sandbox=bubblewrap
@@ -140,10 +140,13 @@ class Rewards:
 
 
 class Prompts:
+    def __init__(self, config: Config) -> None:
+        self.held_out = [range(rows) for rows in DataFiles(config).held_out_rows]
+
     def prompt(self, ticket_id: int) -> Prompt:
         return Prompt(token_ids=(ticket_id % VOCABULARY,) * 3, text="", row={})
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
+    def eval_prompts(self, count: int, name: str) -> list[Prompt]:
         return [self.prompt(1)] * min(count, 4)
 
 
@@ -160,9 +163,6 @@ class History:
 
     def save(self, directory: Path) -> None:
         (directory / "weights.json").write_text(json.dumps(self.steps))
-
-    def export(self, directory: Path) -> None:
-        pass
 
     def load(self, directory: Path) -> None:
         self.steps = json.loads((directory / "weights.json").read_text())
@@ -197,20 +197,22 @@ class Life:
         limits, eval_limits = group_limits(config, VOCABULARY)
         gate = Gate(lane="train", decode=decode_group, limits=limits, condemned=condemned)
         self.intake = open_intake(config, self.lane, self.state.ledger, gate, self.history)
-        prompts = min(config.eval.prompts, DataFiles(config).held_out_rows)
-        rounds = Rounds.of(config, prompts)
-        self.evaluation = Evaluation(
-            buffer=eval_lane(config, self.connections[0], rounds.lane, prompts),
-            ledger=resume_ledger(self.state.evaluation, rounds, version=self.state.version),
-            gate=Gate(lane=rounds.lane, decode=decode_group, limits=eval_limits),
-            rounds=rounds,
-            history=self.history,
-        )
+        self.evaluations = [
+            Evaluation(
+                name=name,
+                buffer=eval_lane(config, self.connections[0], rounds.lane, rounds.prompts),
+                ledger=resume_ledger(self.state.evaluation.get(name, {}), rounds, version=self.state.version),
+                gate=Gate(lane=rounds.lane, decode=decode_group, limits=eval_limits),
+                rounds=rounds,
+                history=self.history,
+            )
+            for name, rounds in Rounds.of(config, DataFiles(config).held_out_rows).items()
+        ]
         self.evaluated: list[tuple[int, int, float]] = []
         self.control, self.engine = Control(), FakeEngine(vocabulary=VOCABULARY, seed=next(names))
         self.generator = Generator(
             engine=self.engine,
-            lanes=lanes(config, self.connections[1], Prompts(), VOCABULARY),  # type: ignore[arg-type]
+            lanes=lanes(config, self.connections[1], Prompts(config), VOCABULARY),  # type: ignore[arg-type]
             sampler=Sampler(self.engine, Rewards(config), lambda ids, **_: "x" * len(ids), "g0"),
             staging=Nowhere(),
             control=self.control,
@@ -244,7 +246,8 @@ class Life:
         version = self.state.version
         await self._publish(version)
         self.intake.recover(version)
-        self.evaluation.recover(version)
+        for one in self.evaluations:
+            one.recover(version)
         self.issued_before = self.lane.audit().issued
         self.under_way = self.issued_before - self._consumed
         while version < steps:
@@ -259,14 +262,20 @@ class Life:
             version += 1
             await self._publish(version)
             self.intake.open(version)
-            self.evaluation.open(version)
+            for one in self.evaluations:
+                one.open(version)
             if version <= saves and (version % self.config.checkpoint.every == 0 or version == saves):
                 self._save(version)
             assert self.lane.audit().missing == 0
-        while self.evaluation.missing and version == self.config.learner.steps:
+        while any(one.missing for one in self.evaluations) and version == self.config.learner.steps:
             self._evaluate()
             await elapse(0.01)
-        await until(lambda: version >= self.config.learner.steps or self.evaluation.buffer.audit().ready)
+        await until(
+            lambda: (
+                version >= self.config.learner.steps
+                or any(one.buffer.audit().ready for one in self.evaluations)
+            )
+        )
         await self._use_up_the_credit()
 
     async def _use_up_the_credit(self) -> None:
@@ -280,7 +289,7 @@ class Life:
         await self.control.orders.put(order_of(version, str(self.history)))
 
     def _evaluate(self) -> None:
-        for result in self.evaluation.poll():
+        for result in [result for one in self.evaluations for result in one.poll()]:
             whole = {len(group.rollouts) for group in result.groups} == {self.config.eval.samples}
             assert whole, "an answer of before is in this round"
             self.evaluated.append((result.version, len(result.groups), result.metrics["eval/dead_groups"]))
@@ -290,7 +299,7 @@ class Life:
             version=version,
             ledger=self.intake.settled.to_dict(),
             history=self.history,
-            evaluation=self.evaluation.state(),
+            evaluation={one.name: one.state() for one in self.evaluations},
             fixed=self.config.fixed_values(rows=DataFiles(self.config).train),
         )
         oldest = self.checkpoints.state(self.checkpoints.save(version, self.trainer, state.to_dict()))

@@ -196,7 +196,7 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cases = list(sample_cases(loaded, run, 8))
     assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
-    assert cases[3].given.row == load_rows(loaded.data.eval)[1] and cases[3].given.truncated
+    assert cases[3].given.row == load_rows(loaded.data.eval[0].path)[1] and cases[3].given.truncated
     assert len(list(sample_cases(loaded, run, 2))) == 2
 
 
@@ -208,6 +208,30 @@ def test_prompts_are_those_that_the_run_trains_on_first(config):
         rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)
     ]
     assert len([case for case in generic_cases(loaded, 99) if case.kind == "reference"]) == 8
+
+
+def test_functions_of_a_task_are_tried_on_its_own_prompts_only(config):
+    home = config.parent
+    for name, answer in (("few", "few"), ("held", "held")):
+        (home / f"{name}-rows.jsonl").write_text(
+            json.dumps({"prompt": f"{name}=", "solution": answer}) + "\n"
+        )
+    code = (
+        "def {0}(prompt, response, solution):\n    assert prompt == '{0}='\n    return response == solution\n"
+    )
+    (home / "own.py").write_text(code.format("few") + code.format("held"))
+    sources = [
+        {"path": str(home / "train.jsonl"), "weight": 99},
+        {"path": str(home / "few-rows.jsonl"), "reward": [f"{home}/own.py:few"]},
+    ]
+    held_out = [{"path": str(home / "held-rows.jsonl"), "reward": [f"{home}/own.py:held"]}]
+    status, said = reward_test(
+        config, f"data.train={json.dumps(sources)}", f"data.eval={json.dumps(held_out)}"
+    )
+    assert status == 0, said
+    cases = list(generic_cases(load_config(config, [f"data.train={json.dumps(sources)}"]), 3))
+    assert {(case.task, case.given.prompt == "few=") for case in cases} == {(0, False), (1, True)}
+    assert all(name in said for name in ("right", "few", "held"))
 
 
 @pytest.mark.parametrize("chat", [False, True])

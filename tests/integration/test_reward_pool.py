@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError
+from asyncrl.rewards import batches
 from asyncrl.rewards import pool as pool_module
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
@@ -255,6 +257,104 @@ def test_replies_that_user_code_forges_fail_calls_and_never_the_generator(functi
         assert (await pool.score([ask(reply="")]))[0].total == 1.0, "and nobody else's"
 
     run(config(functions, "forge"), scenario)
+
+
+BATCH = """
+import os, time
+def size(prompts, responses, answer, messages=None, *, batch=6, **columns):
+    assert len(prompts) == len(responses) == len(answer) <= batch and batch in (4, 6)
+    if "bad" in responses: raise ValueError("of the row")
+    if "nan" in responses: return [float("nan")] * len(prompts)
+    if "die" in responses: os._exit(3)
+    return [(len(prompts) + one / 100, prompt[:1]) if text else None for prompt, text, one in zip(prompts, responses, answer)]
+def alone(prompt, response): return 1000.0
+"""
+
+
+def groups_of(*texts: str) -> list[list[RewardInput]]:
+    return [
+        [
+            RewardInput(prompt=f"{group}", response=text, row={"answer": group * 10 + index})
+            for index, text in enumerate(group_texts.split(","))
+        ]
+        for group, group_texts in enumerate(texts)
+    ]
+
+
+def test_a_function_with_prompts_sees_responses_of_several_groups_up_to_its_batch(functions):
+    functions.write_text(BATCH)
+
+    async def scenario(pool):
+        await pool.start()
+        scored = await asyncio.gather(*(pool.score(one) for one in groups_of("a,b", "a,", "a,b", "a,b")))
+        # The first six of the eight, then two; the score has the row of each.
+        assert [dict(one.parts) for group in scored for one in group] == [
+            {"size": 6.0}, {"size": 6.01}, {"size": 6.1}, {}, {"size": 6.2}, {"size": 6.21},
+            {"size": 2.3}, {"size": 2.31},
+        ]  # fmt: skip
+        assert [one.answer for group in scored for one in group] == ["0", "0", "1", None, "2", "2", "3", "3"]
+
+    run(config(functions, "size", timeout_s=10.0), scenario)
+
+
+def test_params_give_the_size_of_a_batch_and_other_functions_go_on_beside_it(functions):
+    functions.write_text(BATCH)
+    small = RewardConfig.model_validate(
+        {
+            "functions": [
+                {"function": f"{functions}:size", "params": {"batch": 4}},
+                {"function": f"{functions}:alone"},
+            ],
+            "workers": 2,
+        }
+    )
+
+    async def scenario(pool):
+        [first] = await asyncio.gather(*(pool.score(one) for one in groups_of("a,b,c,d,e")))
+        assert [int(one.total) for one in first] == [1004, 1004, 1004, 1004, 1001]
+
+    run(small, scenario)
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "fails"),
+    [
+        ("bad", r"`size` raised ValueError: of the row", [1]),
+        ("nan", "`size` returned nan", [1]),
+        ("die", "died .exit status 3.", [0, 1, 2]),
+    ],
+)
+def test_a_row_that_fails_in_a_batch_fails_its_own_group_only(functions, how, message, fails):
+    functions.write_text(BATCH)
+
+    async def scenario(pool):
+        await pool.start()
+        several = groups_of("a,b", f"a,{how}", "c,d")
+        done = await asyncio.gather(*(pool.score(one) for one in several), return_exceptions=True)
+        assert [index for index, one in enumerate(done) if isinstance(one, RewardError)] == fails
+        for index in fails:
+            assert re.search(message, str(done[index]))
+        # Nothing is left over from the failed call.
+        [[one]] = await asyncio.gather(*(pool.score(one) for one in groups_of("a")))
+        assert one.total == 1.0 and not pool._batches["size"]._tasks and not pool._batches["size"]._waiting
+
+    run(config(functions, "size", timeout_s=10.0), scenario)
+
+
+def test_a_group_that_is_given_up_takes_no_other_with_it(functions, monkeypatch):
+    functions.write_text(BATCH)
+    monkeypatch.setattr(batches, "WAIT_S", 2.0)
+
+    async def scenario(pool):
+        await pool.start()
+        tasks = [asyncio.create_task(pool.score(one)) for one in groups_of("a,b", "a", "a")]
+        await until(lambda: len(pool._batches["size"]._waiting) == 4)
+        tasks[0].cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError)
+        assert [[one.total for one in group] for group in done[1:]] == [[2.1], [2.2]]
+
+    run(config(functions, "size", timeout_s=10.0), scenario)
 
 
 def test_a_function_with_responses_sees_its_group_and_others_one_response(functions):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 
 BEGIN = "import asyncrl.cli.main as ours, sys; print('begun', flush=True); sys.argv[1:] = {}; ours.main()"
 COMMANDS = [
-    "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "analyze", "export",
+    "logs", "logs --follow", "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30",
     "rank --config task.yaml --host 1 --learner 127.0.0.1", "validate task.yaml",
     "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick --seed 0", "eval model task.yaml", "version",
@@ -41,6 +41,7 @@ COMMANDS = [
 """A run is added where one is needed."""
 ENDLESS = (
     "status --watch",
+    "logs --follow",
     "samples --follow",
     "generator --wait 30",
     "doctor",
@@ -49,7 +50,7 @@ ENDLESS = (
     "reward test task.yaml",
 )
 """Commands that are not done by the time of the signal."""
-READ = ["samples runs/old", "status runs/old", "analyze runs/old", "compare runs/old runs/other"]
+READ = ["samples runs/old", "status runs/old", "compare runs/old runs/other"]
 LATEST_S = 1.0
 MARK = "ASYNCRL_TEST_MARK"
 
@@ -121,7 +122,7 @@ def started(project: Path, line: str) -> Command:
     """At its first line."""
     words, mark = line.split(), uuid.uuid4().hex
     words += {"compare": ["runs/old", "runs/other"], "export": ["runs/old", "--to", "exported"]}.get(line, [])
-    if words[0] in ("status", "samples", "audit", "report", "analyze", "down", "scale"):
+    if words[0] in ("logs", "status", "samples", "audit", "report", "down", "scale"):
         words.append("runs/other" if line == "status --watch" else "runs/old")
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN.format(words)],

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from asyncrl.errors import BufferGap, StoreError, StoreRefused
 from tests.support.buffer_contract import ids
 from tests.support.ports import free_ports
 from tests.support.store_servers import SERVERS
-from tests.support.waiting import HANG, LONG_S, let_pass, wait_until_ended
+from tests.support.waiting import HANG, LONG_S, let_pass, stop, wait_until_ended
 
 pytestmark = pytest.mark.integration
 
@@ -166,7 +165,7 @@ def test_a_server_that_hangs_is_killed(choice, tmp_path, monkeypatch):
     server = StoreServer(StoreConfig(), tmp_path, server=choice)
     server.start()
     pid = server.pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     server.stop()
     assert not psutil.pid_exists(pid)
 

@@ -170,8 +170,8 @@ def test_a_group_without_a_usable_column_is_untrainable(column):
     ("overrides", "said"),
     [
         (["sampling.temperature=0.7"], "sampling.temperature is 0.7, not 1"),
+        (["sampling.top_k=20"], "sampling.top_k is set, and scorers measure a token among all"),
         (["control.bind=tcp://127.0.0.1:5000"], "other hosts cannot reach scorers"),
-        (["algorithm.reference.scorers=0", "algorithm.reference.gpus=[0]"], "no scorers hold the teacher"),
         (["sampling.max_response_tokens=504"], "scorers need one more than the longest sequence"),
     ],
 )

@@ -13,7 +13,7 @@ from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
 from tests.support import receiver_stand_in
 from tests.support.forks import fork_server
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, stop
 
 pytestmark = pytest.mark.integration
 
@@ -127,7 +127,7 @@ def test_publishing_goes_on_under_a_stopped_receiver_and_no_version_is_torn(stag
     publisher.publish(1, weights(1), ()).result(LONG_S)
     update(publisher, "slow", stopped)
     order = publisher.order("slow", "tcp")
-    stopped.signal(signal.SIGSTOP)
+    stop(stopped.process.pid)
     stopped.obey(order)
     for version in range(2, 8):
         publisher.publish(version, weights(version), ()).result(LONG_S)

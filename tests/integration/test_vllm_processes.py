@@ -19,12 +19,14 @@ from tests.support.waiting import HANG, LONG_S, until, wait_until_ended
 pytestmark = [pytest.mark.integration, needs_stories]
 
 
-@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])
-def test_a_dead_engine_process_is_an_engine_error_soon(victim):
+@pytest.mark.parametrize(("victim", "ranks"), [("VLLM::Worker", 2), ("VLLM::EngineCore", 1)])
+def test_a_dead_engine_process_is_an_engine_error_soon(victim, ranks):
     before = set(engine_processes())  # such as the warm sandbox of another test
-    with running_engine(STORIES) as (runner, engine):
+    with running_engine(STORIES, tensor_parallel=ranks) as (runner, engine):
         processes = [process for process, command in living_children() if victim in command]
         assert processes, "the engine's processes are found by name"
+        workers = sum("VLLM::Worker" in command for _, command in living_children())
+        assert workers == (ranks if ranks > 1 else 0), "one rank runs in the core, as on a GPU"
 
         async def scenario():
             task = asyncio.create_task(
@@ -56,22 +58,28 @@ PARENT = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.support.vllm_engines import running_engine, STORIES
-import psutil, time
+import os, psutil, time
 if __name__ == "__main__":
-    with running_engine(STORIES, tensor_parallel=2):
-        print("children", *[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
+    with running_engine(STORIES, tensor_parallel={ranks}):
+        method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        print("children", method, *[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
         {hang}
 """
 
 
-def test_no_process_outlives_a_killed_parent(tmp_path):
+@pytest.mark.parametrize(("ranks", "method", "least"), [(1, "fork", 1), (2, "spawn", 3)])
+def test_no_process_outlives_a_killed_parent(tmp_path, ranks, method, least):
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(root=str(Path(__file__).parents[2]), hang=HANG))
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    script.write_text(PARENT.format(root=str(Path(__file__).parents[2]), ranks=ranks, hang=HANG))
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}  # as a generator's
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         line = next(line for line in parent.stdout if line.startswith("children"))
-        children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-        assert len(children) >= 3, "the engine's core and two workers"
+        found, *pids = line.split()[1:]
+        children = [psutil.Process(int(pid)) for pid in pids]
+        assert found == method and len(children) >= least, "the engine's core, and workers of several ranks"
         parent.kill()
         parent.wait(120)
         wait_until_ended(children)

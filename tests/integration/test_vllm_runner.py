@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "test_it_is_the_model_runner_that_is_expected",
     "test_behaviour_logprobs_are_the_models_at_the_sampling_temperature[0.6-vllm]",
+    "test_a_rollout_records_what_was_left_to_sample_and_its_probability_among_it[vllm]",
     "test_score_is_at_temperature_one[vllm]",
     "test_prompts_cached_under_old_weights_are_not_used_by_new_requests[vllm]",
     "test_the_engine_scores_like_the_model_that_was_sent[vllm-slot]",

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Sequence
@@ -45,6 +46,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert built.returncode == 0, built.stderr
     (path,) = dist.iterdir()
     return path
+
+
+def test_the_source_archive_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Also the one of a clone: without what git ignores, and with what the tests and the image need."""
+    for step, source in (("sdist", ROOT), ("wheel", tmp_path / "source")):
+        build = [sys.executable, "-m", "hatchling", "build", "-t", step, "-d", str(tmp_path)]
+        built = subprocess.run(build, cwd=source, capture_output=True, text=True, timeout=120, check=False)
+        assert built.returncode == 0, built.stderr
+        if step == "sdist":
+            (archive,) = tmp_path.glob("*.tar.gz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(tmp_path, filter="data")
+            (tmp_path / archive.name.removesuffix(".tar.gz")).rename(tmp_path / "source")
+    (again,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        sums = [{item.filename: item.CRC for item in archive.infolist()} for archive in (one, other)]
+    assert sums[0] == sums[1]
+    for name in ("tests/conftest.py", "deploy/Dockerfile", "deploy/constraints.txt", "docs/api.md"):
+        assert (tmp_path / "source" / name).is_file(), name
+    assert not (tmp_path / "source" / ".venv").exists()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +121,8 @@ def test_its_metadata_say_what_pyproject_says(site: Path) -> None:
     assert (metadata["Version"], metadata["License-Expression"]) == (asyncrl.__version__, "Apache-2.0")
     assert set(metadata.get_all("Provides-Extra") or ()) == PROJECT["optional-dependencies"].keys()
     assert "../shared" not in metadata.as_string()
+    urls = dict(one.split(", ") for one in metadata.get_all("Project-URL") or ())
+    assert urls == PROJECT["urls"] and all(url.startswith(urls["Repository"]) for url in urls.values())
 
 
 def test_its_commands_work_in_an_empty_directory(site: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from asyncrl.preflight.gpu.figures import absent, judged, noted
+from bench.gpu.figures import absent, judged, noted
 from tests.support.waiting import hang
 
 

@@ -19,7 +19,7 @@ PAGES = sorted(
 )
 PROGRAMS = {
     "asyncrl", "bash", "cd", "cp", "curl", "docker", "export", "git", "jq", "kubectl", "make", "mkdir", "mypy", "pip", "pytest", "python",
-    "ray", "ruff", "sbatch", "scp", "sed", "source", "tensorboard", "trackio", "vllm", "wandb",
+    "ray", "ruff", "sbatch", "scp", "sed", "source", "tensorboard", "vllm", "wandb",
 }  # fmt: skip
 """What a line begins with that a reader is told to type."""
 

@@ -58,8 +58,7 @@ def ray_nodes(directory: Path, gpus: Sequence[int]) -> Iterator[RayNodes]:
     token = directory / "token"
     token.write_text(TOKEN)
     with pytest.MonkeyPatch.context() as patch:
-        # Ray reads these once, when it is imported.
-        patch.setenv("RAY_AUTH_MODE", "token")
+        # Ray reads it once, when it first needs it; tests/conftest.py says that it needs one.
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         pytest.importorskip("ray", reason="needs asyncrl[ray]")
         from ray.cluster_utils import Cluster

@@ -10,8 +10,9 @@ from asyncrl.buffer.base import Audit
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.starts import Start
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.jsonl import JsonlTracker, Lines
+from asyncrl.telemetry.jsonl import Lines
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.telemetry.trackers import JsonlTracker
 
 NASTY = "[red]<think>\x1b[31m 12 + 7\n= 19\u202e\u200b</think> 答案是 \U0001f600 [/red] \x07\x9b2J"
 

@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.batch.packing import TrainSample, deal, microbatch
 from asyncrl.batch.plan import PlanSettings
 from asyncrl.batch.resolve import make_recipe
+from asyncrl.columns import KEPT_COUNTS
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, OptimizerConfig
 from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, DataError
-from asyncrl.hosting.memory_use import ModelShape, rank_bytes
+from asyncrl.hosting.memory_use import ModelShape, Rank
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.preflight.model_shape import read_trained_shape
 from asyncrl.run.checkpoint import CheckpointStore
@@ -43,11 +44,17 @@ from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.open import open_trainer
 from asyncrl.types import Group, Rollout, VersionSpan
+from tests.support.fake_trainer import save_whole
 from tests.support.vlm_models import images_of, with_pictures
 
 KEY = b"5" * 64
 # Rises for 3 steps and falls for `RUN_STEPS` - 3.
-RATES: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine", "final_share": 0.1}
+RATES: dict[str, Any] = {
+    "lr": 1e-2,
+    "warmup_steps": 3,
+    "schedule": "cosine_with_min_lr",
+    "schedule_arguments": {"min_lr_rate": 0.1},
+}
 RUN_STEPS = 8
 CPU = torch.device("cpu")
 CLONE_NEWNET = 0x40000000  # of sched.h
@@ -82,6 +89,19 @@ def chosen(items: list[TrainSample], experts: int = 8, layers: int = 2, top_k: i
     return found
 
 
+def with_kept(items: list[TrainSample], vocabulary: int = 40) -> list[TrainSample]:
+    """The same, each action sampled among 1 to 6 tokens at random, and itself."""
+    rng, found = np.random.default_rng(5), []
+    for item in items:
+        sets = [
+            np.union1d(rng.integers(2, vocabulary, rng.integers(0, 6)), [token]).astype(np.int32)[: 9 * keep]
+            for token, keep in zip(item.response_ids, item.keep, strict=True)
+        ]
+        counts = np.array([len(one) for one in sets], dtype=np.int32)
+        found.append(replace(item, recorded={KEPT_COUNTS: counts}, kept_ids=np.concatenate(sets)))
+    return found
+
+
 def tokens_of(items: list[TrainSample]) -> int:
     return int(sum(one.keep.sum() for one in items))
 
@@ -96,15 +116,21 @@ def loss_over(total: int) -> Any:
     return loss
 
 
-def plain_loss(policy: Any) -> Tensor:
+def plain_loss(policy: Any, kept: bool = False) -> Tensor:
     """The loss of a stock model: one sequence at a time, full logits, no packing, no DeepSpeed."""
-    items = sequences()
+    items = with_kept(sequences()) if kept else sequences()
     total = torch.zeros(())
     for one in items:
         ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))
-        table = (policy(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
+        logits = policy(input_ids=ids[None]).logits[0][len(one.prompt_ids) - 1 : -1] / 0.7
+        never = torch.zeros_like(logits, dtype=torch.bool)
+        if one.kept_ids is not None:
+            counts = one.recorded[KEPT_COUNTS]
+            never[torch.from_numpy(counts > 0)] = True
+            never[np.repeat(np.arange(len(counts)), counts), one.kept_ids] = False
+        table = logits.masked_fill(never, -torch.inf).log_softmax(-1)
         chosen = table.gather(-1, torch.from_numpy(one.response_ids.astype(np.int64))[:, None]).squeeze(-1)
-        entropy = -(table.exp() * table).sum(-1)
+        entropy = -(table.exp() * table.masked_fill(never, 0.0)).sum(-1)
         keep = torch.from_numpy(one.keep)
         total = total - (chosen * torch.from_numpy(one.advantages))[keep].sum() - 0.1 * entropy[keep].sum()
     return total / tokens_of(items)
@@ -196,10 +222,13 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
     items, images = sequences(), None
     if "experts" in scenario:
         items = [replace(item, experts=experts) for item, experts in zip(items, chosen(items), strict=True)]
+    if scenario.get("kept"):
+        items = with_kept(items)
     if "images" in scenario:
         items, images = with_pictures(items, job["model"]), images_of(job["model"], scenario["images"])
     mine = [microbatch([items[i] for i in members], CPU, images) for members in scenario["cut"][job["rank"]]]
     before = parameters(trainer)
+    measured = trainer.measure(mine, scenario.get("measured", ()))
     result = trainer.step(mine, loss_over(tokens_of(items)))
     after = parameters(trainer)
     steps = {name: before[name].double() - after[name].double() for name in before}
@@ -208,9 +237,12 @@ def gradient(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, T
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "names": list(before),
+        "measured": [{name: column_T.tolist() for name, column_T in one.items()} for one in measured],
     }
     if "export" in scenario:
-        trainer.export(Path(scenario["export"]))
+        write = trainer.export()
+        if trainer.rank == 0:
+            write(Path(scenario["export"]))
     trainer.close()
     return {name: (u / (lr - u.abs())).contiguous() for name, u in steps.items()}, report
 
@@ -229,6 +261,24 @@ def accumulated(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str
     found = found[found != 0]
     trainer.close()
     return {}, float(((found - found.bfloat16().float()) / found).abs().median())
+
+
+def stepped(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The parameters after one step of `plain_loss`, which this rank's share of the sequences makes.
+
+    Muon orthogonalizes in float32, so that what it is compared with does not depend on the order of sums.
+    """
+    if scenario["optimizer"]["kind"] == "muon":
+        import deepspeed.runtime.zero.muon.original_muon as muon
+
+        muon.ns_compute_dtype = lambda method: torch.float32
+    trainer = build(job, scenario, **scenario["optimizer"])
+    items = sequences()
+    mine = microbatch(items[job["rank"] :: job["ranks"]], CPU)
+    result = trainer.step([mine], loss_over(tokens_of(items)))
+    found = parameters(trainer)
+    trainer.close()
+    return found, {"grad_norm": result.grad_norm, "lr": result.lr}
 
 
 def nonfinite(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
@@ -439,7 +489,7 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
         if scenario.get("reference") and (decay := scenario.get("decay", 0.9)):
             trainer.update_reference(decay)
     if store and not start:
-        store.save(stop, trainer, {"version": stop, "ledger": [1, 2]})
+        save_whole(store, stop, trainer, {"version": stop, "ledger": [1, 2]})
     result = everything(trainer)
     models = [model for model in (trainer._policy, trainer._critic) if model is not None]
     groups = [model.engine.optimizer.param_groups[0] for model in models]
@@ -553,7 +603,7 @@ def checkpoint(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str,
     mine = [microbatch(sequences()[trainer.share :: trainer.shares], CPU)]
     trainer.step(mine, loss_over(60))
     scores.append(trainer.score([scenario["ids"]])[0])
-    CheckpointStore(Path(scenario["store"]), KEY, 2).save(1, trainer, {"version": 1})
+    save_whole(CheckpointStore(Path(scenario["store"]), KEY, 2), 1, trainer, {"version": 1})
     published = parameters(trainer)
     trainer.close()
     return published, scores
@@ -623,8 +673,9 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     """Bytes that a rank holds between the steps of policy and critic and at their peak, and those of `plan`."""
     items = sequences(2)
     batches, has_critic = [microbatch(items, CPU)] * 3, scenario.get("critic", False)
+    optimizer = {"lr": 1e-3} | scenario.get("optimizer", {})
     with Held() as held:
-        trainer = build(job, scenario, lr=1e-3)
+        trainer = build(job, scenario, **optimizer)
         for _ in range(2):
             held.peak = held.now
             trainer.step(batches, loss_over(10))
@@ -636,21 +687,18 @@ def memory(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Ten
     learner = LearnerConfig(
         ranks=job["ranks"], zero_stage=scenario["stage"], tokens_per_microbatch=len(batches[0].input_ids_N)
     )
-    learner = learner.model_copy(update={"logprob_chunk_tokens": 8})
+    chosen = {"logprob_chunk_tokens": 8, "optimizer": OptimizerConfig(**optimizer)}
+    learner = learner.model_copy(update=chosen)
     shape = ModelShape.of(policy.config, sum(map(size_of, policy.parameters())))
     if model.lora:
         shape = read_trained_shape(model, learner)
-    parts = rank_bytes(
-        shape,
-        model,
-        learner,
+    parts = Rank(shape, model, learner).parts(
         reference=None if has_critic or shape.adapter else shape,
-        critic=has_critic,
-        on_gpu=False,
-        slots=0,
+        critic=learner.optimizer if has_critic else None,
     )
+    planned = {part.name: part.size_bytes for part in parts}
     trainer.close()
-    return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": parts}
+    return {"done": torch.zeros(1)}, {"peak": held.peak, "resting": resting, "plan": planned}
 
 
 def enter(network: str) -> None:

@@ -46,7 +46,7 @@ def running_engine(
             open_engine(
                 ModelConfig(path=str(model), dtype=dtype, lora=lora),
                 GeneratorConfig(**{"max_running": 64, "kv_cache_gib": 0.25, "threads": 1} | generator),
-                SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens),
+                SamplingConfig(max_prompt_tokens=256, max_response_tokens=max_response_tokens, top_k=20),
                 WeightsConfig(deadline_s=deadline_s, transport=transport),
                 device="cpu",
             )

@@ -72,6 +72,13 @@ def wait_until_ended(processes: Iterable[psutil.Process | int]) -> None:
     wait_until(lambda: all(map(has_ended, left)), seen=lambda: [one for one in left if not has_ended(one)])
 
 
+def stop(process: psutil.Process | int) -> None:
+    """SIGSTOP, and wait until the process is stopped: of two signals the kernel delivers the lower one first."""
+    one = psutil.Process(process) if isinstance(process, int) else process
+    one.suspend()
+    wait_until(lambda: has_ended(one) or one.status() == psutil.STATUS_STOPPED)
+
+
 def still(condition: Callable[[], object], for_s: float, seen: Callable[[], object] = _in_vain) -> None:
     """Fail if the condition is violated within `for_s`: where nothing later shows that it held."""
     assert not comes_true(lambda: not condition(), for_s), seen()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.preflight.gpu.allowed_time import CALLS_S, TENSOR_S, allowed_time, measured_rate, passes
-from asyncrl.preflight.gpu.figures import Place, append, noted
+from bench.gpu.allowed_time import CALLS_S, TENSOR_S, allowed_time, measured_rate, passes
+from bench.gpu.figures import Place, append, noted
 
 # GB/s, of the order of an H100's.
 RATES = {

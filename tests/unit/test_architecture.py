@@ -40,7 +40,6 @@ OWNERS = {
     "uvicorn": {"endpoint"},
     "wandb": {"telemetry"},
     "tensorboard": {"telemetry"},
-    "trackio": {"telemetry"},
     "prometheus_client": {"telemetry"},
     "typer": {"cli"},
     "trl": {"stages"},
@@ -59,9 +58,9 @@ READS_THE_ENVIRONMENT = {
     "launch/learner_process.py", "launch/generator_process.py", "launch/scorer_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
     "api.py", "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
-    "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py", "preflight/gpu/engine_rows.py",
+    "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py",
     # settings that a library or a compiler takes from nowhere else
-    "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/wandb.py", "preflight/checks/stack.py",
+    "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/trackers.py",
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
     # the board where every process shows its progress; values that no log may show
     "hosting/progress.py", "telemetry/logs.py",
@@ -222,7 +221,7 @@ def test_few_functions_are_long():
         "asyncrl.config.load",
         "asyncrl.config.registry",
         "asyncrl.hosting.supervisor",
-        "asyncrl.preflight.forecast",
+        "asyncrl.preflight.fit",
         "asyncrl.preflight.reward_trial",
         "asyncrl.preflight.validate",
         "asyncrl.quickstart.first_task",

@@ -13,7 +13,7 @@ from asyncrl.results.export import saved_export
 from asyncrl.run.best import Judged, read_best, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
-from tests.support.fake_trainer import KEY, FakeTrainer
+from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 
 METRIC = "eval/accuracy"
 ROUND = {"eval/reward_mean": 0.5, METRIC: 0.5}
@@ -29,7 +29,7 @@ def opened(root: Path, key: bytes = KEY, stop: dict[str, Any] | None = None, **c
 
 
 def save(store: CheckpointStore, judged: Judged, step: int) -> int:
-    oldest = store.save(step, FakeTrainer("weights"), {"version": step})
+    oldest = save_whole(store, step, FakeTrainer("weights"), {"version": step})
     judged.saved()
     return oldest
 

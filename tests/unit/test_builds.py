@@ -82,7 +82,7 @@ def test_the_doctor_names_the_cure_of_a_torchvision_that_does_not_fit(monkeypatc
             )
 
     monkeypatch.setitem(sys.modules, "transformers", Transformers(__version__="5.19.0"))
-    finding = stack.transformers_loads()
+    finding = stack.libraries()
     assert finding.verdict == "failed" and finding.found.endswith("operator torchvision::nms does not exist")
     assert "uninstall -y torchvision torchaudio torchcodec" in finding.fix
 

@@ -140,9 +140,9 @@ def outcomes(tokenizer, rows: Rows, expected) -> Counter:
         row = Rows([rows[index]], rows.place(index))
         if text is None:
             with pytest.raises(DataError, match=r"row 1: the chat template refuses the messages \(\w+: "):
-                render.prompts(row)
+                render.prompt(row, 0)
         else:
-            (prompt,) = render.prompts(row)
+            prompt = render.prompt(row, 0)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert (prompt.text, list(prompt.token_ids)) == (text, ids), rows[index]
         counts["refused" if text is None else "equal"] += 1
@@ -258,7 +258,7 @@ def test_of_several_templates_one_must_be_the_default(tmp_path):
     train = write(tmp_path / "t.jsonl", "hi")
     named = {"rag": TEMPLATES["zephyr"], "tool_use": TEMPLATES["chatml"]}
     model = character_tokenizer(tmp_path / "m", template=named)
-    found = "has the chat templates rag, tool_use, of which none is called `default`; write the one to use to"
+    found = "has the chat templates rag, tool_use, of which none is called `default`; set model.chat_template to the file"
     with pytest.raises(DataError, match=found):
         source(model, train)
     with pytest.raises(ConfigError, match=rf"model.chat_template: .*{found}"):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import BufferFenced, CheckpointError, CheckpointsRefused, RunError
-from asyncrl.run.checkpoint import EXPORT, CheckpointStore
+from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.run.lock import RunLock
-from tests.support.fake_trainer import KEY, FakeTrainer
+from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 from tests.support.waiting import HANG
 
 
@@ -78,12 +79,16 @@ def found(root: Path) -> tuple[str, dict[str, Any]]:
     return trainer.value, state
 
 
+def model_in(checkpoint: Path) -> str:
+    return (checkpoint / EXPORT / "model.safetensors").read_text()
+
+
 def save_three(root: Path, files: FileOps) -> list[int]:
     """Steps 1 to 3 with two kept, so that the third prunes; which saves returned."""
     checkpoints, done = store(root, files), []
     try:
         for step in (1, 2, 3):
-            checkpoints.save(step, FakeTrainer(f"value {step}"), {"version": step})
+            save_whole(checkpoints, step, FakeTrainer(f"value {step}"), {"version": step})
             done.append(step)
     except Crash:
         pass
@@ -117,6 +122,15 @@ def test_after_a_crash_at_any_operation_the_newest_finished_checkpoint_is_found_
     value, state = found(tmp_path)
     assert value == f"value {state['version']}"
     assert state["version"] >= max(done, default=1)
+    # The newest may have no model, but none is torn, and the learner that goes on writes it.
+    checkpoints = store(tmp_path)
+    if exported := checkpoints.latest(exported=True):
+        assert model_in(exported) == f"value {int(exported.name[-6:])}" * 100
+    if export := checkpoints.exporter(state["version"], FakeTrainer(value)):
+        export()
+    newest = checkpoints.latest(exported=True)
+    assert newest is not None and newest.name == f"step-{state['version']:06}"
+    assert model_in(newest) == value * 100 and not list(newest.glob(".writing-hf"))
     # And the run goes on: the next save works over whatever the crash left.
     assert store(tmp_path).save(4, FakeTrainer("value 4"), {"version": 4}) <= 4
     assert found(tmp_path) == ("value 4", {"version": 4})
@@ -222,7 +236,7 @@ def test_a_checkpoint_of_another_run_or_under_another_name_is_refused(tmp_path: 
 def test_pruning_keeps_the_newest_and_reports_the_oldest_kept(tmp_path: Path) -> None:
     checkpoints = store(tmp_path, keep=2)
     oldest = [
-        checkpoints.save(step, FakeTrainer(str(step)), {"version": step})
+        save_whole(checkpoints, step, FakeTrainer(str(step)), {"version": step})
         for step in (5, 10, 999_999, 1_000_000)
     ]
     assert oldest == [5, 5, 10, 999_999]

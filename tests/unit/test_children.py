@@ -11,7 +11,7 @@ import pytest
 from asyncrl.hosting.children import ProcessSpec, ThisHost
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
-from tests.support.waiting import wait_until
+from tests.support.waiting import stop, wait_until
 
 HEAD = """
 import os, pathlib, signal, subprocess, sys
@@ -112,7 +112,7 @@ def test_a_stopped_process_can_be_killed(tmp_path):
     one = spec("works()", tmp_path)
     with started(one) as process:
         wait_until(lambda: said(one, "up"))
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         process.terminate()
         process.kill()
         wait_until(lambda: process.poll() is not None)
@@ -134,7 +134,7 @@ works()
 
 
 STANDBY = """
-from asyncrl.hosting.standby import wait_until_needed
+from asyncrl.hosting.rank_group import wait_until_needed
 print("waits", os.getpid(), flush=True)
 line = wait_until_needed()
 assert line == ""

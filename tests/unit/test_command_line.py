@@ -142,10 +142,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "down nowhere": ("no run found at nowhere", "give the directory"),
     "audit nowhere": ("no run found at nowhere", "give the directory"),
     "export nowhere --to x": ("no run found at nowhere", "give the directory"),
-    "analyze reward/mean": (
-        "no run found at reward/mean",
-        "name the run before it: `asyncrl analyze RUN reward/mean`",
-    ),
+    "analyze runs/old": ("found no command `analyze`", "curves are in `asyncrl report`"),
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
     "eval model": ("model is a model, not a run", "asyncrl eval model FILE"),
     "generator": ("no run found at runs", "give the directory"),
@@ -336,3 +333,18 @@ def test_the_shell_is_told_what_a_word_can_become(project):
         [sys.executable, "-m", "asyncrl"], env=os.environ | asking, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["validate"]
+
+
+def test_the_completion_that_is_installed_asks_the_command(tmp_path):
+    """In a bash that has read the file which the option writes."""
+    home = os.environ | {"HOME": str(tmp_path)}
+    install = [sys.executable, "-m", "asyncrl", "--install-completion", "bash"]
+    subprocess.run(install, env=home, capture_output=True, check=True)
+    (tmp_path / "asyncrl").write_text(f'#!/bin/sh\nexec {sys.executable} -m asyncrl "$@"\n')
+    (tmp_path / "asyncrl").chmod(0o755)
+    typed = (
+        "PATH=$HOME:$PATH; . $HOME/.bash_completions/asyncrl.sh; COMP_WORDS=(asyncrl sta); COMP_CWORD=1; "
+        "_asyncrl_completion asyncrl; echo ${COMPREPLY[@]}"
+    )
+    found = subprocess.run(["bash", "-c", typed], env=home, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["stage", "status"]

@@ -12,9 +12,9 @@ from pydantic import Field
 from asyncrl.algo.ranges import Positive, PositiveInt
 from asyncrl.config.base import Choice, Mistake, Part, Root, marked
 from asyncrl.config.load import load, read_draft
-from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys, schema_at
+from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys
 from asyncrl.config.resolved import config_json, dump_config
-from asyncrl.config.resume import OTHER_RUN, REFUSED, bound, kept_values, on_resume, resume_findings
+from asyncrl.config.resume import OTHER_RUN, REFUSED, bound, kept_values, resume_findings
 from asyncrl.errors import ConfigError
 
 
@@ -56,7 +56,8 @@ class Helper(Part):
     """Pay of an hour."""
 
 
-def _the_fire_is_hot_enough(kiln: Kiln, glaze: Glaze) -> Iterator[Mistake]:
+def _the_fire_is_hot_enough(pottery: "Pottery") -> Iterator[Mistake]:
+    kiln, glaze = pottery.kiln, pottery.glaze
     if glaze.finish == "glossy" and kiln.degrees < 1200:
         text = f"kiln.degrees is {kiln.degrees}, but glaze.finish is glossy; set it to 1200 or more"
         yield Mistake(("kiln.degrees", "glaze.finish"), text)
@@ -200,8 +201,7 @@ def test_the_schema_says_what_the_program_accepts(tmp_path):
 def test_a_resumed_one_keeps_what_its_fields_say(tmp_path):
     path = written(tmp_path, base=BASE)
     assert set(bound(Pottery)) == {"kiln.fuel", "kiln.shelves", "helper.pay"}
-    assert on_resume(schema_at(Pottery, ("kiln", "fuel"))) == "another run: every glaze was mixed for it"
-    assert on_resume(schema_at(Pottery, ("kiln", "degrees"))) == "may change"
+    assert [*bound(Pottery)["kiln.fuel"]] == [OTHER_RUN, "every glaze was mixed for it"]
     saved = json.loads(json.dumps(kept_values(load(Pottery, path))))
     assert saved == {"kiln.fuel": "wood", "kiln.shelves": [3, 4], "helper.pay": None}
 

@@ -36,13 +36,16 @@ SHARED = {
 ON_GPUS = sorted((ROOT / "configs").glob("*gpu.yaml"))
 SHAPES = {
     "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(
-        parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151_936
+        parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151_936,
+        tables=151_936 * 896,
     ),
     "Qwen/Qwen2.5-1.5B-Instruct": ModelShape(
-        parameters=1_543_714_304, layers=28, hidden=1536, intermediate=8960, query=1536, kv=256, vocabulary=151_936
+        parameters=1_543_714_304, layers=28, hidden=1536, intermediate=8960, query=1536, kv=256, vocabulary=151_936,
+        tables=151_936 * 1536,
     ),
     "meta-llama/Llama-3.1-8B-Instruct": ModelShape(
-        parameters=8_030_261_248, layers=32, hidden=4096, intermediate=14336, query=4096, kv=1024, vocabulary=128_256
+        parameters=8_030_261_248, layers=32, hidden=4096, intermediate=14336, query=4096, kv=1024, vocabulary=128_256,
+        tables=2 * 128_256 * 4096,
     ),
 }  # fmt: skip
 MINIMAL = (
@@ -63,6 +66,7 @@ def shape_of(config: Config) -> ModelShape:
         num_attention_heads=shape.query // head,
         num_key_value_heads=shape.kv // head,
         vocab_size=shape.vocabulary,
+        tie_word_embeddings=kind == "qwen2",
     )
     assert ModelShape.of(architecture, shape.parameters) == shape
     return counted(shape, architecture, config.model, config.learner.gradient_checkpointing)
@@ -85,11 +89,11 @@ def test_every_config_loads_and_rewards_its_rows(path):
     config = load_config(path, SHARED.get(path.stem, ()))
     assert config.run.name in (path.stem, path.stem.removesuffix("-cpu"))
     rewards = [bind(load_function(function.function)) for function in config.reward.functions]
-    for source in config.data.places.values():
+    for source in [one.path for one in config.data.tasks.values()]:
         if source and (ROOT / source).is_file():
             row = load_rows(str(ROOT / source))[0]
             columns = {name: value for name, value in row.items() if name not in ("prompt", "response")}
-            assert all(0 <= reward("", ["17 words"], [columns])[0][0] <= 1 for reward in rewards)
+            assert all(0 <= reward([""], ["17 words"], [columns])[0][0] <= 1 for reward in rewards)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

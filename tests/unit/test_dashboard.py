@@ -20,17 +20,16 @@ from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.advice import bottleneck, waiting_for
-from asyncrl.telemetry.curves import curve
-from asyncrl.telemetry.dashboard import render, sample_lines
+from asyncrl.telemetry.dashboard import curve, render, sample_lines
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.live import PlainReporter, step_line, watch
-from asyncrl.telemetry.state import DashboardState, StateReader, read_state
+from asyncrl.telemetry.state import RunReader, RunView, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
 
-def picture(state: DashboardState, width: int, height: int | None = None) -> list[str]:
+def picture(state: RunView, width: int, height: int | None = None) -> list[str]:
     """As the terminal gets it: lines without colours, not cut by the console itself."""
     console = Console(width=width + 50, file=io.StringIO(), force_terminal=False, color_system=None)
     console.print(render(state, width, height))
@@ -301,7 +300,7 @@ def state_with(
     *,
     count: int = 0,
     queued: float = 0.0,
-) -> DashboardState:
+) -> RunView:
     history = History()
     if learner is not None:
         for step in (1, 2, 3):
@@ -310,7 +309,7 @@ def state_with(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
         for index in range(count)
     )
-    return DashboardState(
+    return RunView(
         run="a",
         now=0.0,
         history=history,
@@ -358,9 +357,7 @@ def state_with(
         (state_with(None, None), "no step yet"),
     ],
 )
-def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(
-    state: DashboardState, said: str
-) -> None:
+def test_the_bottleneck_is_who_never_waits_and_the_cure_has_a_number(state: RunView, said: str) -> None:
     sentence = bottleneck(state)
     assert said in sentence and len(sentence) <= 78
 
@@ -373,7 +370,7 @@ def test_the_learners_idle_share_is_that_of_its_last_steps_by_their_time() -> No
         history.add({"step": step, "idle/learner": 0.0, "time/step": 1.0})
     history.add({"step": 50, "idle/learner": 0.5, "time/step": 19.0})
     history.add({"step": 51, "eval/accuracy": 0.5})
-    assert DashboardState(run="a", now=0.0, history=history).idle_learner == pytest.approx(0.25)
+    assert RunView(run="a", now=0.0, history=history).idle_learner == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -426,7 +423,7 @@ def test_idle_shares_are_those_of_the_last_minute_of_living_generators(tmp_path:
 
 def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path)
-    reader = StateReader(tmp_path)
+    reader = RunReader(tmp_path)
     for _ in range(25):
         run.advance()
         state, fresh = reader.read(), read_state(tmp_path)
@@ -443,9 +440,7 @@ def test_the_time_left_is_steps_left_at_the_recent_speed() -> None:
         )
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 30, 130, [], 0.0
-    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).eta_s == pytest.approx(
-        200.0
-    )
+    assert RunView(run="a", now=0.0, history=history, status=run.status()).eta_s == pytest.approx(200.0)
 
 
 def test_before_the_first_status_generators_are_known_by_their_files(tmp_path: Path) -> None:
@@ -476,7 +471,7 @@ def test_a_member_shows_what_its_heartbeat_says_over_what_its_file_says(tmp_path
 def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
     run = run_with(tmp_path, steps=3)
     written: list[str] = []
-    reporter, reader = PlainReporter(written.append), StateReader(run.directory)
+    reporter, reader = PlainReporter(written.append), RunReader(run.directory)
     reporter.show(reader.read())
     reporter.show(reader.read())
     run.advance()
@@ -517,7 +512,7 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     written: list[str] = []
     reporter, reader = (
         PlainReporter(written.append, since=now - 1),
-        StateReader(run.directory, since=now - 900, without="supervisor"),
+        RunReader(run.directory, since=now - 900, without="supervisor"),
     )
     log_line(run.directory, "g0", "info", "starting the engine", now)
     log_line(run.directory, "g0", "warning", "version 7 was not received: \x1b[2J no", now)
@@ -547,7 +542,7 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     written: list[str] = []
     now = time.time()
     reporter = PlainReporter(written.append, since=now)
-    reader = StateReader(tmp_path, since=now - 1)
+    reader = RunReader(tmp_path, since=now - 1)
     log_line(tmp_path, "learner", "info", "loading the model", now)
     log_line(tmp_path, "g0", "info", "starting the engine", now, logger="__main__")
     for second in range(31):
@@ -623,7 +618,7 @@ def test_the_wait_for_the_start_of_generators_gives_no_advice() -> None:
     history.add({"step": 5, "time": 901.0, "idle/learner": 0.0, "time/step": 1.0})
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 5, 130, [], 800.0
-    assert DashboardState(run="a", now=0.0, history=history, status=run.status()).idle_learner == 0.0
+    assert RunView(run="a", now=0.0, history=history, status=run.status()).idle_learner == 0.0
 
 
 def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
@@ -632,7 +627,7 @@ def test_the_time_left_is_that_of_this_start_without_its_slowest_step() -> None:
         history.add({"step": step, "time": at, "time/step": 1.0})
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 6, 16, [], 4000.0
-    state = DashboardState(run="a", now=5063.0, history=history, status=run.status())
+    state = RunView(run="a", now=5063.0, history=history, status=run.status())
     assert state.eta_s == pytest.approx(10.0)
     assert state.status
     assert replace(state, status=replace(state.status, started_at=5061.0)).eta_s is None, "one interval"
@@ -663,8 +658,7 @@ def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> 
     run = run_with(tmp_path, steps=12)
     run.finish()
     out = io.StringIO()
-    state = watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
-    assert state.step == 12
+    watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
         f"step {step}/400" for step in range(1, 13)
     ]

@@ -5,14 +5,15 @@ import gzip
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.data_section import DataConfig
 from asyncrl.data.dataset import Rows, load_rows
-from asyncrl.errors import DataError
+from asyncrl.data.row_functions import load_part
+from asyncrl.errors import DataError, RowsChanged
 
 ROWS = [
     {"prompt": "12+34=", "answer": "46"},
@@ -109,8 +110,8 @@ def test_a_pattern_is_its_files_in_the_order_of_their_names(tmp_path):
         "part-2.jsonl:2",
         "all.jsonl:1",
     ]
-    assert load_rows(f"{tmp_path}/part-*", limit=4).place(3) == found.place(3)
-    assert len(load_rows(f"{tmp_path}/part-*", limit=9)) == 5
+    assert load_part(DataConfig(train="t"), f"{tmp_path}/part-*", "train", 4).place(3) == found.place(3)
+    assert len(load_part(DataConfig(train="t"), f"{tmp_path}/part-*", "train", 9)) == 5
     write_jsonl(tmp_path / "x[1].jsonl", rows[:1])
     assert len(load_rows(f"{tmp_path}/x[1].jsonl")) == 1, "a file of that name is no pattern"
     with pytest.raises(DataError, match=r"none-\*.jsonl does not exist"):
@@ -123,7 +124,7 @@ def test_blank_lines_are_allowed_and_lines_are_still_counted_right(tmp_path):
     with pytest.raises(
         DataError, match=r'rows.jsonl:6: not JSON .*found `{"a": 3`; every line must be one JSON object'
     ):
-        load_rows(str(path))
+        _ = load_rows(str(path)).fingerprint
     path.write_text('\n{"a": 1}\r\n\n{"a": 2}')
     assert list(load_rows(str(path))) == [{"a": 1}, {"a": 2}]
 
@@ -184,7 +185,7 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
 def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        load_rows(str(tmp_path / name))
+        _ = load_rows(str(tmp_path / name)).fingerprint
 
 
 def test_seeds_are_rows_without_a_file():
@@ -215,21 +216,64 @@ def test_a_hub_dataset_needs_the_package_and_says_so(monkeypatch):
         load_rows("openai/gsm8k")
 
 
-def test_a_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
+def test_a_hub_dataset_is_loaded_by_name_config_revision_and_split(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
 
-    def load_dataset(source, part, split):
-        if split != "test":
-            raise ValueError(f"Unknown split {split}")
-        table = pyarrow.Table.from_pylist([{"a": source, "part": part}])
-        return SimpleNamespace(with_format=lambda kind: table)
+    def load_dataset(*names, **options):
+        asked.append((*names, *options.values()))
+        if options["split"] == "dev":
+            raise ValueError("Unknown split dev")
+        return datasets.Dataset.from_list([{"a": 1}, {"a": 2}])
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     rows = load_rows("openai/gsm8k", "test")
-    assert (list(rows), rows.source) == ([{"a": "openai/gsm8k", "part": None}], "openai/gsm8k [test]")
-    assert list(load_rows("openai/gsm8k:main", "test")) == [{"a": "openai/gsm8k", "part": "main"}]
+    assert (list(rows), rows.source) == ([{"a": 1}, {"a": 2}], "openai/gsm8k [test]")
+    load_rows("openai/gsm8k:main", "train[:10]")
+    load_rows("openai/gsm8k@v1.0")
+    load_rows("openai/gsm8k:main@v1.0")
+    assert asked == [
+        ("openai/gsm8k", None, "test", None),
+        ("openai/gsm8k", "main", "train[:10]", None),
+        ("openai/gsm8k", None, "train", "v1.0"),
+        ("openai/gsm8k", "main", "train", "v1.0"),
+    ]
     with pytest.raises(DataError, match="split `dev`: Unknown split dev"):
         load_rows("openai/gsm8k", "dev")
+
+
+def test_a_slice_of_a_local_dataset_is_these_rows(tmp_path):
+    pytest.importorskip("datasets")
+    whole = [{"prompt": str(number), "messages": [{"role": "user"}]} for number in range(20)]
+    (tmp_path / "set@1").mkdir()
+    write_jsonl(tmp_path / "set@1" / "train.jsonl", whole)
+    found = {
+        split: list(load_rows(str(tmp_path / "set@1"), split)) for split in ("train[5:8]", "train[-10%:]")
+    }
+    assert found == {"train[5:8]": whole[5:8], "train[-10%:]": whole[-2:]}
+    with pytest.raises(DataError, match=r"split `train\[x\]`"):
+        load_rows(str(tmp_path / "set@1"), "train[x]")
+
+
+def test_rows_stay_in_their_file(tmp_path):
+    # What is parsed is the row that is used, through every view of it.
+    path = write_jsonl(tmp_path / "a.jsonl", [{"n": number} for number in range(3000)])
+    with Path(path).open("a") as file:
+        file.write("broken\n")
+    rows = load_rows(path)
+    views = (rows, Rows.joined([rows, rows]), rows.only(range(1, 3001)).only([1998, 2999]))
+    assert [view[at] for view, at in zip(views, (1999, 4999 + 1, 0), strict=True)] == [{"n": 1999}] * 3
+    for view, at in zip(views, (-1, 3000, 1), strict=True):
+        with pytest.raises(DataError, match=r"a.jsonl:3001: not JSON .* found `broken`"):
+            view[at]
+    assert list(rows.only(range(3000))) == [rows[at] for at in range(3000)]
+    assert [*rows[2998:2999], *rows[:1]] == [{"n": 2998}, {"n": 0}]
+    with pytest.raises(IndexError):
+        rows[3001]
+    # A file that changes under a process would give other rows to the same tickets.
+    Path(path).write_text("{}\n" * 3001)
+    with pytest.raises(RowsChanged, match=r"a.jsonl changed while a process reads rows from it; restore it"):
+        rows[0]
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real data in ../shared/data")

@@ -86,11 +86,7 @@ def test_extras_that_the_messages_name_exist():
         *re.findall(r"""(?:from_extra|install_command)\(["']([\w-]+)["']\)""", texts),
         *re.findall(r"asyncrl\[([a-z-]+)\]", texts),
     }
-    assert (
-        {"report", "wandb", "tensorboard", "trackio", "data", "cpu", "gpu"}
-        <= named
-        <= EXTRAS.keys() | {"extra"}
-    )
+    assert {"report", "wandb", "tensorboard", "data", "cpu", "gpu"} <= named <= EXTRAS.keys() | {"extra"}
 
 
 def test_the_page_of_the_installation_has_every_extra():

@@ -9,6 +9,7 @@ import typer
 
 from asyncrl.cli.app import app
 from asyncrl.commands.sweep import swept
+from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.load import load
 from asyncrl.config.outline import all_paths
 from asyncrl.config.schema import Config
@@ -155,7 +156,9 @@ def test_keys_that_are_named_exist():
 
 
 ITEMS = {f"reward.functions.{key}" for key in ("function", "weight", "name", "params")}
-ITEMS |= {f"data.train.{key}" for key in ("path", "weight", "limit", "system", "name")}
+ITEMS |= {f"data.train.{key}" for key in DataSource.model_fields} | {
+    f"data.eval.{key}" for key in EvalSet.model_fields
+}
 
 
 def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
@@ -174,8 +177,8 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
         ("46x", (1.0, 1.0)),
     ):
         assert (
-            right(row["prompt"], [response], [columns])[0][0],
-            step(row["prompt"], [response], [columns])[0][0],
+            right([row["prompt"]], [response], [columns])[0][0],
+            step([row["prompt"]], [response], [columns])[0][0],
         ) == expected
 
 

@@ -33,7 +33,7 @@ def test_users_of_a_store_are_generated(path, run):
 def test_every_kind_of_function_has_a_generated_table():
     from asyncrl.config import registry
 
-    assert {*registry.KINDS, "presets", "settings"} == set(re.findall(r"<!-- generated: (\w+) -->", PAGE))
+    assert {*registry.KINDS, "presets"} == set(re.findall(r"<!-- generated: (\w+) -->", PAGE))
 
 
 def test_other_defaults_and_other_names_are_noticed():

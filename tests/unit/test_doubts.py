@@ -223,7 +223,6 @@ IDLE = {
     "store.insecure=true": ((), ("store.url=redis://localhost:1",)),
     "store.fsync=always": (("store.url=redis://localhost:1",), ()),
     "telemetry.wandb_project=x": ((), ("telemetry.wandb=offline",)),
-    "telemetry.trackio_project=x": ((), ("telemetry.trackio=true",)),
     "telemetry.prometheus_host=10.0.0.1": ((), ("telemetry.prometheus_port=0",)),
 }
 

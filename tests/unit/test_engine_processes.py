@@ -1,4 +1,4 @@
-"""The engine's processes are spawned, and nothing uses CUDA before them: a forked process could not use it."""
+"""The engine's processes are spawned where a fork is not sound, and nothing uses CUDA before them."""
 
 import json
 import os
@@ -110,6 +110,42 @@ def test_the_device_is_known_without_asking_cuda(
     with tiny_run(tmp_path, "vllm") as path:
         config = load_config(path, [f"learner.device={learner}"])
     assert resolve_device(config) == expected
+
+
+STARTED = """
+import os, threading
+from asyncrl.config.sections import GeneratorConfig
+from asyncrl.engine.vllm.args import fork_core
+def found(device="cpu", **settings):
+    fork_core(GeneratorConfig(**settings), device=device)
+    return os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+alone = [found(), found("cuda"), found(tensor_parallel=2)]
+end = threading.Event()
+threading.Thread(target=end.wait, name="asyncio-waitpid-0").start()
+alone.append(found())
+threading.Thread(target=end.wait, name="holds a lock").start()
+alone.append(found())
+end.set()
+import torch
+torch.set_num_threads(2)
+torch.ones(600, 600) @ torch.ones(600, 600)
+while threading.active_count() > 1:
+    pass
+alone.append(found())
+print(*alone)
+"""
+
+
+def test_the_core_is_forked_only_beside_no_thread_that_may_hold_a_lock():
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}  # as a generator's
+    assert output_of(STARTED, environment=environment).split() == [
+        "fork",
+        "spawn",
+        "spawn",
+        "fork",
+        "spawn",
+        "spawn",
+    ]
 
 
 # As vLLM's tensor-parallel workers exchange the handle of their message queue: a pickled dataclass. The guard

@@ -25,9 +25,8 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.judge import make_judge
 from asyncrl.config import registry
 from asyncrl.learner import Step
-from asyncrl.report.episode_metrics import episode_metrics
 from asyncrl.report.reports import eval_records
-from asyncrl.report.step_metrics import COLLAPSED, step_metrics
+from asyncrl.report.step_metrics import COLLAPSED, episode_metrics, step_metrics
 from asyncrl.types import Group, Rollout, Turns
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.fake_learner import SETTINGS, Batch, FakeTrainer, known

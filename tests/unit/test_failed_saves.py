@@ -13,7 +13,7 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.file_ops import FileOps
 from asyncrl.trainer.writes import Writes
 from tests.support.failed_saves import run_on
-from tests.support.fake_trainer import KEY, FakeTrainer
+from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
 
 
 class SickDisk(FileOps):
@@ -54,6 +54,7 @@ def test_a_save_that_fails_is_tried_again_after_the_next_step_and_nothing_is_com
     for version in range(1, 8):
         disk.failures = 1 if version in (4, 5) else 0
         run.checkpoint(version, last=False)
+        run.exports.finish()
         assert not list(tmp_path.glob(".writing-*"))
     # At 2, 4, 5 and 6; the store forgets what the checkpoint of step 2 holds, which is still kept after step
     # 6.
@@ -69,6 +70,7 @@ def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(
     disk = SickDisk(3)
     run, around = run_on(tmp_path, disk)
     run.checkpoint(7, last=True)
+    run.exports.finish()
     assert around.events == [("failed", 1), ("failed", 2), ("failed", 3), ("commit", 4)] and len(waited) == 3
     disk.failures = 1000
     with pytest.raises(CheckpointError, match="sick"):
@@ -82,19 +84,23 @@ def test_a_state_that_only_rank_0_reads_cannot_make_it_save_alone(
 ) -> None:
     run, around = run_on(tmp_path, FileOps())
     run.checkpoint(2, last=False)
+    run.exports.finish()
     (tmp_path / "step-000002" / "state.json").write_text("{}")
     run.checkpoint(4, last=False)
+    run.exports.finish()
     assert around.events == [("commit", 1)] and "keeps its groups until the next save" in caplog.text
     run.checkpoint(5, last=False)
+    run.exports.finish()
     assert not (tmp_path / "step-000005").exists()
     run.checkpoint(6, last=True)
+    run.exports.finish()
     assert around.events == [("commit", 1), ("commit", 2)]
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     disk = SickDisk()
     store = CheckpointStore(tmp_path, KEY, 2, disk)
-    store.save(1, FakeTrainer("x" * 100_000), {"version": 1})
+    save_whole(store, 1, FakeTrainer("x" * 100_000), {"version": 1})
     disk.free = 1 << 20
     trainer = mock.Mock(wraps=FakeTrainer("y"), rank=0)
     with pytest.raises(
@@ -123,6 +129,7 @@ def test_on_several_hosts_a_checkpoint_becomes_valid_only_while_the_run_is_this_
     run, around = run_on(tmp_path, FileOps())
     run.is_shared, around.open = True, mock.Mock()  # type: ignore[attr-defined]
     run.checkpoint(2, last=False)
+    run.exports.finish()
     around.open.assert_called_once_with(2)  # type: ignore[attr-defined]
     around.open.side_effect = BufferFenced("another learner has the run")  # type: ignore[attr-defined]
     with pytest.raises(BufferFenced):

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from asyncrl.cli.screens import plan_table
 from asyncrl.columns import TEACHER
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig
@@ -36,7 +37,14 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT.parent / "shared" / "models"
 GIB = 1 << 30
 STORIES = ModelShape(
-    parameters=17_182_368, layers=6, hidden=288, intermediate=768, query=576, kv=576, vocabulary=32000
+    parameters=17_182_368,
+    layers=6,
+    hidden=288,
+    intermediate=768,
+    query=576,
+    kv=576,
+    vocabulary=32000,
+    tables=32000 * 288,
 )
 QWEN = ModelShape(
     parameters=494_032_768, layers=24, hidden=896, intermediate=4864, query=896, kv=128, vocabulary=151936
@@ -333,7 +341,8 @@ def test_a_group_of_episodes_is_as_large_as_a_real_one_and_rewritten_turns_are_s
 
 def test_a_checkpoint_on_disk():
     """The quick start's, measured: 595,328 parameters in float32 made 9,613,524 bytes."""
-    size = checkpoint_bytes(replace(STORIES, parameters=595_328), config_of().model, critic=False)
+    shape, model = replace(STORIES, parameters=595_328), config_of().model
+    size = checkpoint_bytes(shape, model, OptimizerConfig(), critic=None)
     assert size == pytest.approx(9_613_524, rel=0.01)
 
 

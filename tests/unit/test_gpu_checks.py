@@ -295,19 +295,11 @@ def test_a_flash_attention_of_another_torch_is_named_where_it_is_chosen(monkeypa
     assert attention.choose_attention(torch.device("cpu"), torch.bfloat16) == attention.SEGMENTS
 
 
-def test_the_doctor_says_which_attention_a_learner_would_use(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert checks.attention().found.startswith("torch's own")
-    monkeypatch.setattr(checks, "installed_version", lambda name: "2.1.0")
-    finding = checks.attention()
-    assert finding.verdict == "warning" and "flash-attn 2.1.0" in finding.found
-
-
 def test_only_a_machine_with_gpus_is_asked_about_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     plain = [check.name for check in machine_checks(None)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     more = [check.name for check in machine_checks(None)]
     assert [name for name in more if name not in plain] == [
-        *("gpu driver", "gpu health", "gpu memory", "attention"),
+        *("gpu driver", "gpu health", "gpu memory"),
     ]

@@ -57,13 +57,16 @@ def test_gpus_without_peer_access_cannot_read_each_other():
 
 @pytest.mark.parametrize(("device", "accelerator"), [("cpu", "cpu"), ("auto", None)])
 def test_what_libraries_are_told_about_devices(monkeypatch, tmp_path, device, accelerator):
-    for name in ("DS_ACCELERATOR", "CUDA_DEVICE_ORDER"):
+    for name in ("DS_ACCELERATOR", "CUDA_DEVICE_ORDER", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     config = config_of(learner={"device": device})
     told = child_environment(config, tmp_path, threads=1, gpus=[])
     assert (told.get("DS_ACCELERATOR"), told["CUDA_DEVICE_ORDER"]) == (accelerator, "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert child_environment(config, tmp_path, threads=1, gpus=[])["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert told.get("OMP_WAIT_POLICY") == ("PASSIVE" if device == "cpu" else None), "cores are shared"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    told = child_environment(config, tmp_path, threads=1, gpus=[])
+    assert (told["CUDA_DEVICE_ORDER"], told["OMP_WAIT_POLICY"]) == ("FASTEST_FIRST", "ACTIVE")
 
 
 @pytest.mark.parametrize(

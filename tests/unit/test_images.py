@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
+from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.data.image_processor import DIGESTS, LearnerImages
@@ -20,7 +21,7 @@ from asyncrl.data.images import MOST_BYTES
 from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.machine import read_model
-from asyncrl.hosting.memory_use import checkpoint_bytes, published_bytes, trained_bytes
+from asyncrl.hosting.memory_use import Rank, checkpoint_bytes, published_bytes
 from asyncrl.preflight.validate import validated_config
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -284,8 +285,15 @@ def test_the_vision_part_has_weights_only(model: Path) -> None:
     assert shape.frozen == sum(one.numel() for part in parts for one in part.parameters()) > 0
     assert shape.parameters == sum(one.numel() for one in loaded.parameters())
     settings = ModelConfig(path=str(model), dtype="float32")
-    plan = trained_bytes(shape, settings, LearnerConfig(zero_stage=0))
-    trained = shape.parameters - shape.frozen
-    assert plan == {"weights": 4 * shape.parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
+    rank, trained = Rank(shape, settings, LearnerConfig(zero_stage=0)), shape.parameters - shape.frozen
+    assert (rank.weights, rank.of_one_pass, rank.accumulated(from_stage=2)) == (
+        4 * shape.parameters,
+        0,
+        4 * trained,
+    )
+    assert rank.optimizer(OptimizerConfig()) == 8 * trained
     assert published_bytes(shape, settings) == 4 * trained
-    assert checkpoint_bytes(shape, settings, critic=False) == 12 * trained + 4 * shape.parameters
+    assert (
+        checkpoint_bytes(shape, settings, OptimizerConfig(), critic=None)
+        == 12 * trained + 4 * shape.parameters
+    )

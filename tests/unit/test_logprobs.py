@@ -91,7 +91,8 @@ def test_packed_equals_padded_in_logprobs_and_entropy(
     policy = PolicyModule(load_model(ModelConfig(path=str(model_path), dtype="float32"), CPU)).to(dtype)
     logprobs_T, entropy_T = packed(policy, microbatch(sequences, CPU))
     _, expected_T, expected_entropy_T = padded(model_path, sequences, dtype)
-    torch.testing.assert_close(logprobs_T, expected_T, atol=atol, rtol=0)
+    # Of a log-probability of -30, a unit in the last place of float32 is 2e-6.
+    torch.testing.assert_close(logprobs_T, expected_T, atol=atol, rtol=atol / 10)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=atol, rtol=0)
 
 

@@ -16,12 +16,12 @@ from asyncrl.hosting.memory_use import (
     GATHERED_WEIGHTS,
     STEPPED_NUMBERS,
     ModelShape,
-    activations_bytes,
+    Rank,
     kept_bytes_per_token,
 )
 from asyncrl.launch import generator_process
-from asyncrl.preflight.forecast import estimates, forecast
-from asyncrl.preflight.model_shape import read_trained_shape
+from asyncrl.preflight.forecast import forecast
+from asyncrl.preflight.model_shape import estimates, read_trained_shape
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.device import limit_memory
@@ -111,7 +111,7 @@ def forecast_of(
     )
     shape = read_trained_shape(model, learner)
     assert not shape.uncounted
-    return activations_bytes(shape, model, learner)
+    return Rank(shape, model, learner).activations
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +170,7 @@ def test_an_architecture_that_cannot_be_counted_is_estimated_and_plan_says_so():
     model, learner = ModelConfig(path="m"), LearnerConfig()
     shape = counted(SHAPE, config, model, False)
     assert shape.kept_per_token is None and "meta" in shape.uncounted
-    assert activations_bytes(shape, model, learner) == activations_bytes(SHAPE, model, learner)
+    assert Rank(shape, model, learner).activations == Rank(SHAPE, model, learner).activations
     (doubt,) = estimates(shape)
     assert "the activations of this architecture are estimated" in doubt and shape.uncounted in doubt
     machine = Machine(memory_bytes=500 * GIB, gpu_bytes=(80 * GIB, 80 * GIB))
@@ -195,7 +195,7 @@ def test_the_estimate_is_that_of_llama(kind, dtype, setting):
     learner = LearnerConfig(
         tokens_per_microbatch=TOKENS, logprob_chunk_tokens=1, gradient_checkpointing=setting
     )
-    predicted = activations_bytes(SHAPE, model, learner)
+    predicted = Rank(SHAPE, model, learner).activations
     if setting:  # the backward pass recomputes one layer at a time
         predicted -= TOKENS * kept_bytes_per_token(SHAPE, model)
     found = kept_bytes(config_of_kind(kind), setting, dtype=dtype)

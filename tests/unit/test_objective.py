@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.metrics import merge
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.critic_steps import critic_loss
 from asyncrl.batch.objective import Objective
@@ -55,7 +56,7 @@ def evaluate(
     loss = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=kl, entropy_coefficient=0.0)
     sums = loss(batch, policy.logprobs_T, torch.zeros(6))
     sums.loss.backward()
-    return sums, policy.logprobs_T.grad
+    return replace(sums, metrics=merge([sums.metrics])), policy.logprobs_T.grad
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])

@@ -3,7 +3,7 @@ differentiated by torch, for every packing, any number of ranks and episodes of 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.preferences import preference_metrics
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.resolve import make_recipe
+from asyncrl.columns import KEPT_COUNTS, KEPT_IDS
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.sections import BatchConfig
+from asyncrl.trainer.base import MicroBatch
 from asyncrl.types import Group, Rollout
 from tests.support.algo_cases import make_rewards
 from tests.support.fake_learner import SETTINGS, Batch, known
@@ -197,6 +199,95 @@ def test_the_gradient_is_the_same_for_any_ranks_and_packing(name, params, ranks,
     (expected,) = torch.autograd.grad(wanted, policy)
     assert float(expected.abs().max()) > 1e-3
     assert float((total - expected).abs().max()) <= 1e-6
+
+
+class Tables:
+    """A trainer whose models give each token a logit, and log-probabilities among the kept ones."""
+
+    rank = share = 0
+    shares = 1
+
+    def __init__(self, size: int) -> None:
+        draw = torch.Generator().manual_seed(3)
+        policy, reference = torch.randn(2, size, generator=draw, dtype=torch.float64) * 2
+        self.logits = {"logprobs_T": policy.requires_grad_(), "reference_logprobs_T": reference}
+
+    def logprob(self, column: str, token: int, kept: Sequence[int]) -> Tensor:
+        logits = self.logits[column]
+        return logits[token] - logits[list(kept)].logsumexp(0)
+
+    def of(self, column: str, microbatch: MicroBatch) -> Tensor:
+        assert microbatch.kept_TK is not None
+        sets = [[one for one in kept if one >= 0] for kept in microbatch.kept_TK.tolist()]
+        each = zip(microbatch.target_T.tolist(), sets, strict=True)
+        return torch.stack([self.logprob(column, token, kept) for token, kept in each])
+
+    def measure(self, microbatches, columns):
+        return [{name: self.of(name, one).detach() for name in columns} for one in microbatches]
+
+    def gather(self, value):
+        return [value]
+
+
+def kept_of(token: int, size: int) -> list[int]:
+    """The tokens among which one was sampled: another number of them for each."""
+    return sorted({token, *((7 * token + step) % size for step in range(token % 4))})
+
+
+@pytest.mark.parametrize(("name", "params"), OBJECTIVES, ids=IDS)
+@pytest.mark.parametrize("budget_tokens", [10, 1000])
+def test_sampled_among_a_few_tokens_the_objective_is_of_probabilities_among_these(
+    name, params, budget_tokens
+):
+    """With `sampling.top_k`, `top_p` or `min_p`: in pairs, in the baseline of KTO, and in the gradient."""
+    groups = ragged()
+    everything = [rollout for group in groups for rollout in group.rollouts]
+    size = max(int(rollout.response_ids.max()) for rollout in everything) + 1
+    models: Any = Tables(size)
+
+    def with_sets(rollout: Rollout) -> Rollout:
+        each = zip(rollout.response_ids.tolist(), rollout.action_mask.tolist(), strict=True)
+        sets = [kept_of(token, size) * bool(sampled) for token, sampled in each]
+        ids = np.array([one for kept in sets for one in kept], np.int32)
+        counts = np.array([len(kept) for kept in sets], np.int32)
+        return dataclasses.replace(rollout, recorded={KEPT_COUNTS: counts, KEPT_IDS: ids})
+
+    groups = [dataclasses.replace(group, rollouts=tuple(map(with_sets, group.rollouts))) for group in groups]
+    algorithm = {"policy_loss": "reinforce", "correction": "none", "aggregation": "seq-mean-token-sum"}
+    recipe = make_recipe(
+        AlgorithmConfig(advantage={"name": name, **params}, **algorithm),
+        BatchConfig(groups=len(groups)),
+        CriticConfig(),
+        dataclasses.replace(SETTINGS, mask_stale=False, tokens_per_microbatch=budget_tokens),
+        max_response_tokens=8,
+        reward_parts=(),
+    )
+    samples = recipe.planner.assemble(groups, 5)
+    measured = recipe.planner.measure(models, samples)
+    (minibatch,) = recipe.planner.plan(groups, samples, measured, 0.0).minibatches
+    loss_of = recipe.objective.loss(minibatch.counts, kl_coefficient=0.0, entropy_coefficient=0.0)
+    policy = models.logits["logprobs_T"]
+    total = torch.zeros_like(policy)
+    for microbatch in minibatch.microbatches:
+        if microbatch.target_T.numel():
+            logprobs_T = models.of("logprobs_T", microbatch)
+            loss = loss_of(microbatch, logprobs_T, torch.zeros_like(logprobs_T)).loss
+            total += torch.autograd.grad(loss, policy)[0]
+
+    def wanted(sets: Callable[[int], list[int]]) -> Tensor:
+        def episode(rollouts: Sequence[Rollout]) -> Episode:
+            ids = [int(token) for one in rollouts for token in one.response_ids[one.action_mask]]
+            logprobs, references = (
+                sum((models.logprob(column, token, sets(token)) for token in ids), torch.tensor(0.0))
+                for column in models.logits
+            )
+            return Episode(rollouts[0].reward, len(ids), logprobs, float(references))
+
+        every = [[episode(one) for one in group.by_episode] for group in groups]
+        return torch.autograd.grad(objective(name, params, every), policy)[0]
+
+    assert float((total - wanted(lambda token: kept_of(token, size))).abs().max()) <= 1e-5
+    assert float((total - wanted(lambda token: list(range(size)))).abs().max()) > 1e-3, "not among all tokens"
 
 
 def test_distillation_pays_each_token_what_the_teacher_would_give_it_more():

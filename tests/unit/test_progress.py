@@ -131,17 +131,21 @@ def test_without_a_supervisor_nothing_is_said(monkeypatch):
 
 
 SPEAKER = """
-import sys
+import sys, threading
 from asyncrl.hosting import progress
 progress.attach()
 progress.begin("speak", progress.Pace.SLOW)
+for has_no_say in (progress.beat, lambda: progress.begin("export")):
+    beside = threading.Thread(target=has_no_say)
+    beside.start()
+    beside.join()
 for line in sys.stdin:
     progress.beat()
     print("said", flush=True)
 """
 
 
-def test_a_process_speaks_to_its_own_place(board):
+def test_the_main_thread_of_a_process_speaks_to_its_own_place(board):
     with subprocess.Popen(
         [sys.executable, "-c", SPEAKER],
         stdin=subprocess.PIPE,

@@ -1,6 +1,8 @@
 """What surrounds the package agrees with it: changelog, citation, workflows, hooks of pre-commit."""
 
+import os
 import re
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -64,6 +66,45 @@ def test_the_workflow_of_every_change_has_every_check():
         'asyncrl" quickstart',
     ):
         assert check in typed, check
+
+
+def test_a_release_is_published_after_the_checks_by_jobs_that_may_do_nothing_else():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))[
+        "jobs"
+    ]
+    typed = "\n".join(step.get("run", "") for step in jobs["build"]["steps"])
+    assert [typed.index(step) for step in (".ci/run", "make release-check", "hatchling build")] == sorted(
+        typed.index(step) for step in (".ci/run", "make release-check", "hatchling build")
+    )
+    assert {name: job.get("permissions") for name, job in jobs.items()} == {
+        "build": None,
+        "pypi": {"id-token": "write"},
+        "image": {"contents": "read", "packages": "write"},
+    }
+    assert jobs["pypi"]["needs"] == jobs["image"]["needs"] == "build"
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_right"), [(f"v{__version__}", True), ("v9.9.9", False), (__version__, False)]
+)
+def test_a_release_has_the_tag_of_its_version_and_the_addresses_of_its_repository(tag, is_right):
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))[
+        "jobs"
+    ]
+    (check,) = [step["run"] for step in jobs["build"]["steps"] if "the tag is" in step.get("name", "")]
+    repository = PROJECT["project"]["urls"]["Repository"]
+    server, _, name = repository.partition("github.com/")
+
+    def is_accepted(name: str) -> bool:
+        variables = {
+            "GITHUB_REF_NAME": tag,
+            "GITHUB_SERVER_URL": f"{server}github.com",
+            "GITHUB_REPOSITORY": name,
+        }
+        command = ["bash", "-e", "-c", check]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False).returncode == 0
+
+    assert is_accepted(name) == is_right and not is_accepted("another/fork")
 
 
 def test_hooks_of_pre_commit_call_tools_that_the_project_installs():

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.sections import ModelConfig, SamplingConfig
+from asyncrl.data import dataset
 from asyncrl.data.data_files import DataFiles
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
@@ -122,7 +123,7 @@ def test_prompts_of_a_mixture_come_from_their_source_below_its_system_message(tm
     texts = ["<bos>[system]all[user]a0[assistant]", "<bos>[system]own[user]b0[assistant]"]
     texts += [texts[0].replace("a0", "a1"), texts[1]]
     assert sorted(prompts.prompt(ticket).text for ticket in range(1, 5)) == sorted(texts)
-    assert len(prompts.train) == 3
+    assert len(prompts) == 3
     # All that decides which prompt a ticket means is in the fingerprint, and nothing else.
     found = {prompts.fingerprint}
     for index, change in (
@@ -165,6 +166,32 @@ def test_overlap_of_training_and_evaluation_is_warned_of(tmp_path, jsonl, caplog
     assert not caplog.records
 
 
+def test_of_many_rows_some_are_looked_at_first_and_the_others_when_they_are_drawn(
+    tmp_path, jsonl, monkeypatch, caplog
+):
+    monkeypatch.setattr(dataset, "CHECKED", 10)
+    model = character_tokenizer(tmp_path / "m")
+    texts = ["9" * 9 if number in (4, 6) else str(number) for number in range(30)]  # every third is looked at
+    train, held_out = jsonl("t", *({"prompt": text} for text in texts)), jsonl("e", {"prompt": "3"})
+    with pytest.raises(
+        DataError, match=r"\(5\): 1 of 10 of \S+t.jsonl \(\S+t.jsonl:7: 10 tokens\); raise it to 10"
+    ):
+        source(model, train, limit=5)
+    texts[6] = "6"
+    train = jsonl("t", *({"prompt": text} for text in texts))
+    prompts = source(model, train, limit=5, shuffle=False, eval=held_out)
+    assert prompts.longest == 3 and "1 of 1 prompts in data.eval also occur" in caplog.text
+    with pytest.raises(
+        DataError, match=r"t.jsonl:5: the prompt has 10 tokens; sampling.max_prompt_tokens allows 5"
+    ):
+        prompts.prompt(5)
+    assert [prompts.prompt(n + 1).text for n in range(30) if n != 4] == [t for t in texts if len(t) < 9]
+    assert source(model, train, limit=5, shuffle=False, long_prompts="truncate").prompt(5).token_ids == (
+        *ids("9" * 5),
+    )
+    assert len(source(model, train, limit=5, long_prompts="drop")) == 29
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_run_that_drops_long_prompts_is_one_on_files_without_them(tmp_path, jsonl, caplog, shuffle):
     model = character_tokenizer(tmp_path / "m")
@@ -190,7 +217,7 @@ def test_a_run_that_drops_long_prompts_is_one_on_files_without_them(tmp_path, js
     )
     files = DataFiles(config)
     assert (files.fingerprint, files.train_rows) == (whole.fingerprint, [len(short)])
-    assert files.held_out_rows == len(whole.eval_prompts(9))
+    assert files.held_out_rows == [len(whole.eval_prompts(9))]
     with pytest.raises(
         DataError, match=r"all prompts of \S+f.jsonl are longer than .* \(1\), so no row is left"
     ):

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,10 +13,9 @@ from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.errors import WireError
 from asyncrl.launch import learner_runs
 from asyncrl.launch.learner_runs import FollowerRun, LeadRun
-from asyncrl.launch.same_bytes import END, STOP, DecodedFrames, Taken
+from asyncrl.launch.same_bytes import END, STOP
 from asyncrl.launch.taking import Taking
-from asyncrl.types import Group
-from asyncrl.wire.group_frames import decode_group, encode_group
+from asyncrl.wire.group_frames import encode_group
 from tests.support.fake_learner import FakeTrainer, Meeting
 from tests.support.intakes import B, frame, intake
 
@@ -26,13 +24,9 @@ RANKS = 3
 
 def taking_from(buffer: MemoryBuffer) -> Taking:
     """Rank 0's end of a lane, without evaluation."""
-    decoded = DecodedFrames(decode_group)
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
-    one.gate = replace(one.gate, decode=decoded.decode)
-    evaluation = mock.Mock()
-    evaluation.poll.return_value = []
     lane: Any = buffer
-    return Taking(lane, one, evaluation, decoded=decoded, deaths=mock.Mock())
+    return Taking(lane, one, [], deaths=mock.Mock())
 
 
 def lead_run(trainer: Any, taking: Any) -> LeadRun:
@@ -76,7 +70,7 @@ def test_what_the_store_holds_after_the_take_is_nothing_to_the_other_ranks(loss:
         buffer.put("g", ticket.id, frame(ticket.id))
     poll = taking.poll
 
-    def poll_and_lose(version: int, *, wait_s: float) -> Taken | None:
+    def poll_and_lose(version: int, *, wait_s: float) -> Collected | None:
         taken = poll(version, wait_s=wait_s)
         for ticket_id in list(buffer._store.frames) if taken else ():
             if loss == "a wipe":
@@ -116,7 +110,7 @@ def test_a_frame_that_is_changed_between_ranks_is_noticed_by_its_digest() -> Non
             return found if found.isdigit() else found[:-1] + bytes([found[-1] ^ 1])
 
     taking = mock.Mock()
-    taking.poll.return_value = Taken(Collected(groups=(), rejected=(), takes=1), [frame(1)])
+    taking.poll.return_value = Collected(groups=(), rejected=(), takes=1, frames=(frame(1),))
     meeting = Meeting(2)
     runs: list[LeadRun | FollowerRun] = [
         lead_run(Careless(meeting, 0), taking),
@@ -129,14 +123,13 @@ def test_a_frame_that_is_changed_between_ranks_is_noticed_by_its_digest() -> Non
             others.result()
 
 
-def test_one_rank_keeps_no_frames_of_steps_that_are_over() -> None:
+def test_a_step_has_the_frame_of_each_of_its_groups() -> None:
     buffer = MemoryBuffer(BufferRules(groups=B))
     taking = taking_from(buffer)
     for ticket in buffer.lease("g", 8).tickets:
         buffer.put("g", ticket.id, frame(ticket.id))
     taken = taking.poll(0, wait_s=0.0)
-    assert taken is not None and len(taken.frames) == 4 and taking.decoded._decoded == []
-    assert all(isinstance(group, Group) for group in taken.collected.groups)
+    assert taken is not None and contents(taken) == list(taken.frames) and len(taken.frames) == 4
 
 
 @pytest.mark.parametrize("end", [STOP, END])

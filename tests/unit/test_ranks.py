@@ -10,8 +10,9 @@ import sys
 import psutil
 import pytest
 
-from asyncrl.hosting import rank_group
-from asyncrl.hosting.rank_group import begin, end_ranks, free_port, leave, start_ranks, wait_for_ranks
+from asyncrl.hosting import processes, rank_group
+from asyncrl.hosting.processes import stop_processes
+from asyncrl.hosting.rank_group import GRACE_S, begin, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
 
 
@@ -37,12 +38,15 @@ class FakeRank:
     def poll(self) -> int | None:
         return self.status if self.clock.now_s >= self.at_s else None
 
+    # As a Popen, it sends no signal to a process that has ended.
     def terminate(self) -> None:
-        self.terminated_at_s = self.clock.now_s
-        self.at_s = min(self.at_s, self.clock.now_s + self.leave_s)
+        if self.poll() is None:
+            self.terminated_at_s = self.clock.now_s
+            self.at_s = min(self.at_s, self.clock.now_s + self.leave_s)
 
     def kill(self) -> None:
-        self.killed, self.at_s = True, self.clock.now_s
+        if self.poll() is None:
+            self.killed, self.at_s = True, self.clock.now_s
 
     def wait(self, timeout: float) -> int:
         if self.at_s > self.clock.now_s + timeout:
@@ -55,7 +59,8 @@ class FakeRank:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rank_group, "time", clock)
+    for module in (rank_group, processes):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -77,24 +82,24 @@ def test_the_first_failure_counts_but_a_users_mistake_goes_first(clock, exits, e
 
 def test_all_are_told_to_leave_at_once_and_share_one_grace(clock):
     group = [FakeRank(clock, leave_s=1.0), FakeRank(clock), FakeRank(clock), FakeRank(clock, leave_s=4.0)]
-    end_ranks(group)
+    stop_processes(group, grace_s=GRACE_S)
     assert [rank.terminated_at_s for rank in group] == [0.0] * 4
     assert [rank.killed for rank in group] == [False, True, True, False]
-    assert clock.now_s <= rank_group.GRACE_S
+    assert clock.now_s <= GRACE_S
 
 
 def test_ranks_that_are_asked_to_leave_get_the_time_that_they_need_to_save(clock):
     """As `launch.ranks` does on SIGTERM: the limit is that of the supervisor."""
     group = [FakeRank(clock, 143, leave_s=300.0), FakeRank(clock, 143, leave_s=301.0)]
     leave(group)
-    end_ranks(group)
+    stop_processes(group, grace_s=GRACE_S)
     assert [rank.terminated_at_s for rank in group] == [0.0] * 2 and not any(rank.killed for rank in group)
     one_dies = [FakeRank(clock, -9, at_s=clock.now_s + 5.0, leave_s=5.0), FakeRank(clock)]
     began_s = clock.now_s
     leave(one_dies)
-    end_ranks(one_dies)
+    stop_processes(one_dies, grace_s=GRACE_S)
     assert one_dies[1].killed, "without the other it can save nothing"
-    assert clock.now_s - began_s < 5.1 + rank_group.GRACE_S
+    assert clock.now_s - began_s < 5.1 + GRACE_S
 
 
 RANK = """

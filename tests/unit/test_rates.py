@@ -1,62 +1,71 @@
-"""The learning rate of every optimizer step: its formula, and transformers' schedules as an oracle."""
+"""The learning rate of every optimizer step: formulas, and what holds for every schedule."""
 
 import math
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any, get_args
 
 import pytest
-import torch
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
-    get_polynomial_decay_schedule_with_warmup,
-)
 
-from asyncrl.algo.rates import rate_share
+from asyncrl.config.algorithm import OptimizerConfig, Schedule
+from asyncrl.trainer.rates import rate_share
 
 SIZES = [(0, 1), (0, 12), (1, 12), (4, 12), (11, 12), (30, 12)]
 FINAL = 0.25
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr_rate": FINAL},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"lr_end": FINAL * 1e-3},
+    "warmup_stable_decay": {"num_decay_steps": 5, "decay_type": "linear", "min_lr_ratio": FINAL},
+}
 
 
-def shares(schedule: str, warmup: int, total: int, *, steps: int | None = None) -> list[float]:
-    rate = {"schedule": schedule, "warmup_steps": warmup, "total_steps": total, "final_share": FINAL}
-    return [rate_share(step, **rate) for step in range(total if steps is None else steps)]
+def shares(schedule: str, warmup: float, total: int, *, steps: int | None = None) -> list[float]:
+    arguments = ARGUMENTS.get(schedule, {})
+    config = OptimizerConfig(lr=1e-3, schedule=schedule, warmup_steps=warmup, schedule_arguments=arguments)
+    share = rate_share(**config.rates(total))
+    return [share(step) for step in range(total if steps is None else steps)]
 
 
 @pytest.mark.parametrize(("warmup", "total"), SIZES)
 def test_every_step_is_the_formula(warmup: int, total: int) -> None:
+    """With and without a rate that is left at the end."""
     rising = max(1, warmup)
-    for step, (constant, linear, cosine) in enumerate(
-        zip(*(shares(name, warmup, total) for name in ("constant", "linear", "cosine")), strict=True)
-    ):
+    found = {name: shares(name, warmup, total) for name in ("constant", "linear", "cosine")}
+    found |= {name: shares(name, warmup, total) for name in ("polynomial", "cosine_with_min_lr")}
+    for step in range(total):
         if step < rising:
-            assert constant == linear == cosine == (step + 1) / rising
+            assert {each[step] for each in found.values()} == {(step + 1) / rising}
             continue
         p = Fraction(step + 1 - rising, total + 1 - rising)
-        assert constant == 1.0
-        assert linear == pytest.approx(float(FINAL + (1 - FINAL) * (1 - p)), abs=1e-15)
         # half of 1 + cos x is the square of the cosine of x / 2
-        assert cosine == pytest.approx(FINAL + (1 - FINAL) * math.cos(math.pi * float(p) / 2) ** 2, abs=1e-15)
+        line, wave = float(1 - p), math.cos(math.pi * float(p) / 2) ** 2
+        expected = {"constant": 1.0, "linear": line, "cosine": wave}
+        expected |= {"polynomial": FINAL + (1 - FINAL) * line}
+        expected |= {"cosine_with_min_lr": FINAL + (1 - FINAL) * wave}
+        assert {name: each[step] for name, each in found.items()} == pytest.approx(expected, abs=1e-14)
 
 
-@pytest.mark.parametrize(("warmup", "total"), SIZES)
-def test_the_rates_are_those_of_transformers_without_its_first_which_is_zero(warmup: int, total: int) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    rising, longer = max(1, warmup), total + 1
-    theirs = {
-        "constant": get_constant_schedule_with_warmup(optimizer, rising),
-        "linear": get_polynomial_decay_schedule_with_warmup(
-            optimizer, rising, max(longer, rising + 1), lr_end=FINAL, power=1.0
-        ),
-        "cosine": get_cosine_with_min_lr_schedule_with_warmup(optimizer, rising, longer, min_lr_rate=FINAL),
-    }
-    for name, scheduler in theirs.items():
-        expected = [scheduler.lr_lambdas[0](step + 1) for step in range(total)]
-        assert shares(name, warmup, total) == pytest.approx(expected, abs=1e-12), name
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_falling_rate_never_rises_and_stays_at_the_final_share_after_the_run(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_no_step_has_the_rate_zero_and_none_more_than_the_rate(schedule: str) -> None:
     found = shares(schedule, 3, 10, steps=14)
-    assert found[2] == 1.0 and all(a > b for a, b in pairwise(found[2:11]))
+    assert all(a < b for a, b in pairwise(found[:3])) and found[2] == 1.0
+    assert all(0 < share <= 1 for share in found[:10])
+    if schedule != "cosine_with_restarts":
+        assert all(a >= b for a, b in pairwise(found[2:]))
+
+
+@pytest.mark.parametrize("schedule", ["polynomial", "cosine_with_min_lr", "warmup_stable_decay"])
+def test_a_falling_rate_stays_at_its_end_after_the_run(schedule: str) -> None:
+    found = shares(schedule, 3, 10, steps=14)
     assert found[9] > FINAL and found[10:] == pytest.approx([FINAL] * 4)
+
+
+def test_restarts_come_back_to_the_rate() -> None:
+    found = shares("cosine_with_restarts", 1, 20)
+    assert found[10] == pytest.approx(1.0, abs=0.03) and found[9] < 0.03
+
+
+def test_a_share_of_the_steps_is_a_warm_up_of_so_many() -> None:
+    assert shares("linear", 0.25, 12) == shares("linear", 3, 12)
+    assert OptimizerConfig(warmup_steps=0.01).warmup_of(12) == 1

@@ -13,16 +13,17 @@ import pytest
 from asyncrl.best_effort import BestEffort
 from asyncrl.errors import RunError
 from asyncrl.evaluation import EvalResult, standard_error, summarise
-from asyncrl.launch.status_page import Ticker
+from asyncrl.launch.status_page import StatusPage
 from asyncrl.report import reports as reports_module
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
-from asyncrl.results.samples import Wanted, samples_of
+from asyncrl.results.recorded import Wanted, samples_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.types import Group
 from tests.support.steps import rollout, step
+from tests.support.telemetry_records import snapshot
 
 
 class Book:
@@ -41,7 +42,7 @@ class Book:
 
 
 def reports(book: Book, path: Path) -> Reporting:
-    trackers = Trackers([lambda: book], Alarms())
+    trackers = Trackers([lambda: book])
     return Reporting(trackers, Timeline(path / "trace.json"), str, RunDirectory(path), samples_per_step=4)
 
 
@@ -134,10 +135,11 @@ def test_all_samples_of_an_evaluation_are_in_a_file_and_a_few_in_trackers(tmp_pa
 def test_a_tick_that_fails_is_not_the_last():
     guard, ticks = BestEffort(), SimpleNamespace(count=0)
 
-    def tick() -> None:
+    def renew(endpoint: str) -> None:
         ticks.count += 1
         raise ZeroDivisionError
 
-    ticker = Ticker(tick, guard)
-    ticker.close()
+    hub = SimpleNamespace(endpoint="tcp://host:1")
+    page = StatusPage(now=snapshot(message="done"), hub=hub, taking=None, renew=renew, shows=(), guard=guard)
+    assert page.close() == "done"
     assert guard.failures.total() == ticks.count >= 1

@@ -151,9 +151,9 @@ def test_repetition_counts_runs_that_were_there_before(words, n):
 
 def test_parameters_come_before_columns_and_unknown_ones_are_refused():
     call = bind(load_function("length"), {"target": 100})
-    assert call("", ["r"], [{"response_tokens": 150, "target": 5}])[0][0] == pytest.approx(-0.5)
+    assert call([""], ["r"], [{"response_tokens": 150, "target": 5}])[0][0] == pytest.approx(-0.5)
     takes_all = bind(lambda prompt, response, goal, **others: goal + 10 * len(others), {"goal": 1})
-    assert takes_all("", ["r"], [{"goal": 2, "more": 3}]) == [(11, None)]
+    assert takes_all([""], ["r"], [{"goal": 2, "more": 3}]) == [(11, None)]
     for params in ({"goal": 1}, {"response_tokens": 1}):
         with pytest.raises(RewardError, match=r"takes no params .*; allowed are most, target"):
             bind(load_function("length"), params)

@@ -40,7 +40,7 @@ def exact_match(prompt, response, answer):
 
 def judge(function, prompt, response, columns):
     """Reward and answer of one response."""
-    [pair] = bind(function)(prompt, [response], [columns])
+    [pair] = bind(function)([prompt], [response], [columns])
     return pair
 
 
@@ -432,26 +432,26 @@ def frames_of(stream: bytes) -> list[dict]:
     return frames
 
 
-def test_the_worker_answers_part_by_part_and_stops_at_the_first_error():
+def test_the_worker_answers_a_call_of_each_part_and_goes_on_after_an_error():
     calls = [
         {"functions": [["a", "arithmetic", {}], ["e", "exact_match", {}]]},
         *(
-            {"parts": ["a", "e"], "prompt": "", "responses": [said], "columns": [{"answer": answer}]}
-            for said, answer in (("4", "4"), ("4", "four"), ("5", "4"))
+            {"part": part, "prompts": [""], "responses": [said], "columns": [{"answer": answer}]}
+            for part, said, answer in (("a", "4", "4"), ("a", "4", "four"), ("e", "5", "4"))
         ),
     ]
     replies = BytesIO()
     serve(BytesIO(b"".join(map(pack, calls))), replies)
     frames = frames_of(replies.getvalue())
-    error = frames.pop(5)
+    error = frames.pop(4)
     assert re.match(
         r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"]
     )
     assert frames == [
-        {"ready": True, "raw": False, "of_group": []},
-        *({"started": True}, *[{"values": [1.0], "answers": ["4"]}] * 2),
-        {"started": True},
-        *({"started": True}, *[{"values": [0.0], "answers": ["5"]}] * 2),
+        {"ready": True, "raw": [], "most": {"a": 1, "e": 1}},
+        *({"started": True}, {"values": [1.0], "answers": ["4"]}),
+        *({"started": True}, {"started": True}),
+        {"values": [0.0], "answers": ["5"]},
     ]
 
 

@@ -1,15 +1,29 @@
 """The Python interface, up to the process that it starts: tests/integration/test_api.py starts one."""
 
+import functools
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from datasets import Dataset
 
 import asyncrl
 from asyncrl import api
+from asyncrl.config.schema import Config
+from asyncrl.data.dataset import load_rows
+from asyncrl.errors import CodeChanged
 from asyncrl.rewards import builtin
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.given import write_reward, write_rows
+from asyncrl.run.starts import unchanged
+from asyncrl.telemetry.jsonl import Lines
+
+LEAST = {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"name": "a"}}
 
 
 def reward_here(prompt, response, **row):
@@ -52,8 +66,142 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path):
 
 @pytest.mark.parametrize("function", [lambda prompt, response: 1.0, Path("a").exists])
 def test_a_function_that_no_other_process_finds_is_refused(function, tmp_path):
-    with pytest.raises(asyncrl.ConfigError, match="write it into a file"):
+    with pytest.raises(asyncrl.ConfigError, match="give a reward as `reward=`, or write the function into"):
         api._as_file({"reward": {"functions": [{"function": function}]}}, tmp_path)
+
+
+def closure(weight):
+    def scaled(prompt, response, answer):
+        return weight * (response == answer)
+
+    return scaled
+
+
+class Scaled:
+    def __call__(self, prompt, response, answer):
+        return 2.0 * (response == answer)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda prompt, response, answer: 2.0 * (response == answer), "reward"),
+        (closure(2.0), "scaled"),
+        (Scaled(), "reward"),
+        (functools.partial(closure(2.0)), "reward"),
+    ],
+)
+def test_a_reward_of_this_process_is_the_same_in_one_that_has_never_seen_it(function, name, tmp_path):
+    given = write_reward(function, RunDirectory(tmp_path / "run"))
+    program = "import sys; from asyncrl.plugins import load; print([load(sys.argv[1])('', *a) for a in ('ab', 'aa')])"
+    command = [sys.executable, "-c", program, given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[0.0, 2.0]\n", done.stderr
+    assert given.rpartition(":")[2] == name
+
+
+def test_a_changed_reward_is_another_file_and_a_file_that_changes_is_found(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    once, again, other = (write_reward(closure(weight), directory) for weight in (1.0, 1.0, 2.0))
+    assert once == again != other and (directory.given.stat().st_mode & 0o777) == 0o700
+    config = Config.model_validate({**LEAST, "reward": {"functions": [{"function": once}]}})
+    require = unchanged(config)
+    require()
+    Path(once.rpartition(":")[0]).write_text("def scaled(prompt, response, answer): return 0.0")
+    with pytest.raises(CodeChanged, match=r"reward-\w+.py changed while this generator runs"):
+        require()
+
+
+def test_rows_are_read_back_as_they_were_given(tmp_path):
+    rows = [
+        {"prompt": "é\u2028", "n": 1, "x": [1.5, None], "m": {"a": True}},
+        {"prompt": "b", "n": 2, "x": [], "m": {}},
+    ]
+    arrays = [{**row, "n": np.int64(row["n"]), "x": np.array(row["x"], dtype=float)} for row in rows[1:]]
+    for given, expected in (
+        (rows, rows),
+        (iter(rows), rows),
+        (Dataset.from_list(rows[1:]), rows[1:]),
+        (arrays, rows[1:]),
+    ):
+        file = write_rows(given, RunDirectory(tmp_path / "run"))
+        read = list(load_rows(str(file)))
+        assert [{key: value for key, value in row.items() if value != {}} for row in read] == [
+            {key: value for key, value in row.items() if value != {}} for row in expected
+        ]
+
+
+LOCK = threading.Lock()
+
+
+def locked(prompt, response):
+    with LOCK:
+        return 1.0
+
+
+class Main:
+    pass
+
+
+locked.__module__ = Main.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": [{"prompt": "a"}, 1]}, "row 2 is int `1`; a row is a dict"),
+        ({"data": {"prompt": ["a"]}}, r"row 1 is str `prompt`.*to_dict\('records'\)"),
+        ({"data": [{"prompt": "a", "x": {1}}]}, "row 1 has set `.1.` in column `x`; JSON holds"),
+        ({"reward": 3}, "found int `3`; give a function"),
+        ({"reward": Main}, "found type .*of a class give an object"),
+        ({"reward": lambda x: 1.0}, r"`reward` takes \(x\); allowed is \(prompt, response"),
+        (
+            {"reward": locked},
+            r"`locked` \(it uses `LOCK`\) cannot be pickled .*_thread.lock.*within the function",
+        ),
+        ({"reward": lambda prompt, response, lock=LOCK: 1.0}, "`reward` cannot be pickled .*_thread.lock"),
+    ],
+)
+def test_what_cannot_be_given_is_said_before_anything_starts(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(asyncrl.ConfigError, match=f"(?s){message}"):
+        asyncrl.start(**given)
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+def test_fresh_keeps_what_the_config_names_and_removes_what_an_earlier_start_gave(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    old, new = (write_reward(closure(weight), directory) for weight in (1.0, 2.0))
+    # Left by a start that found a mistake.
+    directory.require_run()
+    directory.create(fresh=True, config=f"reward: {{functions: [{new}]}}")
+    assert [Path(name.rpartition(":")[0]).exists() for name in (old, new)] == [False, True]
+
+
+def test_each_step_since_the_start_is_reported_once_in_order_and_none_is_lost_by_an_error(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(fresh=False)
+    lines = Lines(directory.metrics / "learner.jsonl")
+    lines.write([{"step": 1, "time": time.time() - 60, "time/step": 1.0, "reward/mean": 0.1}])
+    run, seen = api.Run(directory), []
+    now_s = time.time()
+    lines.write(
+        [{"step": step, "time": now_s, "time/step": 1.0, "reward/mean": step / 10} for step in (2, 3, 4)]
+    )
+    lines.write(
+        [{"step": 4, "time": now_s, "time/checkpoint": 1.0}, {"step": 0, "time": now_s, "eval/accuracy": 1.0}]
+    )
+
+    def see(step, metrics):
+        seen.append((step, metrics["reward/mean"]))
+        if step == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.wait(on_step=see)
+    run.wait(on_step=see)
+    run.wait(on_step=see)
+    assert seen == [(2, 0.2), (3, 0.3), (4, 0.4)]
 
 
 def test_a_mistake_is_told_before_anything_starts(tmp_path, monkeypatch):

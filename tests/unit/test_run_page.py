@@ -13,14 +13,13 @@ from asyncrl.algo import metrics
 from asyncrl.cli.after import report
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
-from asyncrl.results.charts import MOST_POINTS
-from asyncrl.results.run_charts import BANDS, growth_shares
-from asyncrl.results.run_page import report_page, write_report
+from asyncrl.results.charts import BANDS, MOST_POINTS, growth_shares
+from asyncrl.results.run_page import report_page, sample_sections, write_report
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.history import thinned
-from asyncrl.telemetry.jsonl import JsonlTracker
 from asyncrl.telemetry.text import visible, visible_lines
+from asyncrl.telemetry.trackers import JsonlTracker
 from tests.support.run_page import Page, archive_of, run_in
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
@@ -85,7 +84,7 @@ def test_no_text_of_a_model_or_a_user_becomes_markup(tmp_path: Path) -> None:
     assert not [
         attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)
     ]
-    assert page.text_of["pre"].count(visible_lines(HOSTILE)) == 4 * 2 and MARKUP in page.text_of["h1"]
+    assert page.text_of["pre"].count(visible_lines(HOSTILE)) == 3 * 2 and MARKUP in page.text_of["h1"]
     for sign in ("\x1b", "\u202e", "\u200b", "\x07", "\x9b"):
         assert sign not in text.replace(page.text_of["script"][1], "")
     bars = page.curves("Groups")["groups"]
@@ -144,7 +143,7 @@ def test_alarms_are_told_with_their_steps_and_their_cure(tmp_path: Path) -> None
     run = run_in(tmp_path, steps=0)
     for step in range(1, 12):
         run.learner.log({"time/step": 1.0, "alarm/entropy": float(step in (3, 4, 5, 9))}, step=step)
-    assert archive_of(run).alarms == {"entropy": [(3, 5), (9, 9)]}
+    assert archive_of(run).alarm_spans == {"entropy": [(3, 5), (9, 9)]}
     cells = page_of(run).text_of["td"]
     assert {"3 to 5, 9", "policy/entropy", ALARMS["entropy"].cure} <= set(cells)
 
@@ -301,3 +300,14 @@ def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(
     with pytest.raises(RunError, match="cannot be written"):
         write_report(run.directory, tmp_path / "file" / "report.html")
     assert not list(run.directory.glob(".report*"))
+
+
+def test_best_and_worst_samples_are_those_of_training(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    rewards = [0.5, 2.0, -1.0, 0.0, 1.5, 7.0, -3.0, 0.25, 1.0]
+    kinds = ["eval" if abs(reward) >= 3 else "train" for reward in rewards]
+    lines = [{"reward": reward, "kind": kind} for reward, kind in zip(rewards, kinds, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = {section.title: [one.reward for one in section.samples] for section in sample_sections(path)}
+    assert shown["Best samples"] == [2.0, 1.5, 1.0, 0.5] and shown["Worst samples"] == [-1.0, 0.0, 0.25, 0.5]
+    assert shown["Held-out samples"] == [7.0, -3.0] and shown["Dropped samples"] == []

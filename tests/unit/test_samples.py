@@ -15,7 +15,7 @@ from rich.console import Console
 from asyncrl.cli.screens import full_lines, show_samples
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_samples
-from asyncrl.results.samples import Wanted, samples_of, wanted
+from asyncrl.results.recorded import Wanted, choose, samples_of, wanted
 from asyncrl.telemetry.base import SampleRecord
 from tests.support.synthetic_run import NASTY, SyntheticRun
 
@@ -95,7 +95,7 @@ SAMPLES = [
 
 def test_best_and_worst_are_by_reward_and_of_equals_the_newest() -> None:
     def tickets(**values: object) -> list[int]:
-        return [record.ticket_id for record in Wanted(count=3, **values).choose(iter(SAMPLES))]  # type: ignore[arg-type]
+        return [record.ticket_id for record in choose(iter(SAMPLES), Wanted(count=3, **values))[0]]  # type: ignore[arg-type]
 
     assert tickets() == [32, 33, 34]
     assert tickets(kind="train", order="best") == [30, 20, 10]

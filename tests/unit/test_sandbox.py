@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.reward_section import RewardConfig
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.sandbox import reward_sandbox
@@ -197,8 +198,9 @@ def test_the_number_of_processes_is_limited_where_the_kernel_counts_them_by_name
 
 def test_a_sandbox_without_a_memory_limit_is_refused():
     functions = {"functions": [{"function": "exact_match"}]}
+    others = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"train": "d"}}
     with pytest.raises(ValidationError, match=r"needs a memory limit; set reward\.memory_gib"):
-        RewardConfig.model_validate({**functions, "sandbox": "bubblewrap"})
+        Config.model_validate({**others, "reward": {**functions, "sandbox": "bubblewrap"}})
     with pytest.raises(ValidationError, match="greater than or equal"):
         RewardConfig.model_validate({**functions, "memory_gib": 0.1})
     assert (

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import LlamaConfig
 
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import segment_attention
@@ -97,5 +98,10 @@ def test_models_that_ranks_cannot_divide_are_refused() -> None:
 
 def test_ranks_are_divided_into_equal_shares_of_a_batch() -> None:
     assert LearnerConfig(ranks=6).shares == 6 and LearnerConfig(ranks=6, sequence_parallel=3).shares == 2
+    parts = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"train": "t"}}
+    parts |= {
+        "reward": {"functions": [{"function": "math"}]},
+        "learner": {"ranks": 6, "sequence_parallel": 4},
+    }
     with pytest.raises(ValidationError, match=r"found 4, .* learner.ranks \(6\); set one of \[1, 2, 3, 6\]"):
-        LearnerConfig(ranks=6, sequence_parallel=4)
+        Config.model_validate(parts)

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.preflight.fit import require_fit
-from asyncrl.preflight.forecast import plan_of
-from asyncrl.preflight.slot_place import HOST_SLOTS, with_slots
+from asyncrl.preflight.fit import HOST_SLOTS, plan_of, require_fit, with_slots
 from tests.support.gpu_tools import MATRIX, ROWS, tool, without_tools
 from tests.support.task_config import config_of
 from tests.support.whole_run import tiny_run

@@ -30,7 +30,7 @@ def run_at(tmp_path, *, trained=None, saved=(), measured=()):
     if trained is not None:
         write_status(directory.status, replace(STATUS, step=trained))
     for step in saved:
-        (directory.checkpoints / f"step-{step:06d}").mkdir()
+        (directory.checkpoints / f"step-{step:06d}" / "hf").mkdir(parents=True)
     lines = (json.dumps({"step": 1, "time": 0.0, **row}) + "\n" for row in measured)
     (directory.metrics / "learner.jsonl").write_text("".join(lines))
     return directory
@@ -97,6 +97,9 @@ def test_files_that_cannot_be_read_leave_the_learner_its_time(tmp_path, monkeypa
 def test_what_is_saved_is_said(tmp_path, trained, saved, text):
     directory = run_at(tmp_path, trained=trained, saved=saved)
     assert what_is_saved(directory) == text.format(directory.checkpoints)
+    for step in saved:
+        (directory.checkpoints / f"step-{step:06d}" / "hf").rmdir()
+        assert "hf/ is missing until the run goes on" in what_is_saved(directory) or step != max(saved)
 
 
 SLOW_STEP = """
@@ -109,7 +112,7 @@ attach()
 begin("train")
 asked.wait()
 threading.Event().wait(float(sys.argv[2]))
-(Path(sys.argv[1]) / "step-000008").mkdir()
+(Path(sys.argv[1]) / "step-000008" / "hf").mkdir(parents=True)
 sys.exit(143)
 """
 

@@ -12,7 +12,7 @@ from asyncrl.commands.sweep import page_of, swept
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.results.archive import read_archive
-from asyncrl.results.seeds import over_seeds
+from asyncrl.results.compare import over_seeds
 from asyncrl.run.directory import RunDirectory
 from tests.support.synthetic_run import SyntheticRun
 from tests.support.task_config import README

@@ -3,8 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +14,9 @@ from hypothesis import strategies as st
 
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
-from asyncrl.report.timeline import LIFE, Timeline, TraceWriter, trace_step
+from asyncrl.report.timeline import END, LIFE, OPENING, Timeline
 from asyncrl.stopwatch import Span, Stopwatch
+from asyncrl.telemetry.jsonl import Lines
 from asyncrl.types import Group, GroupTimes
 from asyncrl.weights.base import UpdateReport
 from tests.support.steps import group, rollout, step
@@ -94,10 +93,10 @@ def some_group(ticket_id: int, sampling_s: float = 3.0, reward_s: float = 1.0) -
 
 
 def test_a_group_lives_from_its_lease_to_its_training(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "trace.json")
+    trace = Timeline(tmp_path / "trace.json")
     one, other = lived(some_group(1), T0), lived(some_group(2), T0 + 1.0)
     done = whole_step([one], [(other, "zero_variance")], T0 + 9.0, T0 + 7.5)
-    trace_step(trace, done)
+    trace.step(done)
     trace.close()
     found = slices(tmp_path / "trace.json")
     assert_nested(found)
@@ -117,8 +116,8 @@ def test_a_group_lives_from_its_lease_to_its_training(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_step_are_its_metrics(tmp_path: Path) -> None:
     done = whole_step([lived(some_group(1), T0)], [], T0 + 9.0, T0 + 7.5)
-    trace = TraceWriter(tmp_path / "trace.json")
-    trace_step(trace, done)
+    trace = Timeline(tmp_path / "trace.json")
+    trace.step(done)
     trace.close()
     steps = [one for one in slices(tmp_path / "trace.json") if one["thread"] == "steps"]
     published = step_metrics(done)
@@ -155,11 +154,10 @@ def test_whatever_the_clocks_say_spans_nest_and_are_not_negative(
     tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[float, ...]]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    trace = TraceWriter(path)
+    trace = Timeline(path)
     for number, (leased, sampling, put, sampling_s, reward_s, taken) in enumerate(lives, start=1):
         times = GroupTimes(T0 + leased, T0 + sampling, T0 + put)
-        trace_step(
-            trace,
+        trace.step(
             whole_step(
                 [replace(some_group(number, sampling_s, reward_s), times=times)], [], T0 + taken, T0 + taken
             ),
@@ -173,7 +171,7 @@ def test_whatever_the_clocks_say_spans_nest_and_are_not_negative(
 
 def test_a_full_file_makes_room_and_a_torn_line_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    trace = TraceWriter(path, max_bytes=4096)
+    trace = Timeline(path, max_bytes=4096)
     for second in range(200):
         trace.slice("learner", "steps", f"step {second}", T0 + second, T0 + second + 1)
     trace.close()
@@ -184,12 +182,12 @@ def test_a_full_file_makes_room_and_a_torn_line_is_cut_off(tmp_path: Path) -> No
     before = len(events(path))
     with path.open("ab") as file:
         file.write(b'{"ph":"X","na')
-    trace = TraceWriter(path)
+    trace = Timeline(path)
     trace.slice("g0", "weights", "version 1", T0, T0 + 1)
     trace.close()
     assert len(events(path)) == before + 3 and slices(path)[-1]["process"] == "g0"
     path.write_bytes(b"[")
-    TraceWriter(path).close()
+    Timeline(path).close()
     assert path.read_bytes() == b"[\n"
 
 
@@ -210,42 +208,47 @@ def test_an_update_ends_when_it_is_reported(tmp_path: Path) -> None:
     assert bad["args"]["outcome"] == "lost" and saved["name"] == "checkpoint 3" and saved["dur"] == 1_500_000
 
 
-@contextmanager
-def full_disk(trace: TraceWriter) -> Iterator[None]:
-    file = trace._file
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        trace._file = full
-        yield
-    file.close()
-
-
-def test_a_timeline_that_cannot_be_written_is_told_and_goes_on_later(
+def test_a_timeline_that_cannot_be_written_is_told_and_nothing_of_it_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(path)
-    assert timeline._trace
-    with full_disk(timeline._trace):
-        timeline.checkpoint(0, 1.0)
-    path.unlink()
+    timeline.checkpoint(0, 1.0)
+    path.rename(tmp_path / "before")
     path.mkdir()
     for version in (1, 2):
         timeline.checkpoint(version, 1.0)
     path.rmdir()
+    (tmp_path / "before").rename(path)
     timeline.checkpoint(3, 1.0)
     timeline.close()
     timeline.checkpoint(4, 1.0)
-    said = [entry.message for entry in caplog.records if entry.levelno >= logging.ERROR]
-    assert len(said) == 2 and "the run goes on" in said[0] and "Is a directory" in said[1]
-    assert [event["name"] for event in slices(path)] == ["checkpoint 3"]
+    (said,) = [entry.message for entry in caplog.records if entry.levelno >= logging.ERROR]
+    assert "the run goes on" in said and "Is a directory" in said
+    assert [event["name"] for event in slices(path)] == [f"checkpoint {version}" for version in range(4)]
     nowhere = Timeline(None)
     nowhere.checkpoint(1, 1.0)
     nowhere.close()
 
 
+def test_a_step_that_the_disk_cut_short_is_whole_once_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = Timeline(path)
+    timeline.step(whole_step([lived(some_group(1), T0)], [], T0 + 9.0, T0 + 7.5))
+    timeline.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-200])
+    lines = Lines(path, opening=OPENING, end=END)
+    missing = whole[len(path.read_bytes()) :]
+    lines.put(*(one.decode() for one in missing.split(END)[:-1]))
+    lines.close()
+    assert path.read_bytes() == whole
+
+
 def test_what_a_timeline_cannot_express_costs_that_entry_only(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "trace.json")
-    timeline.checkpoint(0, float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        timeline.checkpoint(0, float("nan"))
     timeline.checkpoint(1, 1.0)
     timeline.close()
     assert [event["name"] for event in slices(tmp_path / "trace.json")] == ["checkpoint 1"]

@@ -34,7 +34,7 @@ from asyncrl.evaluation import Evaluation, Rounds, summarise
 from asyncrl.learner import Step
 from asyncrl.report.reports import dropped_records, eval_records, sample_records
 from asyncrl.report.step_metrics import step_metrics
-from asyncrl.report.timeline import TraceWriter, trace_step
+from asyncrl.report.timeline import Timeline
 from asyncrl.stopwatch import Span
 from asyncrl.types import Group, GroupTimes, Rollout, Turns, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -198,8 +198,8 @@ def digest(
     step = Step(
         version=4, collected=collected, plan=plan, results=(result,), seconds={"train": 1.0}, spans=(Span("train", 6.0, 1.0),)
     )  # fmt: skip
-    trace = TraceWriter(directory / "trace.json")
-    trace_step(trace, step)
+    trace = Timeline(directory / "trace.json")
+    trace.step(step)
     trace.close()
     table = torch.zeros(LIMITS.vocabulary)
     read = lambda ids: str(table[torch.tensor(list(ids))].shape)  # noqa: E731 - a tokenizer that refuses unknown ids

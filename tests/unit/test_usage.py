@@ -10,9 +10,9 @@ import torch
 
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.algorithm import CriticConfig
-from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig, WeightsConfig
 from asyncrl.hosting.machine import read_shape
-from asyncrl.hosting.memory_use import CONTEXT_BYTES, ModelShape, rank_bytes, weights_bytes
+from asyncrl.hosting.memory_use import ModelShape, Rank, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
 from asyncrl.trainer.device import choose_device
@@ -109,12 +109,16 @@ def test_work_of_an_unknown_architecture_is_not_guessed():
 
 
 def test_what_is_planned_for_torch_is_the_plan_without_cuda_and_slots_of_other_ranks():
-    from asyncrl.hosting.memory_use import torch_bytes
-
-    config, learner = ModelConfig(path="m", dtype="bfloat16"), LearnerConfig(ranks=2, zero_stage=1)
-    parts = rank_bytes(SHAPE, config, learner, reference=SHAPE, critic=False, on_gpu=True, slots=2)
-    assert torch_bytes(parts, rank=0) == sum(parts.values()) - CONTEXT_BYTES
-    assert torch_bytes(parts, rank=1) == torch_bytes(parts, rank=0) - 2 * weights_bytes(SHAPE, config)
+    config, weights = ModelConfig(path="m", dtype="bfloat16"), WeightsConfig(slots="gpu", transport="nccl")
+    rank, others = (
+        Rank(SHAPE, config, LearnerConfig(ranks=2, zero_stage=1)),
+        {"reference": SHAPE, "critic": None},
+    )
+    on_gpu = {part.name: part.size_bytes for part in rank.gpu_parts(weights)}
+    slots = on_gpu.pop("published versions")
+    assert slots == 2 * weights_bytes(SHAPE, config) and [*on_gpu] == ["CUDA", "process that sends"]
+    first, second = (rank.torch_bytes(number, **others, slots=2) for number in (0, 1))
+    assert first - slots == second == sum(part.size_bytes for part in rank.parts(**others))
 
 
 def test_metrics_are_of_all_ranks_and_of_the_time_in_which_they_worked():

@@ -381,7 +381,7 @@ def test_a_prompt_that_no_tokenizer_takes(prompt: str):
 def test_a_section_that_is_wrong_as_a_whole_has_no_second_problem():
     Path("data/train.jsonl").write_text('{"question": "q"}\n')  # without what the default's reward would want
     (line,) = said_of(GOOD.replace("score.py:brief", "score.py:correct"))
-    assert "reward: reward.functions need different names" in line
+    assert "reward.functions: the functions need different names" in line
 
 
 def test_every_row_is_looked_at_and_named_by_its_line():
@@ -438,7 +438,7 @@ def test_a_pattern_is_looked_at_file_by_file_and_must_match():
         ("weight: -0.5", "data.train.1.weight: found -0.5; allowed is a number > 0; correct the value"),
         (
             "weigth: 1",
-            "data.train.1.weigth: found an unknown key; allowed are path, weight, limit, system, name",
+            "data.train.1.weigth: found an unknown key; allowed are path, system, filter, map, name, reward,",
         ),
         ("limit: 0", "data.train.1.limit: found 0; allowed is a whole number >= 1 or null"),
         ("path: none.jsonl", "data.train.1: found no none.jsonl"),

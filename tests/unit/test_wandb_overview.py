@@ -8,7 +8,7 @@ import sys
 import pytest
 from wandb_workspaces.reports.v2 import interface
 
-from asyncrl.results.run_charts import CURVES, STALENESS
+from asyncrl.results.charts import CURVES, STALENESS
 from tests.support.pages import ROOT, text_of
 
 SCRIPT = ROOT / "deploy" / "wandb_overview.py"

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.rules import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
 from asyncrl.config.sections import BatchConfig
-from asyncrl.config.store_room import GROUP_BYTES, PROMPT_TOKEN_BYTES, RESPONSE_TOKEN_BYTES, ROLLOUT_BYTES
 from asyncrl.control.base import Heartbeat, Hello, Leave, Refused, Stop, Welcome
 from asyncrl.errors import WireError, WireVersionError
 from asyncrl.lineage import Weights

@@ -1,6 +1,7 @@
 """vLLM's arguments and environment from the configuration, with the differences between CPU and GPU."""
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ SMALL_SHARE = 0.2
 # Tokens of one step of the engine. vLLM's default for a library is 2,048 also on a GPU; its server on an H100
 # has this.
 STEP_TOKENS: dict[Device, int] = {"cpu": 2048, "cuda": 8192}
+# On CPUs vLLM gives the model a process of its own, whose threads it binds. With `generator.threads` it binds
+# none, and the model runs in the engine's core, as on a GPU: one start of Python less, and no process that
+# spins while it waits for the other. The path stands here because vLLM would replace the name "uni".
+WITHIN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def engine_args(
@@ -39,6 +44,8 @@ def engine_args(
         "max_model_len": max(sampling.max_tokens, weights.probe_tokens + 1),
         # Log-probabilities after temperature: those of the distribution that tokens are sampled from.
         "logprobs_mode": "processed_logprobs",
+        # Also those of all tokens that a token could have been: the finite ones.
+        "max_logprobs": max(sampling.top_k, 0),
         # The rollouts of a group share their prompt; a cache salt separates versions, see `VLLMEngine`.
         "enable_prefix_caching": True,
         "disable_log_stats": True,
@@ -52,6 +59,8 @@ def engine_args(
     if device == "cpu":
         if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization or SMALL_SHARE
+        if generator.threads is not None and generator.tensor_parallel == 1:
+            arguments.setdefault("distributed_executor_backend", WITHIN_CORE)
         return arguments | {
             "enforce_eager": True,
             "kv_cache_memory_bytes": int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30),
@@ -92,11 +101,22 @@ def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def fork_core(generator: GeneratorConfig, *, device: Device) -> None:
+    """Let vLLM fork its core, which then imports nothing again, where that is sound, and spawn it elsewhere.
+
+    A forked process could not use CUDA after any library here had asked for it, and inherits our refusal of
+    pickles, which vLLM's tensor-parallel workers send to each other. It must not inherit a lock that another
+    thread holds; those of asyncio that wait for a child hold none.
+    """
+    waiting = sum(one.name.startswith("asyncio-waitpid") for one in threading.enumerate())
+    is_alone = len(os.listdir("/proc/self/task")) <= 1 + waiting
+    is_sound = device == "cpu" and generator.tensor_parallel == 1 and is_alone
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if is_sound else "spawn"
+
+
 def set_environment(generator: GeneratorConfig, *, device: Device) -> None:
     """Set the options that vLLM reads from the environment only; the engine's processes inherit them."""
     os.environ[OWNER_ENV] = str(os.getpid())
-    # A forked process could not use CUDA after any library here had asked for it, and would inherit our
-    # refusal of pickles, which vLLM's tensor-parallel workers send to each other.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.update(SAFE_PATH)  # vLLM looks at the model's class with `python -m`
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

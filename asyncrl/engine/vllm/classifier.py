@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig
 from asyncrl.engine.base import Device
-from asyncrl.engine.vllm.args import STEP_TOKENS, set_environment
+from asyncrl.engine.vllm.args import STEP_TOKENS, WITHIN_CORE, set_environment
 from asyncrl.errors import EngineError
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 
@@ -49,6 +49,8 @@ def open_classifier(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = classifier_args(model, dtype, max_tokens=max_tokens, device=device)
+    if device == "cpu" and generator.threads is not None:
+        arguments["distributed_executor_backend"] = WITHIN_CORE
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     numbers = itertools.count()
 

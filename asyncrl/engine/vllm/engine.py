@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
-from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, set_environment
+from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, fork_core, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
@@ -92,9 +92,11 @@ class VLLMEngine:
                 plan = adapter_plan(model, lora)
                 given |= adapter_args(plan[0])
             arguments = AsyncEngineArgs(**given)
+            settings = arguments.create_engine_config()
+            fork_core(generator, device=device)  # after vLLM, which on CPUs has just chosen to spawn it
             # vLLM keeps a reference to this frame; a local variable would keep the AsyncLLM alive.
             engine = cls(
-                AsyncLLM.from_engine_args(arguments),
+                AsyncLLM.from_vllm_config(settings, disable_log_stats=arguments.disable_log_stats),
                 deadline_s=weights.deadline_s,
                 recompute_kv=generator.recompute_kv,
             )
@@ -177,13 +179,16 @@ class VLLMEngine:
             temperature=spec.temperature,
             max_tokens=spec.max_response_tokens,
             stop=list(spec.stop),
-            logprobs=0,
+            top_k=spec.top_k,
+            top_p=spec.top_p,
+            min_p=spec.min_p,
+            logprobs=min(spec.top_k, self._llm.model_config.get_vocab_size()) if spec.is_truncated else 0,
             flat_logprobs=True,
             detokenize=bool(spec.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._generate(prompt_ids, params, None if self._recompute_kv else salt, images)
-        rollouts = [to_rollout(prompt_ids, completion) for completion in output.outputs]
+        rollouts = [to_rollout(prompt_ids, completion, spec.is_truncated) for completion in output.outputs]
         self._sampled_tokens += sum(len(rollout.response_ids) for rollout in rollouts)
         return rollouts
 

@@ -6,14 +6,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.columns import KEPT_COUNTS, KEPT_IDS
 from asyncrl.errors import ResultError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, VersionSpan
 
+# Share of the probability by which the tokens that could have been sampled may miss 1 by rounding.
+_ROUNDING = 1e-3
 
-def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
+
+def to_rollout(prompt_ids: Sequence[int], completion: Any, is_truncated: bool = False) -> Rollout:
     """A finished `vllm.CompletionOutput` as an unscored rollout, whose response includes the end token.
 
+    If it `is_truncated`, the most probable tokens of each place become the tokens that were kept there.
     Raises ResultError: the request was aborted, or a token lacks its version or log-probability.
     """
     if completion.finish_reason not in ("stop", "length"):
@@ -36,6 +41,7 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any) -> Rollout:
             for version, lineage in [map(int, span.version.split())]
         ),
         finish_reason=completion.finish_reason,
+        recorded=kept_tokens(completion.logprobs) if is_truncated else {},
     )
 
 
@@ -55,6 +61,24 @@ def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
                 )
             logprobs[position] = flat.logprobs[start]
     return logprobs
+
+
+def kept_tokens(flat: Any) -> dict[str, NDArray[np.int32]]:
+    """The columns of kept tokens: those with a finite log-probability among the most probable.
+
+    Raises ResultError if these are not all, as where more tokens than `top_k` are equally probable.
+    """
+    starts, logprobs = np.array(flat.start_indices), np.array(flat.logprobs, dtype=np.float64)
+    is_kept = np.isfinite(logprobs)
+    is_kept[starts] = False  # the token itself comes before the most probable ones, and among them again
+    total = np.add.reduceat(np.where(is_kept, np.exp(logprobs), 0.0), starts)
+    if (lacking := np.abs(total - 1.0).max()) > _ROUNDING:
+        raise ResultError(
+            f"vLLM's most probable tokens lack {lacking:.2g} of the probability that a token was sampled "
+            "from, as where more than top_k are equally probable; such a response cannot be trained"
+        )
+    counts = np.add.reduceat(is_kept, starts, dtype=np.int32)
+    return {KEPT_COUNTS: counts, KEPT_IDS: np.array(flat.token_ids, dtype=np.int32)[is_kept]}
 
 
 def label(weights: Weights) -> str:

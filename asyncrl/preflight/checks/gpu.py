@@ -1,4 +1,4 @@
-"""Checks of GPUs: their driver, faults, other processes on them, and the libraries that only GPUs need."""
+"""Checks of GPUs: their driver, faults, and other processes on them."""
 
 import re
 import subprocess
@@ -12,7 +12,6 @@ from asyncrl.hosting.gpus import ORDER_VARIABLE, count_gpus, driver_is_replaced,
 from asyncrl.hosting.nvidia import Gpu, short_bus, visible_gpus
 from asyncrl.hosting.smi import ask, is_installed
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
-from asyncrl.preflight.checks.stack import installed_version
 from asyncrl.telemetry.text import data_size
 
 # The first driver for each major version of CUDA; programs of its minor versions run on it, too.
@@ -126,21 +125,6 @@ def others(gpus: Sequence[Gpu], processes: str) -> Finding:
     if found:
         return doubtful("; ".join(found), "end what uses them, or choose others with CUDA_VISIBLE_DEVICES")
     return fine("free")
-
-
-def attention() -> Finding:
-    """Check which attention the learner would use in bfloat16, and that it can be loaded."""
-    import torch
-
-    from asyncrl.trainer.attention import VARLEN, choose_attention
-
-    chosen = choose_attention(torch.device("cuda", 0), torch.bfloat16)
-    version = installed_version("flash-attn")
-    if version and not chosen.startswith("flash"):
-        found = f"flash-attn {version} is installed, but transformers does not use this version"
-        return doubtful(f"{found}: attention is {chosen}", "install a newer one, or uninstall it")
-    own = "torch's own, over all sequences at once"
-    return fine(own if chosen == VARLEN else f"{chosen} of {version or 'flash-attn-3'}")
 
 
 def require_usable_gpus(config: Config) -> None:

@@ -1,12 +1,10 @@
-"""Checks of the machine: shared memory, disk, clock, open files, ports."""
+"""Checks of the machine: shared memory, disk, ports."""
 
 import errno
 import os
-import resource
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
@@ -17,10 +15,6 @@ MIB, GIB = 1 << 20, 1 << 30
 SHARED_LEAST_BYTES, SHARED_GOOD_BYTES = 64 * MIB, GIB
 DISK_LEAST_BYTES = GIB  # enough for logs, metrics, samples and the store's file of a small run
 WRITTEN_BYTES = 8 * MIB
-# A generator has about 60 files open, a learner about 40 and 10 for each generator.
-FILES_LEAST, FILES_GOOD = 256, 1024
-CLOCK_S = 0.2
-FIRST_POSSIBLE_S = 1735689600.0  # 1 January 2025, before this release existed
 
 
 def shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
@@ -56,36 +50,6 @@ def disk(root: Path, needed_bytes: int = DISK_LEAST_BYTES) -> Finding:
     if free_bytes < needed_bytes:
         return wrong(text, "free some space, set run.root to another disk, or lower checkpoint.keep")
     return fine(f"{text}; 8 MiB written in {seconds * 1000:.0f} ms")
-
-
-def clock(
-    now_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic
-) -> Finding:
-    """Check that the monotonic clock (leases, deadlines) and the wall clock (logs, status) run alike."""
-    wall, steady = now_s(), monotonic_s()
-    time.sleep(CLOCK_S)
-    wall_s, steady_s = now_s() - wall, monotonic_s() - steady
-    if steady_s <= 0 or not 0.5 < wall_s / steady_s < 2.0:
-        found = f"in {steady_s:.2f} s of the monotonic clock {wall_s:.2f} s passed on the wall clock"
-        return wrong(
-            found, "use one time service (chronyc tracking, timedatectl); restart the virtual machine"
-        )
-    if wall < FIRST_POSSIBLE_S:
-        day = time.strftime("%Y-%m-%d", time.gmtime(wall))
-        return wrong(f"the clock says {day}", "set it: timedatectl set-ntp true, or date -s")
-    return fine("monotonic and wall clock agree")
-
-
-def open_files(limit: int | None = None) -> Finding:
-    """Check the soft limit of open files, which every process of a run inherits."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    text = f"{allowed:,} open files allowed"
-    fix = "ulimit -n 65536 in this shell (container: --ulimit nofile=65536)"
-    if allowed < FILES_LEAST:
-        return wrong(f"{text}; {FILES_LEAST} are needed", fix)
-    if allowed < FILES_GOOD:
-        return doubtful(f"{text}; many generators need more than {FILES_GOOD:,}", fix)
-    return fine(text)
 
 
 def port(bind: str) -> Finding:

@@ -9,9 +9,9 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
-from asyncrl.config.reward_section import reward_parts
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
+from asyncrl.evaluation import Rounds
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.route import peers_in, with_addresses
 from asyncrl.launch.players import Players
@@ -80,9 +80,9 @@ def prompts(config: Config) -> Finding:
     from asyncrl.data.prompts import PromptSource
 
     source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-    held_out = len(source.eval_prompts(config.eval.prompts))
-    longest = max(len(prompt.token_ids) for prompt in source.train)
-    found = f"{len(source.train):,} prompts of at most {longest} tokens"
+    rounds = Rounds.of(config, [len(rows) for rows in source.held_out])
+    held_out = sum(one.prompts for one in rounds.values())
+    found = f"{len(source):,} prompts of at most {source.longest} tokens"
     return fine(f"{found}, {held_out} held-out ones for an evaluation")
 
 
@@ -100,7 +100,7 @@ def rewards(config: Config) -> Finding:
             await players.close()
 
     asyncio.run(load())
-    said = f"{', '.join(reward_parts(config.reward, config.environment))} can be loaded"
+    said = f"{', '.join(config.reward_parts)} can be loaded"
     if config.reward.sandbox != "none":
         said += f", in {config.reward.sandbox}"
         said += "; as root their number of processes is not limited" if os.getuid() == 0 else ""

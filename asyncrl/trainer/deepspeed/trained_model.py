@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.algo.metrics import merge
-from asyncrl.algo.rates import rate_share
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
+from asyncrl.trainer.deepspeed.optimizers import make_optimizer
+from asyncrl.trainer.rates import rate_share
 from asyncrl.trainer.writes import Writes
 
 # Numbers of sharded parameters that are whole on every rank at the same time: about a layer of 8B parameters.
 # A gather for each parameter would spend its time on starting collectives.
 GATHERED_NUMBERS = 1 << 28
+# What the config says of a group of parameters.
+NUMBERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 
 class TrainedModel:
@@ -48,26 +51,31 @@ class TrainedModel:
     ) -> None:
         """`total_steps` is the number of optimizer steps of the whole run: its rate may fall until then."""
         self._ranks, self._stage = ranks, stage
-        self._numbers: dict[str, Any] = optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
         settings = engine_settings(module, dtype=dtype, stage=stage, offload=offload) | {
             "data_types": {"grad_accum_dtype": "fp32"},
             "gradient_clipping": optimizer.max_grad_norm,
-            # "torch_adam" needs no compiled op; "fused" has no temporaries of the size of the moments.
-            "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True, **self._numbers}},
+            # DeepSpeed did not make the optimizer, nor need it be the one that a compiler builds for CPUs.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
         }
         if stage == 1 and dtype == "bfloat16":
             # DeepSpeed would round the float32 sums of all micro-batches to bfloat16, even on one rank.
             # Higher stages reduce the gradients of each micro-batch, which are in bfloat16 already.
             settings["communication_data_type"] = "fp32"
-        falling = optimizer.model_dump(include={"schedule", "warmup_steps", "final_share"})
+        share, trained = rate_share(**optimizer.rates(total_steps)), _trained(module)
         self.engine: Any = deepspeed.initialize(
             model=module,
-            model_parameters=_trained(module),
+            model_parameters=trained,
+            optimizer=make_optimizer(optimizer, module, trained),
             config=settings,
-            lr_scheduler=lambda adamw: LambdaLR(
-                adamw, lambda step: rate_share(step, total_steps=total_steps, **falling)
-            ),
+            lr_scheduler=lambda made: LambdaLR(made, share),
         )[0]
+        # Those of the config, for a state that was saved with others.
+        self._groups = [
+            {name: value for name, value in group.items() if name in NUMBERS}
+            for group in self.engine.optimizer.param_groups
+        ]
+        self._lr, self._share = optimizer.lr, share
 
     def step(
         self,
@@ -76,16 +84,19 @@ class TrainedModel:
         loss: Callable[[MicroBatch, Tensor], LossSums],
     ) -> StepResult:
         """See `Trainer.step`; `outputs` runs the engine on one micro-batch, `loss` gets its result."""
-        lr = float(self.engine.get_lr()[0])
+        lr = self._lr * self._share(self.engine.lr_scheduler.last_epoch)
         if not microbatches:
             return StepResult(metrics={"skipped_steps": 1.0}, grad_norm=0.0, lr=lr)
-        sums: Mapping[str, float] = {}
+        sums = []
         for i, microbatch in enumerate(microbatches):
             beat()
             self.engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
-            sums = merge([sums, self._backward(microbatch, outputs(microbatch), loss)])
-        grad_norm = self._apply()
-        reduced = merge(json.loads(part) for part in self._ranks.gather_shares(json.dumps(sums).encode()))
+            sums.append(self._backward(microbatch, outputs(microbatch), loss))
+        with torch.compiler.set_stance("force_eager"):  # DeepSpeed's Muon would want a compiler
+            grad_norm = self._apply()
+        reduced = merge(
+            json.loads(part) for part in self._ranks.gather_shares(json.dumps(merge(sums)).encode())
+        )
         metrics = reduced | {"skipped_steps": float(not math.isfinite(grad_norm))}
         return StepResult(metrics=metrics, grad_norm=grad_norm, lr=lr)
 
@@ -106,10 +117,10 @@ class TrainedModel:
         if path is None:
             found = f"{directory / tag}: DeepSpeed finds no state here"
             raise CheckpointError(f"{found}; resume from another checkpoint")
-        schedule, lr = self.engine.lr_scheduler, self._numbers["lr"]
-        schedule.base_lrs = [lr] * len(schedule.base_lrs)
-        for group, share in zip(self.engine.optimizer.param_groups, schedule.lr_lambdas, strict=True):
-            group.update(self._numbers, initial_lr=lr, lr=lr * share(schedule.last_epoch))
+        schedule = self.engine.lr_scheduler
+        schedule.base_lrs = [numbers["initial_lr"] for numbers in self._groups]
+        for group, numbers in zip(self.engine.optimizer.param_groups, self._groups, strict=True):
+            group.update(numbers, lr=numbers["initial_lr"] * self._share(schedule.last_epoch))
 
     def close(self) -> None:
         """Free the engine."""
@@ -117,7 +128,7 @@ class TrainedModel:
 
     def _backward(
         self, microbatch: MicroBatch, outputs: Tensor, loss: Callable[[MicroBatch, Tensor], LossSums]
-    ) -> Mapping[str, float]:
+    ) -> Mapping[str, float | Tensor]:
         # Without action tokens the sum is empty, and every parameter gets a zero gradient.
         empty = microbatch.target_T.numel() == 0
         sums = LossSums(loss=outputs.sum()) if empty else loss(microbatch, outputs)

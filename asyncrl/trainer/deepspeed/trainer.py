@@ -15,7 +15,7 @@ from asyncrl import lora
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.hosting.memory_use import ModelShape, rank_bytes, torch_bytes, zero_stage
+from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.trainer.collectives import Ranks, Rendezvous
@@ -98,16 +98,12 @@ class DeepSpeedTrainer:
         shape = ModelShape.of(policy.config, numbers, adapter=trained, frozen=frozen)
         self._reference_shape = _shape_of(self._reference.model) if self._reference else None
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
-        parts = rank_bytes(
-            shape,
-            model,
-            learner,
+        planned_bytes = Rank(shape, model, learner).torch_bytes(
+            self.rank,
             reference=self._reference_shape,
-            critic=critic is not None,
-            on_gpu=True,
+            critic=critic.optimizer if critic else None,
             slots=slots,
         )
-        planned_bytes = torch_bytes(parts, rank=self.rank)
         self._meter = Meter(
             shape, device=device, dtype=model.dtype, planned_bytes=planned_bytes, per_share=together
         )
@@ -117,6 +113,7 @@ class DeepSpeedTrainer:
             "ranks": self._ranks.count,
             "zero_stage": stage,
             "offload_optimizer": learner.offload_optimizer,
+            "optimizers": [learner.optimizer.kind, *([critic.optimizer.kind] if critic else [])],
             "dtype": model.dtype,
             "critic": critic is not None,
             "lora": model.lora and model.lora.model_dump(mode="json", include={"rank", "alpha", "targets"}),
@@ -199,14 +196,11 @@ class DeepSpeedTrainer:
             return whole
         return lora.merged(whole, self._adapter(), self._lora)
 
-    def export(self, directory: Path) -> None:
-        writes = Writes()
+    def export(self) -> Callable[[Path], None]:
         every = whole_parameters(self._policy.engine.module.model.named_parameters())
         exported = every if self._lora is None else self._adapter().items()
         state = {name: each.detach().to("cpu", copy=True) for name, each in exported if self.rank == 0}
-        if self.rank == 0:
-            writes.attempt(lambda: self._export(state, directory))
-        writes.conclude(directory, self._ranks)
+        return partial(self._export, state)
 
     def broadcast(self, value: bytes | None) -> bytes:
         return self._ranks.broadcast(value)
@@ -235,8 +229,9 @@ class DeepSpeedTrainer:
         if found != layout:
             raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
-                "learner.ranks, learner.zero_stage, learner.offload_optimizer, model.dtype, model.lora and "
-                "algorithm, or start a new run with model.path=DIRECTORY of `asyncrl export --merge`"
+                "learner.ranks, learner.zero_stage, learner.offload_optimizer, learner.optimizer.kind, "
+                "model.dtype, model.lora and algorithm, or start a new run with model.path=DIRECTORY of "
+                "`asyncrl export --merge`"
             )
         self._policy.load(directory, POLICY)
         if self._critic is not None:
@@ -293,8 +288,8 @@ class DeepSpeedTrainer:
 
     def _token_columns(self, policy: Any, microbatch: MicroBatch, **how: Any) -> Tensor:
         """Run a policy; without `experts_NLK`, such as a reference, it chooses its own experts."""
-        target_T, temperature = microbatch.target_T, self._temperature
-        return run(policy, microbatch, target_T=target_T, temperature=temperature, chunk=self._chunk, **how)
+        how |= {"target_T": microbatch.target_T, "kept_TK": microbatch.kept_TK}
+        return run(policy, microbatch, temperature=self._temperature, chunk=self._chunk, **how)
 
 
 def _shape_of(model: Any) -> ModelShape:

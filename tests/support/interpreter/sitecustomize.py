@@ -35,7 +35,16 @@ def schedule_ahead(module):
     module.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-CHANGES = {"triton.backends": add_driver, "vllm.platforms.cpu": schedule_ahead}
+def truncate_without_triton(module):
+    """The interpreter lacks what this one kernel needs: numbers of a range as tensors."""
+    module.apply_top_k_top_p_triton = module.apply_top_k_top_p_pytorch
+
+
+CHANGES = {
+    "triton.backends": add_driver,
+    "vllm.platforms.cpu": schedule_ahead,
+    "vllm.v1.sample.ops.topk_topp_sampler": truncate_without_triton,
+}
 
 
 class Changer(importlib.abc.MetaPathFinder):

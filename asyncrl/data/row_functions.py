@@ -1,0 +1,170 @@
+"""Filters and maps rows by functions of the user's file, which run in a process of their own.
+
+The process has no secrets, and is killed if it hangs. Each message to it holds rows. Its answer says what
+became of each: false if the filter leaves it out, true if it stays as it is, or the row that the map made.
+
+    python -m asyncrl.data.row_functions SOCKET PARENT_PID
+"""
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import msgpack
+
+from asyncrl.config.data_section import DataConfig, DataSource, EvalSet
+from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.row_files import Lazy, Row
+from asyncrl.errors import DataError, as_unicode
+from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.progress import beat
+from asyncrl.hosting.workers import Worker, framed, pack, receive
+from asyncrl.plugins import described, load
+
+log = logging.getLogger(__name__)
+
+# Rows of a message, and the limit for its answer.
+TOGETHER, LIMIT_S = 64, 120.0
+# Limit for the process to start and to load the functions.
+START_S = 60.0
+MAPPED = "a mapping from columns to values of JSON, or bytes"
+
+
+def load_parts(data: DataConfig, parts: Iterable[DataSource | EvalSet]) -> list[Rows]:
+    """Return the rows of each source or set. Raises DataError."""
+    return [load_part(data.of(one), one.path, data.split_of(one), one.limit) for one in parts]
+
+
+def load_part(data: DataConfig, source: str, split: str, limit: int | None = None) -> Rows:
+    """Return the rows of a source that `data.filter` keeps, as `data.map` makes them, at most `limit`.
+
+    Raises DataError that names function and row.
+    """
+    rows = load_rows(source, split)
+    if data.filter is None and data.map is None:
+        return rows if limit is None else rows.only(range(min(limit, len(rows))))
+    kept, starts, file = array("q"), array("q", [0]), tempfile.TemporaryFile()  # noqa: SIM115 - rows stay in it
+    most = len(rows) if limit is None else limit
+    for index, found in _results(rows, data):
+        if len(kept) == most:
+            break
+        if found is not False:
+            kept.append(index)
+            starts.append(starts[-1] + (file.write(msgpack.packb(found)) if data.map else 0))
+    file.flush()
+    if data.filter is not None:
+        log.info(
+            "%s of %s rows of %s kept by %s", f"{len(kept):,}", f"{len(rows):,}", rows.source, data.filter
+        )
+        if not kept:
+            raise DataError(
+                f"data.filter: {data.filter} keeps none of the {len(rows):,} rows of {rows.source}"
+            )
+
+    def made(index: int) -> Row:
+        row: Row = msgpack.unpackb(os.pread(file.fileno(), starts[index + 1] - starts[index], starts[index]))
+        return row
+
+    size = len(kept)
+    return rows.only(kept, Lazy(size, made, lambda: map(made, range(size))) if data.map else None)
+
+
+def _results(rows: Rows, data: DataConfig) -> Iterator[tuple[int, Any]]:
+    """Yield the index of each row, and what became of it."""
+    worker = Worker(__name__)
+    try:
+        _ask(worker, {"filter": data.filter, "map": data.map}, rows, 0)
+        ordered = iter(rows)
+        for first in range(0, len(rows), TOGETHER):
+            some = [*islice(ordered, TOGETHER)]
+            yield from enumerate(_ask(worker, {"rows": some}, rows, first), first)
+    finally:
+        worker.end()
+
+
+def _ask(worker: Worker, message: Mapping[str, Any], rows: Rows, first: int) -> list[Any]:
+    """Return the answer to a message with the rows from `first` on. Raises DataError."""
+    last = first + len(message.get("rows", (0,))) - 1
+    limit_s = LIMIT_S if "rows" in message else START_S
+    where = f"rows {first + 1} to {last + 1} of {rows.source}, the first at {rows.place(first)}"
+    try:
+        packed = pack(message, default=str)[4:]
+        reply = msgpack.unpackb(worker.ask(packed, limit_s, beat))
+    except TimeoutError:
+        raise DataError(f"data.filter or data.map took longer than {limit_s:g} s for {where}") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"the process of data.filter and data.map ended at {where} ({error})") from error
+    if "error" in reply:
+        at = f" at row {first + reply['at'] + 1} ({rows.place(first + reply['at'])})" if "at" in reply else ""
+        row = f", `{str(rows[first + reply['at']])[:80]}`" if at else ""
+        raise DataError(f"data.{reply['key']}: {reply['error']}{at}{row}; correct the function or the row")
+    found: list[Any] = reply["found"]
+    return found
+
+
+def _serve(channel: socket.socket) -> None:
+    requests, functions = channel.makefile("rb"), dict[str, Callable[[Row], Any]]()
+    for key, name in msgpack.unpackb(receive(requests)).items():
+        try:
+            functions |= {key: load(name)} if name else {}
+        except ImportError as error:
+            return _say(channel, {"key": key, "error": f"{name} cannot be loaded: {as_unicode(str(error))}"})
+    _say(channel, {"found": []})
+    while True:
+        found: list[Any] = []
+        for row in msgpack.unpackb(receive(requests))["rows"]:
+            result: Any = True
+            for key, function in functions.items():
+                name = getattr(function, "__name__", key)
+                try:
+                    result = function(row)
+                    if wrong := _wrong(key, result):
+                        raise DataError(wrong)
+                except BaseException as error:  # noqa: BLE001 - user code may raise even SystemExit
+                    said = str(error) if isinstance(error, DataError) else f"raised {described(error)}"
+                    reply = {"key": key, "error": as_unicode(f"`{name}` {said}"[:2000]), "at": len(found)}
+                    return _say(channel, reply)
+                if result is False:
+                    break
+            found.append(result)
+        _say(channel, {"found": found})
+
+
+def _wrong(key: str, result: Any) -> str:
+    """Say what is wrong with a result; empty if nothing is."""
+    kind = type(result).__name__
+    if key == "filter":
+        return "" if isinstance(result, bool) else f"returned a {kind}; allowed are True and False"
+    if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
+        return f"returned a {kind}; allowed is {MAPPED}"
+    try:
+        msgpack.packb(result)
+    except (TypeError, ValueError) as error:
+        return f"returned a row that cannot be stored ({error}); allowed is {MAPPED}"
+    return ""
+
+
+def _say(channel: socket.socket, reply: Mapping[str, Any]) -> None:
+    channel.sendall(framed(msgpack.packb(reply)))
+
+
+def main() -> None:
+    """Serve one process until it closes the channel."""
+    die_with_parent(int(sys.argv[2]))
+    # What user code prints is for people, and its standard output may be a command's result.
+    os.dup2(2, 1)
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            _serve(channel)
+        except (EOFError, ConnectionError):
+            sys.exit()
+
+
+if __name__ == "__main__":
+    main()

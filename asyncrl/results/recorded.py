@@ -1,0 +1,207 @@
+"""`asyncrl samples` and `asyncrl logs`: rollouts and log lines of a run, also new ones until it is over."""
+
+import heapq
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from asyncrl.errors import RunError
+from asyncrl.results.archive import read_samples
+from asyncrl.run.directory import RunDirectory, find_run
+from asyncrl.telemetry.base import SampleRecord, sample_from
+from asyncrl.telemetry.jsonl import Tail, Tails
+from asyncrl.telemetry.status import read_status
+from asyncrl.telemetry.text import number
+
+T = TypeVar("T")
+
+KINDS = {"train": "trained", "eval": "held-out", "dropped": "dropped"}
+FOLLOWED_BYTES = 1 << 20  # samples to follow are chosen from this much of the end of the file
+LAST_BYTES = 1 << 20  # output is shown from so much before its end
+FOLLOW_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A selection of samples."""
+
+    count: int
+    step: int | None = None
+    kind: str | None = None  # train | eval | dropped
+    order: Literal["newest", "best", "worst"] = "newest"  # best and worst by reward; of equals the newest
+
+    def fits(self, sample: SampleRecord) -> bool:
+        """Return whether the sample has the step and kind."""
+        return self.step in (None, sample.step) and self.kind in (None, sample.kind)
+
+    def rank(self, sample: SampleRecord) -> float | None:
+        """Return a number that is higher for what is shown before other samples; None if it is not shown."""
+        if self.step not in (None, sample.step) or self.kind not in (None, sample.kind):
+            return None
+        if self.order == "newest":
+            return 0.0
+        if math.isnan(sample.reward):
+            return None
+        return sample.reward if self.order == "best" else -sample.reward
+
+
+def choose(samples: Iterable[SampleRecord], *wanted: Wanted) -> list[list[SampleRecord]]:
+    """Return each selection from one pass over the samples: the first first, the newest as in the file."""
+    kept: list[list[tuple[float, int, SampleRecord]]] = [[] for _ in wanted]
+    for index, sample in enumerate(samples):
+        for one, heap in zip(wanted, kept, strict=True):
+            if (rank := one.rank(sample)) is not None:
+                heapq.heappush(heap, (rank, index, sample))
+                if len(heap) > one.count:
+                    heapq.heappop(heap)
+    return [
+        [sample for *_, sample in sorted(heap, reverse=one.order != "newest")]
+        for one, heap in zip(wanted, kept, strict=True)
+    ]
+
+
+def wanted(
+    count: int, step: int | None, kind: str | None, *, best: bool, worst: bool, dropped: bool
+) -> Wanted:
+    """Return the selection that the command's options ask for. Raises RunError if they contradict another."""
+    if best + worst + dropped > 1:
+        raise RunError("--best, --worst and --dropped exclude each other; choose one")
+    if kind not in (None, *KINDS):
+        raise RunError(f"--kind {kind}: allowed are {', '.join(KINDS)}")
+    if dropped and kind not in (None, "dropped"):
+        raise RunError(f"--dropped with --kind {kind}: leave one out")
+    if dropped:
+        return Wanted(count=count, step=step, kind="dropped")
+    if best or worst:  # held-out samples have other rewards: they are mixed in only if asked for
+        return Wanted(count=count, step=step, kind=kind or "train", order="best" if best else "worst")
+    return Wanted(count=count, step=step, kind=kind)
+
+
+def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[SampleRecord]:
+    """Return the selected samples, with `follow` also new ones until the run ends; without any, RunError."""
+    directory = find_run(run)
+    if follow and wanted.order != "newest":
+        raise RunError(f"--follow shows samples as they come, --{wanted.order} needs all of them; choose one")
+    if follow:
+        return _followed(directory, wanted)
+    (chosen,) = choose(recorded_samples(directory, wanted), wanted)
+    if chosen:
+        return chosen
+    if wanted.kind == "eval":
+        steps = ", ".join(map(str, evaluated_steps(directory))) or "none"
+        raise RunError(f"{directory.evaluations} has no such sample; the steps that it has: {steps}")
+    hint = "telemetry.samples_per_step are written after each step"
+    raise RunError(f"{directory.samples} has no such sample; {hint}")
+
+
+def recorded_samples(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
+    """Yield samples of a run: of the kind `eval` all of one evaluation, by default the newest."""
+    if wanted.kind != "eval":
+        return read_samples(directory.samples)
+    steps = evaluated_steps(directory) if wanted.step is None else [wanted.step]
+    files = sorted(directory.evaluations.rglob(directory.evaluation(steps[-1]).name)) if steps else []
+    return chain.from_iterable(map(read_samples, files))
+
+
+def evaluated_steps(directory: RunDirectory) -> list[int]:
+    """Return the steps of the evaluations whose samples were written."""
+    names = {path.stem for path in directory.evaluations.rglob("step-[0-9]*.jsonl")}
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def pairs_of(run: Path | None) -> Iterator[str]:
+    """Yield the preferences of a run as JSON lines, with TRL's columns only. Without any, raise RunError."""
+    path = find_run(run).pairs
+    if not path.exists():
+        raise RunError(f"found no {path}; a run with telemetry.pairs: true writes it")
+    for record in Tail(path):
+        yield json.dumps({name: record[name] for name in ("prompt", "chosen", "rejected")})
+
+
+def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
+    new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
+    yield from choose(map(sample_from, new), wanted)[0]
+    for sample in until_over(directory.status, lambda: map(sample_from, new)):
+        if wanted.rank(sample) is not None:
+            yield sample
+
+
+def sample_head(sample: SampleRecord) -> tuple[str, str]:
+    """Return (step, kind and reward of a sample; all other details but its text)."""
+    head = f"step {sample.step}, {KINDS.get(sample.kind, sample.kind)} {sample.eval_set}".rstrip()
+    head += f" ({sample.reason})" if sample.reason else ""
+    head += f": reward {number(sample.reward)}" if not math.isnan(sample.reward) else ""
+    is_trained = sample.kind == "train" and not math.isnan(sample.advantage)
+    spans = ", ".join(f"v{version} {tokens}" for version, tokens in sample.versions)
+    details = (
+        f"answer {sample.answer}" if sample.answer else "",
+        ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items()),
+        f"advantage {number(sample.advantage)}" if is_trained else "",
+        f"tokens by version: {spans}" if spans else "",
+        sample.finish_reason,
+        sample.generator_id,
+        f"ticket {sample.ticket_id}",
+        f"prompt {sample.prompt_number}" if sample.prompt_number else "",
+    )
+    return head, " · ".join(detail for detail in details if detail)
+
+
+def logs_of(run: Path | None, name: str | None, *, follow: bool) -> Iterator[str]:
+    """Yield text of a run's logs, with `follow` also what comes until the run ends.
+
+    With `name`, all that this process or host has printed; without, the warnings and errors of all
+    processes in the order of their times. Raises RunError for a name that has no log.
+    """
+    directory = find_run(run)
+    read = _warnings(directory) if name is None else _printed(directory, name)
+    return until_over(directory.status, read) if follow else iter(read())
+
+
+def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
+    path = directory.logs / f"{name}.out"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in directory.logs.glob("*.out"))) or "none"
+        raise RunError(f"{directory.logs} has no output of `{name}`; it has that of: {names}")
+    position = max(path.stat().st_size - LAST_BYTES, 0)
+
+    def read() -> list[str]:
+        nonlocal position
+        with path.open("rb") as file:
+            file.seek(position)
+            found = file.read()
+        position += len(found)
+        return [found.decode("utf-8", "replace")] if found else []
+
+    return read
+
+
+def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
+    tails = Tails(directory.logs)
+
+    def read() -> list[str]:
+        records = [record for new in tails.read().values() for record in new]
+        told = [record for record in records if record.get("level", "info") != "info"]
+        return [_line(record) for record in sorted(told, key=lambda record: str(record.get("time")))]
+
+    return read
+
+
+def _line(record: dict[str, Any]) -> str:
+    at, process, level, event = (str(record.get(name)) for name in ("time", "process", "level", "event"))
+    said = "\n".join(filter(None, (event, record.get("exception"))))
+    return f"{at[:19]} {process} {level.upper()} {said}\n"
+
+
+def until_over(status: Path, read: Callable[[], Iterable[T]]) -> Iterator[T]:
+    """Yield what `read` returns, every `FOLLOW_S` seconds until the run with this status file is over."""
+    while True:
+        found = read_status(status)  # before reading, so that the last ones are shown
+        yield from read()
+        if found and found.is_final:
+            return
+        time.sleep(FOLLOW_S)

@@ -1,0 +1,68 @@
+"""Exports of checkpoints as Hugging Face models, next to training, which waits for none but the last."""
+
+import logging
+from collections.abc import Callable
+from threading import Event, Thread
+
+from asyncrl.errors import CheckpointError
+from asyncrl.hosting.progress import Pace, begin
+
+log = logging.getLogger(__name__)
+
+# Pause between two attempts at an export, and their number: a user may make room on a full disk.
+AGAIN_S, ATTEMPTS = 1.0, 60
+LAST_S = 1200.0  # longest wait for the last export
+
+
+class Exports:
+    """The exports of one run. At most one is under way, in a thread that ends with the process."""
+
+    def __init__(self, done: Callable[[int], object] = lambda step: None) -> None:
+        """Call `done` in that thread with each step whose model is exported."""
+        self._done, self._step, self._failure = done, 0, ""
+        self._thread = Thread()
+        self._hurries = Event()
+
+    def begin(self, step: int, export: Callable[[], object]) -> None:
+        """Begin with the export of `step`; no other is under way."""
+        self._step, self._failure = step, ""
+        self._hurries.clear()
+        # A daemon: the export of a process that ends early is made when the run goes on.
+        self._thread = Thread(target=self._run, args=(export,), name="export", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the export that is under way. If it has failed, it is not tried again."""
+        self._hurries.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait for the last export and its attempts. Raises CheckpointError if all of them failed."""
+        begin("export", Pace.SLOW)
+        if self._thread.is_alive():
+            self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            text = "the export of step %d takes more than %g s, and the run ends; `asyncrl up` on it makes it"
+            log.warning(text, self._step, LAST_S)
+        elif self._failure:
+            raise CheckpointError(
+                f"step {self._step} is saved, but its model is not exported: {self._failure}"
+            )
+
+    def _run(self, export: Callable[[], object]) -> None:
+        for _ in range(ATTEMPTS):
+            try:
+                export()
+            except Exception as error:  # noqa: BLE001 - libraries wrap the error of a full disk
+                if not self._failure:
+                    text = "step %d is saved, its model is not exported yet, which is tried again: %s"
+                    log.error(text, self._step, error)
+                self._failure = f"{type(error).__name__}: {error}"
+            else:
+                self._failure = ""
+                self._done(self._step)
+                return
+            if self._hurries.wait(AGAIN_S):
+                break
+        log.error("the checkpoint of step %d stays without a model (%s)", self._step, self._failure)

@@ -1,0 +1,132 @@
+"""The signed list of a checkpoint's files: the sha256 of each, under an HMAC with the run's key."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.named_files import EXPORT
+from asyncrl.errors import CheckpointError
+from asyncrl.hosting.progress import beat
+from asyncrl.run.file_ops import UNFINISHED, FileOps
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+RESTORE = "restore the directory or remove it"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifests:
+    """The manifests of one run's checkpoints. `key` signs and verifies them."""
+
+    key: bytes
+    files: FileOps
+
+    def read(self, directory: Path) -> dict[str, Any]:
+        """Return the manifest if it is signed with our key. Raises CheckpointError."""
+        path = directory / MANIFEST
+        try:
+            manifest = json.loads(_read(path))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: no JSON ({error}); the checkpoint is torn, remove it") from error
+        if not isinstance(manifest, dict):
+            found = f"{path}: holds {type(manifest).__name__}, not a mapping"
+            raise CheckpointError(f"{found}; the checkpoint is torn, remove it")
+        signature = ascii(manifest.get("hmac")).strip("'")
+        if not hmac.compare_digest(self._sign(manifest).encode(), signature.encode()):
+            raise CheckpointError(
+                f"{directory}: the signature of {MANIFEST} is wrong: altered, or of another run; {RESTORE}"
+            )
+        return manifest
+
+    def seal(self, step: int, directory: Path) -> None:
+        """Make what is in a directory durable, and sign it as a checkpoint of `step`. Raises OSError."""
+        manifest = self._signed({"step": step, "files": self._durable(directory)})
+        self.files.write(directory / MANIFEST, manifest)
+        self.files.fsync(directory / MANIFEST)
+        self.files.fsync(directory)
+
+    def add_export(self, directory: Path, writing: Path) -> None:
+        """Make the model in `writing`, inside a checkpoint, durable and the export of that. Raises OSError.
+
+        The export is listed last, and until then counts as missing.
+        """
+        manifest, export = self.read(directory), directory / EXPORT
+        found = self._durable(writing)
+        if export.exists():  # its process ended before the manifest listed it
+            self.files.remove(export)
+        self.files.rename(writing, export)
+        self.files.fsync(directory)
+        manifest["files"] |= {f"{EXPORT}/{name}": digest for name, digest in found.items()}
+        self.files.replace(directory / MANIFEST, self._signed(manifest))
+        self.files.fsync(directory)
+
+    def is_exported(self, directory: Path) -> bool:
+        """Whether a checkpoint lists its Hugging Face model. Raises CheckpointError."""
+        return _lists_export(self.read(directory))
+
+    def verify(self, directory: Path) -> int:
+        """Check signature and content of every file, and return the step. Raises CheckpointError."""
+        manifest = self.read(directory)
+        passed_over = (UNFINISHED,) if _lists_export(manifest) else (UNFINISHED, f"{EXPORT}/")
+        expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in files_in(directory)}
+        found = {name: path for name, path in found.items() if not name.startswith(passed_over)}
+        found.pop(MANIFEST)
+        if expected.keys() != found.keys():
+            names = ", ".join(sorted(expected.keys() ^ found.keys()))
+            raise CheckpointError(f"{directory}: {names} missing or not in {MANIFEST}; {RESTORE}")
+        for name, path in found.items():
+            if path.is_symlink() or not path.is_file() or _sha256(path) != expected[name]:
+                raise CheckpointError(f"{directory}: {name} is not what was written; {RESTORE}")
+        return int(manifest["step"])
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        """Return the learner's state, after checking it and the signature alone. Raises CheckpointError."""
+        listed, content = self.read(directory)["files"].get(STATE), _read(directory / STATE)
+        if listed != hashlib.sha256(content).hexdigest():
+            raise CheckpointError(f"{directory}: {STATE} is not what was written; {RESTORE}")
+        return dict(json.loads(content))
+
+    def _durable(self, directory: Path) -> dict[str, str]:
+        """Make all below a directory durable; return the sha256 of each file by its name there."""
+        files = list(files_in(directory))
+        for path in files:
+            self.files.fsync(path)
+        for path in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
+            self.files.fsync(path)
+        return {str(path.relative_to(directory)): _sha256(path) for path in files}
+
+    def _signed(self, manifest: dict[str, Any]) -> bytes:
+        return json.dumps(manifest | {"hmac": self._sign(manifest)}, indent=1).encode()
+
+    def _sign(self, manifest: dict[str, Any]) -> str:
+        content = {key: value for key, value in manifest.items() if key != "hmac"}
+        return hmac.new(self.key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _lists_export(manifest: Mapping[str, Any]) -> bool:
+    return any(name.startswith(f"{EXPORT}/") for name in manifest["files"])
+
+
+def files_in(directory: Path) -> Iterator[Path]:
+    """Return all files and links below a directory, in order."""
+    return (path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); use a step that is kept") from error
+
+
+def _sha256(path: Path) -> str:
+    beat()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
