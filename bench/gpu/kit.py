@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,7 @@ class Row:
     name: str
     target: str  # MODULE:FUNCTION
     limit_s: float  # about four times what a row took on a machine of one H200
+    reads: tuple[str, ...] = ()  # earlier rows whose figures it needs
 
 
 ROWS = (
@@ -64,7 +65,7 @@ ROWS = (
     Row("engine", f"{HERE}.engine_rows:engine", 600.0),
     Row("copies", f"{HERE}.hardware_rows:copies", 120.0),
     Row("links", f"{HERE}.hardware_rows:links", 120.0),
-    Row("weights", f"{HERE}.weights_rows:weights", 600.0),
+    Row("weights", f"{HERE}.weights_rows:weights", 600.0, reads=("copies", "links")),
     Row("generator", f"{HERE}.engine_rows:generator", 900.0),
     Row("learner", f"{HERE}.learner_rows:learner", 240.0),
     Row("loop", f"{HERE}.run_rows:loop", 600.0),
@@ -143,10 +144,14 @@ class _Runner:
     def run_all(self, rows: Sequence[Row], pool: ThreadPoolExecutor) -> Iterator[Result]:
         """Run the first row, and then the others in the threads of `pool`."""
         yield self.run(rows[0])
-        yield from pool.map(self.run, rows[1:])
+        begun: dict[str, Future[Result]] = {}
+        for row in rows[1:]:
+            begun[row.name] = pool.submit(self.run, row, [begun[name] for name in row.reads if name in begun])
+        yield from (each.result() for each in begun.values())
 
-    def run(self, row: Row) -> Result:
-        """Run a row to its end or its limit."""
+    def run(self, row: Row, earlier: Sequence[Future[Result]] = ()) -> Result:
+        """Run a row to its end or its limit, after the rows that it reads."""
+        wait(earlier)
         directory, started_s = self._place.directory, time.monotonic()
         log = directory / f"{row.name}.log"
         command = row_argv(row.name, row.target, directory)

@@ -52,9 +52,13 @@ def test_an_adapter_moves_resumes_and_can_be_used(config: Path, sync: str) -> No
     call("export", str(run), "--merge", "--to", str(merged))
     ids = torch.arange(2, 30)[None]
     with torch.no_grad():
+        plain = model_of(base).eval()(ids).logits.log_softmax(-1)
         adapted = PeftModel.from_pretrained(model_of(base), exported).eval()(ids).logits.log_softmax(-1)
         whole = AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits.log_softmax(-1)
-    torch.testing.assert_close(whole, adapted, rtol=0, atol=1e-5)
+    # Training differs from run to run, and with it how far float32 rounds: it is judged by what the adapter does.
+    does = (adapted - plain).abs().max().item()
+    assert does > 0.1
+    torch.testing.assert_close(whole, adapted, rtol=0, atol=1e-4 * does)
     assert load_file(merged / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
     score = json.loads(call("eval", str(run)))["eval/reward_mean"]

@@ -60,7 +60,8 @@ def assert_equal(name: str, found: Result, alone: Result, *, atol: float = 1e-6,
     assert report["score"] == pytest.approx(of_one["score"], abs=atol, rel=rtol / 10), name
     assert report["plain"] == pytest.approx(report["score"], abs=max(atol, 1e-5), rel=rtol / 10), name
     for step, one in zip(report["steps"], of_one["steps"][-len(report["steps"]) :], strict=True):
-        assert step == pytest.approx(one, rel=rtol, abs=rtol), name
+        # Rounding errors of a sequence's tokens add up before the exponential of its divergences.
+        assert step == pytest.approx(one, rel=rtol, abs=10 * rtol), name
 
 
 WAYS: dict[int, list[dict[str, Any]]] = {

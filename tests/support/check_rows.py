@@ -2,8 +2,8 @@
 
 import os
 
-from bench.gpu.figures import absent, judged, noted
-from tests.support.waiting import hang
+from bench.gpu.figures import absent, judged, noted, value_in
+from tests.support.waiting import comes_true, hang
 
 
 def fine(place):
@@ -29,3 +29,13 @@ def dies(place):
 
 def misses(place):
     yield judged("updates that failed", 1.0, at_most=0)
+
+
+def late(place):
+    """Whether the row that reads this one begins before it has ended."""
+    reader = place.directory / "reader.log"
+    yield noted("began", float(comes_true(reader.exists, 0.5)))
+
+
+def reader(place):
+    yield noted("found", value_in(place.directory / "late.jsonl", "began"))

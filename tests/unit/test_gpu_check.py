@@ -13,11 +13,11 @@ from bench.gpu import kit
 from bench.gpu.__main__ import main
 from bench.gpu.figures import Place, judged
 from bench.gpu.kit import Row, check, open_place
-from tests.support.check_rows import dies, fine, hangs, misses
+from tests.support.check_rows import dies, fine, hangs, late, misses, reader
 
 
-def row(function, limit_s=60.0):
-    return Row(function.__name__, f"tests.support.check_rows:{function.__name__}", limit_s)
+def row(function, limit_s=60.0, reads=()):
+    return Row(function.__name__, f"tests.support.check_rows:{function.__name__}", limit_s, reads)
 
 
 @pytest.fixture
@@ -60,6 +60,11 @@ def test_a_row_that_hangs_or_dies_costs_only_itself(place):
     values = json.loads((place.directory / "result.json").read_text())
     assert [each["verdict"] for each in values["rows"]] == ["ok", "failed", "failed", "failed", "ok"]
     assert values["rows"][0]["figures"][2]["at_least"] == 0.97
+
+
+def test_a_row_begins_after_those_that_it_reads(place):
+    *_, found = check(place, [row(fine), row(late), row(reader, reads=("late",))])
+    assert [figure.value for figure in found.figures] == [0.0]
 
 
 @pytest.mark.parametrize(("function", "status"), [(fine, 0), (misses, 1)])
