@@ -1,8 +1,8 @@
-"""What a training step takes on cores that others use too, by how its threads wait for each other.
+"""What a training step takes on cores that others use too, by how its threads wait and how it frees memory.
 
-`spinning` is libgomp's default, `blocking` what the processes of a run have on CPUs (hosting/environment.py).
-Each step is forward and backward of a random Llama with 15 M parameters on 8 sequences of 64 tokens, with as
-many threads as cores, alone and beside one process that keeps a core busy. Both ways are measured in turn.
+`spinning` is libgomp's default. Threads that are `blocking` leave the core to others while they wait. A process
+that is `keeping` also keeps freed memory, as those of a run on CPUs do (hosting/environment.py). Each step is forward and backward of a random Llama with 15 M parameters on 8 sequences of 64 tokens, with as
+many threads as cores, alone and beside one process that keeps a core busy. The ways are measured in turn.
 
     python -m bench.cores [--steps 5] [--rounds 3] [--json bench/results/cores.json]
 """
@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.hosting.environment import SHARED_CORES
+from asyncrl.hosting.environment import ON_CPU, SHARED_CORES
 from asyncrl.hosting.processes import module_argv
 from bench.environment import describe
 
-WAITING = {"spinning": {}, "blocking": SHARED_CORES}
+WAYS = {"spinning": {}, "blocking": SHARED_CORES, "keeping": ON_CPU}
 SIZES = {
     "hidden_size": 288,
     "intermediate_size": 768,
@@ -50,10 +50,10 @@ def work(steps: int) -> None:
     print(json.dumps([one / steps for one in took]), flush=True)
 
 
-def measure(waiting: dict[str, str], steps: int, others: int) -> tuple[float, float]:
+def measure(way: dict[str, str], steps: int, others: int) -> tuple[float, float]:
     """Return wall and processor seconds of a step beside `others` busy processes."""
-    plain = {name: value for name, value in os.environ.items() if name not in SHARED_CORES}
-    environment = plain | {"OMP_NUM_THREADS": str(os.cpu_count())} | waiting
+    plain = {name: value for name, value in os.environ.items() if name not in ON_CPU}
+    environment = plain | {"OMP_NUM_THREADS": str(os.cpu_count())} | way
     command = module_argv("bench.cores", "--work", "--steps", str(steps))
     pipe = subprocess.PIPE
     busy = []
@@ -83,20 +83,20 @@ def main() -> None:
         return work(options.steps)
     rows = []
     for others in (0, 1):
-        found = {name: [] for name in WAITING}
+        found = {name: [] for name in WAYS}
         for _ in range(options.rounds):
-            for name, waiting in WAITING.items():
-                found[name].append(measure(waiting, options.steps, others))
+            for name, way in WAYS.items():
+                found[name].append(measure(way, options.steps, others))
         wall, processor = (
             {name: statistics.median(one[part] for one in some) for name, some in found.items()}
             for part in (0, 1)
         )
         rows.append({"busy_processes": others, "wall_s": wall, "processor_s": processor})
         times, processor_s = (
-            " and ".join(f"{seconds:.2f} s {name}" for name, seconds in part.items())
+            ", ".join(f"{seconds:.2f} s {name}" for name, seconds in part.items())
             for part in (wall, processor)
         )
-        ratio = wall["spinning"] / wall["blocking"]
+        ratio = wall["spinning"] / wall["keeping"]
         print(f"beside {others} busy: {times}, ratio {ratio:.2f}; processor {processor_s}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({**describe("asyncrl"), "rows": rows}, indent=2) + "\n")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 
 import asyncrl  # noqa: F401 - before any test imports transformers: it hides builds that transformers cannot import
-from asyncrl.hosting.environment import SHARED_CORES
+from asyncrl.hosting.environment import ON_CPU
 
 # Tests share the cores with each other and with what they start: a thread that waits must not spin.
-for name, value in SHARED_CORES.items():
+for name, value in ON_CPU.items():
     os.environ.setdefault(name, value)
 
 # Ray reads it once, when a test or a library first imports it.

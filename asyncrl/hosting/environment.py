@@ -21,6 +21,11 @@ WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # region by spinning takes the core from the one that it waits for: libgomp (torch) and libiomp (vLLM) block.
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
+# On a CPU activations come from glibc's heap, which gives a large one back to the system as soon as it is
+# free: the system clears each page of the next one anew. With these settings a process keeps what it had.
+KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+ON_CPU = SHARED_CORES | KEPT_HEAP
+
 # Patterns for every process, by line: system, network, Python, devices, libraries. HF_* has the token for
 # gated models, which learner and generators load.
 EVERY_PROCESS = """
@@ -60,7 +65,7 @@ def role_environment(
     """
     # DeepSpeed takes a GPU where there is one.
     accelerator = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
-    waiting = SHARED_CORES if on_cpu else {}
+    defaults = BY_BUS | (ON_CPU if on_cpu else {})
     visible = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus)} if gpus else {}
     ours = WITHOUT_CUDA | {
         PARENT_VARIABLE: str(os.getpid()),
@@ -79,4 +84,4 @@ def role_environment(
         for name, value in os.environ.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    return BY_BUS | waiting | inherited | visible | accelerator | ours
+    return defaults | inherited | visible | accelerator | ours

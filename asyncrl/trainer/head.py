@@ -1,13 +1,14 @@
 """The output layer of a policy as log-probabilities of given tokens, one chunk of tokens at a time.
 
 Axes in names:  T action tokens, C a chunk of T, D hidden size, V vocabulary, R results, K kept tokens.
-The logits of at most one chunk exist at any time, forward and backward: [C, V], never [T, V]. Nothing here
-waits for the device.
+The logits of at most one chunk exist at any time, forward and backward: [C, V], never [T, V]. Those of the
+last one stay until backward begins with them. Nothing here waits for the device.
 """
 
 import logging
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def among(logits_CV: Tensor, target_C: Tensor, kept_CK: Tensor | None) -> tuple[
         return logits_CV, target_C.clone()
     logits_CK = logits_CV.gather(-1, kept_CK.clamp(min=0).long()).masked_fill_(kept_CK < 0, NEVER)
     return logits_CK, (kept_CK == target_C[:, None]).int().argmax(-1)
+
+
+def chunks(tokens: int, size: int) -> list[slice]:
+    """Parts of `size` tokens, of which only the first one may be shorter."""
+    edges = [*range(tokens, 0, -size), 0]
+    return [slice(start, end) for end, start in pairwise(edges)][::-1]
 
 
 def statistics(logits_CV: Tensor, target_C: Tensor, with_squares: bool) -> tuple[Tensor, Tensor]:
@@ -118,9 +125,9 @@ class TokenLogprobs(torch.autograd.Function):
     """(hidden_TD, weight_VD, target_T) -> columns_RT: ln softmax(z)[target], entropy of p = softmax(z).
 
     z = hidden @ weight.T / temperature. `with_squares` adds a third row, the sum of p ** 2, without gradient.
-    Backward recomputes each chunk's logits. With g and e the gradients of the first two rows, H the entropy:
-    dL/dz = g (onehot(target) - p) - e p (ln p + H). Without `entropy_gradient`, e is taken as 0. With
-    `kept_TK`, p is 0 of all tokens but these, which include the target; -1 is no token.
+    Backward recomputes the logits of all chunks but the last. With g and e the gradients of the first two
+    rows, H the entropy: dL/dz = g (onehot(target) - p) - e p (ln p + H). Without `entropy_gradient`, e is
+    taken as 0. With `kept_TK`, p is 0 of all tokens but these, which include the target; -1 is no token.
     """
 
     @staticmethod
@@ -139,14 +146,14 @@ class TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         columns_RT = torch.empty(rows, len(target_T), dtype=dtype, device=hidden_TD.device)
         scale_2T = torch.empty_like(columns_RT[:2])
-        of_chunk = fused(statistics, hidden_TD.device.type)
-        for start in range(0, len(target_T), chunk):
-            part = slice(start, start + chunk)
+        of_chunk, logits_CV = fused(statistics, hidden_TD.device.type), None
+        for part in chunks(len(target_T), chunk):
             kept_CK = None if kept_TK is None else kept_TK[part]
             logits_CV = logits_of(hidden_TD[part], weight_VD, temperature)
             found = of_chunk(*among(logits_CV, target_T[part], kept_CK), with_squares)
             columns_RT[:, part], scale_2T[:, part] = found
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, kept_TK, scale_2T, columns_RT[:2].clone())
+        ctx.logits = logits_CV
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
         return columns_RT
 
@@ -164,10 +171,11 @@ class TokenLogprobs(torch.autograd.Function):
         # An output layer below an adapter is frozen.
         sums_VD = torch.zeros_like(weight_VD, dtype=entropy_T.dtype) if ctx.needs_input_grad[1] else None
         of_chunk = fused(off_target_gradient, hidden_TD.device.type)
-        for start in range(0, len(target_T), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        logits_CV, ctx.logits = ctx.logits, None
+        for part in reversed(chunks(len(target_T), ctx.chunk)):
             kept_CK = None if kept_TK is None else kept_TK[part]
-            logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
+            if logits_CV is None:
+                logits_CV = logits_of(hidden_TD[part], weight_VD, ctx.temperature)
             logits_CK, place_C = among(logits_CV, target_T[part], kept_CK)
             by_entropy_C = by_entropy_T[part].clone() if ctx.entropy_gradient else None
             columns = [column_T[..., part].clone() for column_T in (scale_2T, gradient_T, entropy_T)]
@@ -176,6 +184,7 @@ class TokenLogprobs(torch.autograd.Function):
             if kept_CK is not None:
                 zeros_CV = torch.zeros_like(logits_CV, dtype=hidden_TD.dtype)
                 logit_gradient_CV = zeros_CV.scatter_add_(-1, kept_CK.clamp(min=0).long(), gradient_CK)
+            logits_CV = None
             torch.mm(logit_gradient_CV, weight_VD, out=hidden_gradient_TD[part])
             if sums_VD is not None:
                 sums_VD += product(logit_gradient_CV.T, hidden_TD[part])

@@ -1,5 +1,8 @@
 """Only the GPUs that this process was given are dealt, by the names that it knows them by."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.hosting import gpus, nvidia, smi
-from asyncrl.hosting.environment import child_environment
+from asyncrl.hosting.environment import ON_CPU, child_environment
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import place
 from asyncrl.trainer.deepspeed import engine_settings
@@ -67,6 +70,27 @@ def test_what_libraries_are_told_about_devices(monkeypatch, tmp_path, device, ac
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     told = child_environment(config, tmp_path, threads=1, gpus=[])
     assert (told["CUDA_DEVICE_ORDER"], told["OMP_WAIT_POLICY"]) == ("FASTEST_FIRST", "ACTIVE")
+
+
+def test_a_process_on_a_cpu_keeps_the_memory_that_it_had():
+    """The system clears each page of 4 KiB at its first use: a minor fault."""
+    code = """if True:
+        from resource import RUSAGE_SELF, getrusage
+        for _ in range(4):
+            before = getrusage(RUSAGE_SELF).ru_minflt
+            b"x" * (64 << 20)
+            found = getrusage(RUSAGE_SELF).ru_minflt - before
+        print(found)"""
+    plain = {name: value for name, value in os.environ.items() if name not in ON_CPU}
+    faults = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code], env=plain | more, capture_output=True, check=True
+            ).stdout
+        )
+        for more in ({}, ON_CPU)
+    ]
+    assert faults[0] > (64 << 20) / 4096 * 0.9 and faults[1] < 100
 
 
 @pytest.mark.parametrize(
