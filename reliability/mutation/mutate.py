@@ -71,6 +71,7 @@ TESTS = {
     "session/tree": "session",
     "session/sequences": "session",
     "trainer/policy": "logprobs sequence_parallel models",
+    "trainer/head": "head logprobs kept_tokens",
 }
 """Which tests must notice a change in a module."""
 
@@ -387,6 +388,20 @@ MUTANTS = [
     Mutant("trainer/policy", "if model_inputs:", "if False:"),
     Mutant("trainer/policy", "**ran.model_inputs,", ""),
     Mutant("trainer/policy", "target_T[own_T]", "target_T"),
+    Mutant("trainer/head", "in reversed(chunks(len(target_T), ctx.chunk))", "in chunks(len(target_T), ctx.chunk)"),
+    Mutant("trainer/head", "            logits_CV = None\n            torch.mm", "            torch.mm"),
+    Mutant("trainer/head", "pairwise(edges)][::-1]", "pairwise(edges)]"),
+    Mutant("trainer/head", "hidden_CD / temperature", "hidden_CD"),
+    Mutant("trainer/head", ".masked_fill_(kept_CK < 0, NEVER)", ""),
+    Mutant("trainer/head", "logits_CV - peak_C[:, None]", "logits_CV"),
+    Mutant("trainer/head", "-gradient_T * logprob_T.expm1()", "-gradient_T * logprob_T"),
+    Mutant("trainer/head", "-gradient_T * logprob_T.expm1()", "-gradient_T * (logprob_T.exp() - 1)"),
+    Mutant("trainer/head", "(logprob_T + entropy_T)", "logprob_T"),
+    Mutant("trainer/head", ".add_(entropy_C[:, None])", ""),
+    Mutant("trainer/head", "gradients[0][:2] / ctx.temperature", "gradients[0][:2]"),
+    Mutant("trainer/head", "dtype=entropy_T.dtype) if ctx", "dtype=weight_VD.dtype) if ctx"),
+    Mutant("trainer/head", "scatter_add_(-1, kept_CK.clamp(min=0).long(), gradient_CK)", "scatter_(-1, kept_CK.clamp(min=0).long(), gradient_CK)"),
+    Mutant("trainer/head", "(kept_CK == target_C[:, None])", "(kept_CK != target_C[:, None])"),
     Mutant("./lora", "* (lora.alpha / lora.rank)", "* (lora.alpha / lora.rank) ** 2"),
     Mutant("./lora", "up.float() @ down.float()", "down.float().T @ up.float().T"),
     Mutant("./lora", "layer.enable_adapters(False)", "layer.enable_adapters(True)"),

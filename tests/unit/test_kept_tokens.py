@@ -46,6 +46,7 @@ def test_values_and_gradients_are_those_of_a_softmax_with_all_others_at_minus_in
     order_TV = torch.rand(len(target_T), vocabulary).scatter_(-1, target_T[:, None], 2.0).argsort(-1)
     kept_TK = order_TV[:, -5:].flip(-1).roll(1, dims=-1).int()  # the target is the second of five
     kept_TK[2, 0], kept_TK[2, 2:], kept_TK[4, 3:] = -1, -1, -1  # one is left; three are
+    kept_TK[4, 2] = 0  # beside places for no token
     slopes_RT, results = torch.randn(2, len(target_T), dtype=torch.float64), []
     for ours in (True, False):
         generator = torch.Generator().manual_seed(1)
