@@ -7,16 +7,21 @@ from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
 from asyncrl.extras import install_command
+from asyncrl.run.directory import RunDirectory
 from asyncrl.trainer.rates import rate_share
 
 # Schedules that need no arguments, which transformers would check, but takes seconds to import.
 PLAIN = ("constant", "linear", "cosine")
 
 
-def outside_problems(config: Config) -> Iterator[Mistake]:
-    """Find what the optimizers' libraries refuse, and a hub to which this machine may not push."""
+def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
+    """Find what the optimizers' libraries refuse, and a hub to which this machine may not push.
+
+    With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
+    """
     yield from _optimizer_problems(config)
-    if config.checkpoint.hub is not None:
+    has_saved = resumes and RunDirectory(config.run.directory).saved_mark.exists()
+    if config.checkpoint.hub is not None and not has_saved:
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
 
         if text := refusal(config.checkpoint.hub):
