@@ -7,7 +7,6 @@ from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.base import Mistake
 from asyncrl.config.schema import Config
 from asyncrl.extras import install_command
-from asyncrl.run.directory import RunDirectory
 from asyncrl.trainer.rates import rate_share
 
 # Schedules that need no arguments, which transformers would check, but takes seconds to import.
@@ -20,11 +19,12 @@ def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
     With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
     """
     yield from _optimizer_problems(config)
-    has_saved = resumes and RunDirectory(config.run.directory).saved_mark.exists()
-    if config.checkpoint.hub is not None and not has_saved:
+    if config.checkpoint.hub is not None:
+        from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
 
-        if text := refusal(config.checkpoint.hub):
+        has_saved = resumes and RunDirectory(config.run.directory).saved_mark.exists()
+        if not has_saved and (text := refusal(config.checkpoint.hub)):
             yield Mistake(("checkpoint.hub.repo",), text)
 
 

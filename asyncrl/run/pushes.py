@@ -51,9 +51,14 @@ class Pushes:
         self._hub, self._directory, self._api, self._stop = hub, directory, HfApi(), stop
         self._newest, self._pushed = step, 0
         self._thread = Thread()
-        if text := refusal(hub) or self._not_made():
+        try:
+            if text := refusal(hub):
+                raise ConfigError(text)
+            self._api.create_repo(hub.repo, private=hub.private, exist_ok=True)
+        except Exception as error:
+            text = text or f"{hub.repo} cannot be made or written ({_line(error)}); make it, or name another"
             if step == 0:
-                raise ConfigError(f"checkpoint.hub.repo: {text}")
+                raise ConfigError(f"checkpoint.hub.repo: {text}") from error
             log.warning("checkpoint.hub.repo: %s; the run goes on, and tries to push as before", text)
 
     def saved(self, step: int) -> None:
@@ -68,14 +73,6 @@ class Pushes:
         if self._pushed != self._newest and not self._thread.is_alive():
             self._push(self._newest)
             self._wait()
-
-    def _not_made(self) -> str:
-        try:
-            self._api.create_repo(self._hub.repo, private=self._hub.private, exist_ok=True)
-        except Exception as error:  # noqa: BLE001 - the service and its client raise anything
-            cure = "make it by hand, or name another"
-            return f"{self._hub.repo} cannot be made or written ({_line(error)}); {cure}"
-        return ""
 
     def _model(self, step: int) -> Path:
         return self._directory / "checkpoints" / f"step-{step:06}" / EXPORT
@@ -94,9 +91,8 @@ class Pushes:
 
     def _upload(self, step: int, links: Path) -> None:
         try:
-            done = self._api.upload_folder(
-                repo_id=self._hub.repo, folder_path=links, commit_message=f"step {step}"
-            )
+            title = f"step {step}"
+            done = self._api.upload_folder(repo_id=self._hub.repo, folder_path=links, commit_message=title)
         except Exception as error:  # noqa: BLE001 - no push may end the run
             self._failed(step, _line(error))
         else:

@@ -104,11 +104,10 @@ def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:
 def fork_core(backend: object) -> None:
     """Let vLLM fork its core, which then imports nothing again, where that is sound, and spawn it elsewhere.
 
-    `backend` is the executor in vLLM's arguments. Where it is not `WITHIN_CORE` the core may start workers.
-    These, forked, would end at once, as this process is not their parent, and inherit our refusal of pickles,
-    which they send to each other; or they use a GPU, and a forked process could not after any library here
-    had asked for CUDA. A fork must not inherit a lock that another thread holds; those of asyncio that wait
-    for a child hold none.
+    `backend` is the executor in vLLM's arguments. Any but `WITHIN_CORE`, which is for CPUs, starts workers.
+    As forks these would end, because this process is not their parent, refuse the pickles that they send to
+    each other, and could not use CUDA after a library here had asked for it. A fork must not inherit a lock
+    that another thread holds; those of asyncio that wait for a child hold none.
     """
     waiting = sum(one.name.startswith("asyncio-waitpid") for one in threading.enumerate())
     is_alone = len(os.listdir("/proc/self/task")) <= 1 + waiting
