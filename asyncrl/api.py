@@ -71,6 +71,7 @@ class Run:
         """Use the run in `directory`. `process` is its supervisor, if this Python process started it."""
         self._directory, self._process = directory, process
         self._lines, self._since_s = Tail(directory.metrics / f"{LEARNER}.jsonl"), time.time()
+        self._reported = 0  # the last step of which `wait` has told
 
     @property
     def directory(self) -> Path:
@@ -86,8 +87,8 @@ class Run:
         """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`.
 
         `on_step(step, metrics)` is called in this process once for each step that ends after `start` or
-        `open`. What is known later, such as an evaluation, is in `metrics()`. What `on_step` raises is raised
-        here, and the run goes on.
+        `open`, also if a restart trains it again. What is known later, such as an evaluation, is in
+        `metrics()`. What `on_step` raises is raised here, and the run goes on.
         """
         until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         is_up = True
@@ -109,8 +110,10 @@ class Run:
     def _report(self, on_step: OnStep) -> None:
         for record in self._lines:
             row = numbers(record)
-            if "time/step" in row and row.pop("time") >= self._since_s:
-                on_step(int(row.pop("step")), row)
+            step = int(row.pop("step", 0))
+            if "time/step" in row and row.pop("time") >= self._since_s and step > self._reported:
+                self._reported = step
+                on_step(step, row)
 
     def stop(self) -> Result:
         """Save, stop all processes of the run, and wait until they have ended."""

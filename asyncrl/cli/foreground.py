@@ -26,7 +26,7 @@ from asyncrl.stages.record import is_finished, refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
-from asyncrl.telemetry.history import of_sets
+from asyncrl.telemetry.history import of_sets, set_of
 from asyncrl.telemetry.live import viewer
 from asyncrl.telemetry.state import read_state
 
@@ -132,8 +132,11 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     state, path = read_state(directory.path), directory.path
     console = Console(highlight=False)
     console.print()
+    shown = set()  # a reward of 0 or 1 is, on average, the accuracy
     for name in [name for wanted in RESULTS for name in of_sets(wanted, state.history.names)]:
-        if len(state.series(name)) >= 2:
+        values = set_of(name), state.series(name)
+        if len(values[1]) >= 2 and values not in shown:
+            shown.add(values)
             first, last = state.history.shown(name, "first"), state.history.shown(name, "last")
             console.print(f"{name}: {first} -> {last}")
     for sample in [sample for sample in state.samples if sample.kind == "eval"][-3:]:

@@ -31,6 +31,7 @@ from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 CONNECT_S, END_S, LOOK_S = 60.0, 15.0, 2.0
 # A host ends if its driver was silent so long. Ray ends it with the driver, but not without its own head.
 SILENT_S = 120.0
+LEAVE_S = 4 * 3600.0  # then it is killed; longer than it takes to save (`commands.rank_host.longest_save`)
 AUTH_VARIABLE = "RAY_AUTH_MODE"
 _NO_TOKEN = (
     f"{AUTH_VARIABLE} is not `token`, and without that everybody who reaches a Ray cluster runs programs in "
@@ -74,6 +75,9 @@ class _Host:
             time.sleep(LOOK_S / 4)
         if self._process.poll() is None:
             self.end(kill=False)
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(LEAVE_S)
+            self.end(kill=True)
         return self._process.wait()
 
     def ask_for(self) -> None:

@@ -24,6 +24,7 @@ BEFORE, BETWEEN = ("start", "load the model"), ("wait_groups", "report", "checkp
 AROUND = {
     "evaluate": "ending the evaluation, which changes nothing",
     "export": "finishing the export of the model",
+    "last push to the hub": "leaving the last push to the hub; the model is in its checkpoint",
 }
 
 

@@ -101,7 +101,7 @@ def open_lead_run(
         mark_saved=directory.mark_saved,
         judged=judged,
         is_shared=config.cluster.kind is not None,
-        pushes=open_pushes(config, directory.path),
+        pushes=open_pushes(config, directory.path, stop, state.version),
     )
     page = open_page(
         config,

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -177,6 +178,7 @@ def open_judged(config: Config, checkpoints: CheckpointStore, directory: Path, s
     return judged
 
 
-def open_pushes(config: Config, directory: Path) -> Pushes | None:
-    """Return the pushes to a hub of the run in `directory`, if it has one. Raises ConfigError."""
-    return Pushes(config.checkpoint.hub, directory) if config.checkpoint.hub else None
+def open_pushes(config: Config, directory: Path, stop: threading.Event, step: int) -> Pushes | None:
+    """Return the pushes to a hub of the run in `directory`, if it has one. Raises ConfigError at step 0."""
+    hub = config.checkpoint.hub
+    return Pushes(hub, directory, stop, step=step) if hub else None

@@ -13,13 +13,18 @@ from asyncrl.trainer.rates import rate_share
 PLAIN = ("constant", "linear", "cosine")
 
 
-def outside_problems(config: Config) -> Iterator[Mistake]:
-    """Find what the optimizers' libraries refuse, and a hub to which this machine may not push."""
+def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
+    """Find what the optimizers' libraries refuse, and a hub to which this machine may not push.
+
+    With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
+    """
     yield from _optimizer_problems(config)
     if config.checkpoint.hub is not None:
+        from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
 
-        if text := refusal(config.checkpoint.hub):
+        has_saved = resumes and RunDirectory(config.run.directory).saved_mark.exists()
+        if not has_saved and (text := refusal(config.checkpoint.hub)):
             yield Mistake(("checkpoint.hub.repo",), text)
 
 

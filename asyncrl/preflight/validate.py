@@ -69,7 +69,8 @@ def validated_config(
         config, root = draft.config, draft.root
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
-        found += [*_function_problems(config, root), *_row_problems(config), *outside_problems(config)]
+        found += [*_function_problems(config, root), *_row_problems(config)]
+        found += outside_problems(config, resumes=resumes)
         is_here = config.cluster.kind != "kubernetes"
         if is_here:
             found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())

@@ -1,6 +1,6 @@
 """Appends the best and the worst answer of each trained group to a file that TRL reads as preferences."""
 
-import os
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,11 @@ def text_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], id
 
 
 def _forget(path: Path, step: int) -> None:
-    """Cut the file before the first line of a later step, or before one that a crash left incomplete."""
+    """Cut the file before the first line of a later step, and remove lines broken by crash or full disk."""
     if path.exists():
-        lines, end = Tail(path), 0
-        for record in lines:
-            if record["step"] > step:
-                break
-            end = lines.offset
-        os.truncate(path, end)
+        with path.open("rb+") as file:  # in place, behind what is read: there may be no room for a copy
+            for record in Tail(path):
+                if record["step"] > step:
+                    break
+                file.write(json.dumps(record).encode() + b"\n")
+            file.truncate()

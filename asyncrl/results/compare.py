@@ -110,9 +110,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
     """Return charts with one curve for each run that has the metric."""
-    charts = []
+    charts, drawn = [], set[str]()  # a metric is in the first chart that names it
     known = dict.fromkeys(name for one in archives.values() for name in one.names)
     for curve, name in [(one, each) for one in CURVES for each in of_sets(one.names[0], known)]:
+        if name in drawn:
+            continue
+        drawn.add(name)
         by_step = {label: archive.series(name) for label, archive in archives.items() if archive.series(name)}
         if by_step:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))

@@ -35,10 +35,6 @@ class Wanted:
     kind: str | None = None  # train | eval | dropped
     order: Literal["newest", "best", "worst"] = "newest"  # best and worst by reward; of equals the newest
 
-    def fits(self, sample: SampleRecord) -> bool:
-        """Return whether the sample has the step and kind."""
-        return self.step in (None, sample.step) and self.kind in (None, sample.kind)
-
     def rank(self, sample: SampleRecord) -> float | None:
         """Return a number that is higher for what is shown before other samples; None if it is not shown."""
         if self.step not in (None, sample.step) or self.kind not in (None, sample.kind):

@@ -33,9 +33,10 @@ sys.path += [place for place in {places!r} if place not in sys.path]
 def importable(function: Callable[..., Any]) -> str | None:
     """Return the name by which other processes import a function; None if they cannot."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
-    has_file = getattr(sys.modules.get(module or ""), "__file__", None) is not None
-    is_known = name.isidentifier() and module != "__main__" and has_file
-    return f"{module}:{name}" if is_known else None
+    found = sys.modules.get(module or "")
+    has_file = module != "__main__" and getattr(found, "__file__", None) is not None
+    # A decorated function may have the name of the one that it calls.
+    return f"{module}:{name}" if has_file and getattr(found, name, None) is function else None
 
 
 def write_rows(rows: Rows, directory: RunDirectory) -> Path:

@@ -3,10 +3,9 @@
 import logging
 import os
 import shutil
-from concurrent.futures import Future
+import time
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Event, Thread
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
@@ -20,6 +19,7 @@ log = logging.getLogger(__name__)
 
 LINKS = "hub"  # in a run's directory, of what is pushed: a checkpoint may be removed in the meantime
 LAST_S = 1200.0  # longest wait for the last push
+LOOK_S = 0.5
 
 
 def refusal(hub: HubConfig) -> str:
@@ -41,65 +41,77 @@ def refusal(hub: HubConfig) -> str:
 
 
 class Pushes:
-    """The pushes of one run. At most one is under way, in a thread of huggingface_hub."""
+    """The pushes of one run. At most one is under way, in a thread that ends with the process."""
 
-    def __init__(self, hub: HubConfig, directory: Path) -> None:
-        """Make the repository if it is missing. Raises ConfigError if that is refused."""
-        self._hub, self._directory, self._api = hub, directory, HfApi()
-        self._newest = self._pushed = 0
-        self._idle = Event()  # set after what is said of a push, which a future wakes its waiters before
-        self._idle.set()
-        if text := refusal(hub):
-            raise ConfigError(f"checkpoint.hub.repo: {text}")
+    def __init__(self, hub: HubConfig, directory: Path, stop: Event, *, step: int = 0) -> None:
+        """Make the repository if it is missing. A refusal raises ConfigError at step 0, and later only warns.
+
+        `step` is that of the newest model. When `stop` is set, the run does not wait for its last push.
+        """
+        self._hub, self._directory, self._api, self._stop = hub, directory, HfApi(), stop
+        self._newest, self._pushed = step, 0
+        self._thread = Thread()
         try:
+            if text := refusal(hub):
+                raise ConfigError(text)
             self._api.create_repo(hub.repo, private=hub.private, exist_ok=True)
         except Exception as error:
-            text = f"{hub.repo} cannot be made or written ({_line(error)}); make it by hand, or name another"
-            raise ConfigError(f"checkpoint.hub.repo: {text}") from error
+            text = text or f"{hub.repo} cannot be made or written ({_line(error)}); make it, or name another"
+            if step == 0:
+                raise ConfigError(f"checkpoint.hub.repo: {text}") from error
+            log.warning("checkpoint.hub.repo: %s; the run goes on, and tries to push as before", text)
 
     def saved(self, step: int) -> None:
         """Begin to push the model of an exported step, if it is due and no other push is under way."""
         self._newest = step
-        if self._hub.every and step % self._hub.every == 0 and self._idle.is_set():
+        if self._hub.every and step % self._hub.every == 0 and not self._thread.is_alive():
             self._push(step)
 
     def finish(self) -> None:
-        """Push the newest model, if it is not yet, and wait for that."""
-        begin("last push to the hub", Pace.SLOW)
+        """Push the newest model, if it is not yet, and wait for that. A failed push is tried again."""
         self._wait()
-        if self._pushed != self._newest and self._idle.is_set():
+        if self._pushed != self._newest and not self._thread.is_alive():
             self._push(self._newest)
             self._wait()
 
+    def _model(self, step: int) -> Path:
+        return self._directory / "checkpoints" / f"step-{step:06}" / EXPORT
+
     def _push(self, step: int) -> None:
-        source, links = self._directory / "checkpoints" / f"step-{step:06}" / EXPORT, self._directory / LINKS
+        links = self._directory / LINKS
         try:
             shutil.rmtree(links, ignore_errors=True)
-            shutil.copytree(source, links, copy_function=os.link)
-            push: Future[Any] = self._api.upload_folder(
-                repo_id=self._hub.repo, folder_path=links, commit_message=f"step {step}", run_as_future=True
-            )
+            shutil.copytree(self._model(step), links, copy_function=os.link)
+        except OSError as error:
+            self._failed(step, _line(error))
+        else:
+            # A daemon: no thread of huggingface_hub, whose end the interpreter would wait for.
+            self._thread = Thread(target=self._upload, args=(step, links), name="push", daemon=True)
+            self._thread.start()
+
+    def _upload(self, step: int, links: Path) -> None:
+        try:
+            title = f"step {step}"
+            done = self._api.upload_folder(repo_id=self._hub.repo, folder_path=links, commit_message=title)
         except Exception as error:  # noqa: BLE001 - no push may end the run
-            self._failed(step, source, error)
+            self._failed(step, _line(error))
         else:
             self._pushed = step
-            self._idle.clear()
-            push.add_done_callback(lambda done: self._done(step, source, done))
+            log.info("the model of step %d is on the hub: %s", step, done)
+        shutil.rmtree(links, ignore_errors=True)
 
-    def _done(self, step: int, source: Path, done: Future[Any]) -> None:
-        if error := done.exception():
-            self._failed(step, source, error)
-        else:
-            log.info("the model of step %d is on the hub: %s", step, done.result())
-        self._idle.set()
-
-    def _failed(self, step: int, source: Path, error: BaseException) -> None:
-        text = "the model of step %d is not on the hub, and training goes on (%s); push it by hand: %s"
-        log.warning(text, step, _line(error), f"hf upload {self._hub.repo} {source}")
+    def _failed(self, step: int, why: str) -> None:
+        by_hand = f"hf upload {self._hub.repo} {self._model(step)}"
+        log.warning("the model of step %d is not on the hub (%s); push it by hand: %s", step, why, by_hand)
 
     def _wait(self) -> None:
-        if not self._idle.wait(LAST_S):
-            log.warning("the last push to %s takes more than %g s; the run ends", self._hub.repo, LAST_S)
+        begin("last push to the hub", Pace.SLOW)
+        until_s = time.monotonic() + LAST_S
+        while self._thread.is_alive() and not self._stop.is_set() and time.monotonic() < until_s:
+            self._thread.join(LOOK_S)
+        if self._thread.is_alive():
+            why = "the run was stopped" if self._stop.is_set() else f"its push takes more than {LAST_S:g} s"
+            self._failed(self._newest, why)
 
 
 def _line(error: BaseException) -> str:

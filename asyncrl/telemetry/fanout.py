@@ -28,7 +28,8 @@ class Trackers:
 
     def add(self, tracker: Tracker) -> None:
         """Add a tracker that is open already."""
-        self._trackers.append(_Kept(lambda: tracker))
+        self._trackers.append(kept := _Kept(lambda: tracker))
+        kept.call("open", lambda tracker: None)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         """Log to all trackers, with the alarms."""
@@ -102,7 +103,7 @@ def open_trackers(
         key_id: id of the run's key. A fresh run of the same name has another, so it keeps the old curves.
         directory: the run directory.
         metrics, samples: JSONL files for metrics and for rollouts.
-        resolved: the whole config as plain values: trackers show it, alarms take their limits from it.
+        resolved: the whole config as plain values, which trackers show.
         step: finished steps. Later steps that an earlier process logged will be logged again.
     """
     openers: list[Callable[[], Tracker]] = [partial(JsonlTracker, metrics, samples)]

@@ -83,7 +83,7 @@ class History:
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
-        self.names: dict[str, None] = {}  # of all metrics, in the order of their first values
+        self.names: dict[str, None] = {}  # of the metrics in `rows`, in the order of their first values
         self.steps: list[int] = []  # of the rows, ascending: the dashboard often asks for the newest values
         self.times: list[float] = []  # Unix seconds of all records, also of steps that a resume repeated
         self.rejected: Counter[str] = Counter()  # groups rejected in all steps, by reason
@@ -104,6 +104,8 @@ class History:
                 self.rejected.subtract(_by_reason(removed, REJECTED))
                 self.missing.subtract(_by_reason(removed, MISSING))
             del self.steps[first:]
+            left = {name for row in self.rows.values() for name in row}
+            self.names = {name: None for name in self.names if name in left}
         if step not in self.rows:
             bisect.insort(self.steps, step)
         row = self.rows.setdefault(step, {})

@@ -4,16 +4,20 @@ And clusters that take nobody.
 """
 
 import json
+import signal
+import sys
+import threading
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
+from asyncrl.cluster import ray as ray_module
 from asyncrl.commands.down import processes_of
 from asyncrl.errors import RunError
 from tests.support.ports import free_ports
 from tests.support.ray_nodes import ray_nodes
-from tests.support.waiting import has_ended, wait_until
+from tests.support.waiting import HANG, LONG_S, has_ended, wait_until
 from tests.support.whole_run import call, start, steps, tiny_run, wait
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
@@ -50,6 +54,23 @@ def nothing_is_lost(run) -> None:
     assert audit["missing"] == 0
     assert audit["done"] + audit["taken"] >= 4 * len(done)
     assert done == [*range(1, len(done) + 1)]
+
+
+def test_a_host_without_a_driver_is_killed_if_it_does_not_end(tmp_path, monkeypatch):
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)"
+    monkeypatch.setattr(
+        ray_module, "module_argv", lambda *words: [sys.executable, "-c", f"{program}; {HANG}"]
+    )
+    monkeypatch.setattr(ray_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_module, "LEAVE_S", 0.1)
+    monkeypatch.setenv(ray_module.AUTH_VARIABLE, "token")
+    host, output, status = ray_module._Host(), tmp_path / "out", []
+    runs = threading.Thread(target=lambda: status.append(host.run([], tmp_path, output, None)), daemon=True)
+    runs.start()
+    wait_until(lambda: output.exists() and "deaf" in output.read_text())
+    host._asked_s -= ray_module.SILENT_S  # it has heard nothing for so long
+    runs.join(LONG_S)
+    assert status == [-signal.SIGKILL]
 
 
 def test_a_learner_on_two_nodes_loses_one_and_goes_on(nodes, tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from asyncrl.cli.after import compare
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
-from asyncrl.results.compare import differences, flat, labelled, over_time, results
+from asyncrl.results.compare import differences, flat, labelled, over_time, overlaid, results
 from asyncrl.results.page import Table
 from asyncrl.run.directory import RunDirectory
 from tests.support.run_page import Page
@@ -108,6 +108,16 @@ def test_the_page_overlays_curves_by_step_and_by_time(
     assert page.curves("Reward over time")["b"] == [(0.0, 0.2), (1.0, 0.9), (2.0, 0.4)]
     assert page.curves("Held-out accuracy (eval/accuracy)").keys() == {"a"}
     assert over_time(read_archive(RunDirectory(runs[1])), "nothing") == []
+
+
+def test_the_page_shows_a_metric_once(runs: list[Path]) -> None:
+    with (runs[0] / "metrics" / "learner.jsonl").open("a") as file:
+        file.write('{"step": 31, "time": 1e6, "environment/tools/calls": 2.0, "environment/model_s": 1.0}\n')
+    charts = overlaid(labelled([read_archive(RunDirectory(run)) for run in runs]))
+    assert [chart.title for chart in charts if "environment/" in chart.title] == [
+        "Tool calls of an episode (environment/tools/calls)",
+        "Seconds of an episode (environment/model_s)",
+    ]
 
 
 def test_one_run_cannot_be_compared(runs: list[Path]) -> None:

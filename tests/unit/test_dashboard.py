@@ -158,6 +158,18 @@ def test_the_result_of_a_run_shows_what_was_asked_and_what_was_answered(
     assert "How many apples does Tom have?" in shown and "> Tom starts with 12 apples" in shown
 
 
+def test_the_result_says_a_reward_that_equals_the_accuracy_of_its_set_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, kinds = RunDirectory(tmp_path), ("a/accuracy", "b/accuracy", "a/reward_mean", "c/reward_mean")
+    directory.metrics.mkdir()
+    rows = [{"step": step, "time": 0.0} | {f"eval/{kind}": step / 2 for kind in kinds} for step in (0, 1)]
+    (directory.metrics / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    show_result(directory, finished=True)
+    said = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if " -> " in line]
+    assert said == ["eval/a/accuracy", "eval/b/accuracy", "eval/c/reward_mean"]
+
+
 def test_a_rollout_without_a_number_is_shown(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path)
     run.learner.samples([replace(run.sample(0), reward=float("nan"), parts={"a": float("nan"), "b": 1.0})])

@@ -114,12 +114,14 @@ def test_the_device_is_known_without_asking_cuda(
 
 STARTED = """
 import os, threading
-from asyncrl.config.sections import GeneratorConfig
-from asyncrl.engine.vllm.args import fork_core
-def found(device="cpu", **settings):
-    fork_core(GeneratorConfig(**settings), device=device)
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.engine.vllm.args import engine_args, fork_core
+def found(device="cpu", threads=1, **settings):
+    generator = GeneratorConfig(threads=threads, **settings)
+    given = engine_args(ModelConfig(path="m"), generator, SamplingConfig(), WeightsConfig(), device=device)
+    fork_core(given.get("distributed_executor_backend"))
     return os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
-alone = [found(), found("cuda"), found(tensor_parallel=2)]
+alone = [found(), found("cuda"), found(tensor_parallel=2), found(threads=None)]
 end = threading.Event()
 threading.Thread(target=end.wait, name="asyncio-waitpid-0").start()
 alone.append(found())
@@ -136,10 +138,11 @@ print(*alone)
 """
 
 
-def test_the_core_is_forked_only_beside_no_thread_that_may_hold_a_lock():
+def test_the_core_is_forked_only_without_workers_and_beside_no_thread_that_may_hold_a_lock():
     environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}  # as a generator's
     assert output_of(STARTED, environment=environment).split() == [
         "fork",
+        "spawn",
         "spawn",
         "spawn",
         "fork",

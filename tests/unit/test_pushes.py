@@ -13,8 +13,12 @@ import pytest
 from huggingface_hub import constants
 
 from asyncrl.config.checkpoint_section import HubConfig
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.pushes import Pushes, refusal
+from asyncrl.preflight.outside import outside_problems
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.pushes import LINKS, Pushes, refusal
+from tests.support.whole_run import tiny_run
 
 HUB = HubConfig(repo="me/model", every=2)
 
@@ -91,7 +95,7 @@ def save(run: Path, step: int) -> None:
 
 
 def test_due_steps_and_the_last_one_are_pushed(hub: Hub, tmp_path: Path) -> None:
-    pushes = Pushes(HUB, tmp_path)
+    pushes = Pushes(HUB, tmp_path, threading.Event())
     assert hub.made == [{"name": "model", "organization": "me", "visibility": "private"}]
     for step in (1, 2):
         save(tmp_path, step)
@@ -104,10 +108,10 @@ def test_due_steps_and_the_last_one_are_pushed(hub: Hub, tmp_path: Path) -> None
     assert hub.commits[1:] == [("step 3", {"config.json": b'{"step": 3}'})]
 
 
-def test_a_push_that_fails_says_how_to_push_by_hand(
+def test_a_push_that_fails_says_how_to_push_by_hand_and_is_tried_again(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pushes = Pushes(HUB, tmp_path)
+    pushes = Pushes(HUB, tmp_path, threading.Event())
     hub.refuses = "/commit/"
     save(tmp_path, 2)
     with caplog.at_level(logging.WARNING, "asyncrl"):
@@ -115,10 +119,49 @@ def test_a_push_that_fails_says_how_to_push_by_hand(
         pushes.finish()
     assert f"hf upload me/model {tmp_path}/checkpoints/step-000002/hf" in caplog.text and not hub.commits
     hub.refuses = ""
+    pushes.finish()
+    assert [title for title, _ in hub.commits] == ["step 2"]
+    assert not (tmp_path / LINKS).exists(), "or the disk keeps the model when its checkpoint is removed"
+
+
+def test_a_resumed_run_goes_on_without_its_hub_and_pushes_what_it_has(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.refuses = "/create"
     save(tmp_path, 4)
-    pushes.saved(4)
+    with caplog.at_level(logging.WARNING, "asyncrl"):
+        pushes = Pushes(HUB, tmp_path, threading.Event(), step=4)
+    assert "me/model cannot be made or written" in caplog.text
     pushes.finish()
     assert [title for title, _ in hub.commits] == ["step 4"]
+
+
+@pytest.mark.parametrize(("limit_s", "why"), [(600.0, "the run was stopped"), (0.0, "more than 0 s")])
+def test_a_run_ends_without_a_push_that_hangs(
+    hub: Hub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: float,
+    why: str,
+) -> None:
+    monkeypatch.setattr("asyncrl.run.pushes.LAST_S", limit_s)
+    stop, released = threading.Event(), threading.Event()
+    pushes = Pushes(HUB, tmp_path, stop)
+
+    def hang(**options: object) -> None:
+        if limit_s:
+            stop.set()
+        released.wait()
+
+    monkeypatch.setattr(pushes._api, "upload_folder", hang)
+    save(tmp_path, 3)
+    pushes.saved(3)
+    with caplog.at_level(logging.WARNING, "asyncrl"):
+        pushes.finish()
+    assert why in caplog.text and "hf upload me/model" in caplog.text
+    assert all(one.daemon for one in threading.enumerate() if one.name == "push")
+    released.set()
 
 
 def test_what_would_be_refused_is_named_before(
@@ -133,10 +176,24 @@ def test_what_would_be_refused_is_named_before(
     with pytest.raises(
         ConfigError, match=r"checkpoint\.hub\.repo: me/model cannot be made.*You have no rights"
     ):
-        Pushes(HUB, tmp_path)
+        Pushes(HUB, tmp_path, threading.Event())
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert "found no token for the hub; run `hf auth login`" in refusal(HUB)
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub refuses to say whose token this is" in refusal(HUB)
+
+
+def test_a_run_that_has_saved_something_is_resumed_without_its_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.run.pushes.refusal", lambda hub: "no answer")
+    with tiny_run(tmp_path) as path:
+        config = load_config(path, ["checkpoint.hub.repo=me/model"])
+    assert [one.text for one in outside_problems(config, resumes=True)] == ["no answer"]
+    directory = RunDirectory(config.run.directory)
+    directory.make()
+    directory.mark_saved()
+    assert not [*outside_problems(config, resumes=True)]
+    assert [*outside_problems(config, resumes=False)]

@@ -64,7 +64,12 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path):
     }
 
 
-@pytest.mark.parametrize("function", [lambda prompt, response: 1.0, Path("a").exists])
+@functools.wraps(reward_here)
+def wrapped(prompt, response, **row):
+    return 2.0 * reward_here(prompt, response)
+
+
+@pytest.mark.parametrize("function", [lambda prompt, response: 1.0, Path("a").exists, wrapped])
 def test_a_function_that_no_other_process_finds_is_refused(function, tmp_path):
     with pytest.raises(asyncrl.ConfigError, match="give a reward as `reward=`, or write the function into"):
         api._as_file({"reward": {"functions": [{"function": function}]}}, tmp_path)
@@ -186,7 +191,10 @@ def test_each_step_since_the_start_is_reported_once_in_order_and_none_is_lost_by
     run, seen = api.Run(directory), []
     now_s = time.time()
     lines.write(
-        [{"step": step, "time": now_s, "time/step": 1.0, "reward/mean": step / 10} for step in (2, 3, 4)]
+        [
+            {"step": step, "time": now_s, "time/step": 1.0, "reward/mean": step / 10}
+            for step in (2, 3, 2, 3, 4)
+        ]
     )
     lines.write(
         [{"step": 4, "time": now_s, "time/checkpoint": 1.0}, {"step": 0, "time": now_s, "eval/accuracy": 1.0}]

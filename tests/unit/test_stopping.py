@@ -63,6 +63,7 @@ def test_the_limit_is_twice_what_the_last_step_and_the_last_checkpoint_took(tmp_
         ("load the model", (7,), "ending the training, which has begun no step"),
         ("evaluate", (7,), "ending the evaluation, which changes nothing"),
         ("export", (7,), "finishing the export of the model"),
+        ("last push to the hub", (7,), "leaving the last push to the hub; the model is in its checkpoint"),
     ],
 )
 def test_the_text_says_what_is_done_and_what_a_second_ctrl_c_loses(tmp_path, doing, saved, text, caplog):

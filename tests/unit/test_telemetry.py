@@ -121,7 +121,12 @@ def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None
     assert history.rows[5]["time"] == 15.0 and len(history.series("reward/mean")) == 7
     history.add({"step": 5, "time": 31.0, "reward/mean": 50.0})
     assert history.series("reward/mean") == ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0))
-    assert history.series("eval/accuracy") == ()
+    assert history.series("eval/accuracy") == () and list(history.names) == [
+        "time",
+        "reward/mean",
+        "groups/rejected_dead",
+        "episodes/missing/hung",
+    ]
     assert history.rejected == {"dead": 8} and history.missing == {"hung": 1 + 2 + 3 + 4}
     history.add({"step": 6, "reward/mean": 60.0, "x": None})
     history.add({"step": None, "reward/mean": 1.0})
@@ -202,6 +207,13 @@ def test_a_tracker_that_cannot_be_opened_is_opened_later(
     clock[0] = 160.0
     trackers.log({"a": 1.0})
     assert late.calls == ["log"]
+
+
+def test_an_open_tracker_that_was_added_is_closed_also_if_nothing_was_logged() -> None:
+    trackers, added = Trackers([]), Recorder()
+    trackers.add(added)
+    trackers.close()
+    assert added.calls == ["close"]
 
 
 class FullDisk:

@@ -101,16 +101,17 @@ def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fork_core(generator: GeneratorConfig, *, device: Device) -> None:
+def fork_core(backend: object) -> None:
     """Let vLLM fork its core, which then imports nothing again, where that is sound, and spawn it elsewhere.
 
-    A forked process could not use CUDA after any library here had asked for it, and inherits our refusal of
-    pickles, which vLLM's tensor-parallel workers send to each other. It must not inherit a lock that another
-    thread holds; those of asyncio that wait for a child hold none.
+    `backend` is the executor in vLLM's arguments. Any but `WITHIN_CORE`, which is for CPUs, starts workers.
+    As forks these would end, because this process is not their parent, refuse the pickles that they send to
+    each other, and could not use CUDA after a library here had asked for it. A fork must not inherit a lock
+    that another thread holds; those of asyncio that wait for a child hold none.
     """
     waiting = sum(one.name.startswith("asyncio-waitpid") for one in threading.enumerate())
     is_alone = len(os.listdir("/proc/self/task")) <= 1 + waiting
-    is_sound = device == "cpu" and generator.tensor_parallel == 1 and is_alone
+    is_sound = backend == WITHIN_CORE and is_alone
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if is_sound else "spawn"
 
 

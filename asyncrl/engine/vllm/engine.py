@@ -93,7 +93,8 @@ class VLLMEngine:
                 given |= adapter_args(plan[0])
             arguments = AsyncEngineArgs(**given)
             settings = arguments.create_engine_config()
-            fork_core(generator, device=device)  # after vLLM, which on CPUs has just chosen to spawn it
+            # After vLLM, which on CPUs has just chosen to spawn it.
+            fork_core(given.get("distributed_executor_backend"))
             # vLLM keeps a reference to this frame; a local variable would keep the AsyncLLM alive.
             engine = cls(
                 AsyncLLM.from_vllm_config(settings, disable_log_stats=arguments.disable_log_stats),
