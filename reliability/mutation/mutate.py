@@ -70,7 +70,7 @@ TESTS = {
     "config/registry": "registry",
     "session/tree": "session",
     "session/sequences": "session",
-    "trainer/policy": "logprobs sequence_parallel models",
+    "trainer/policy": "logprobs sequence_parallel models memory_use",
     "trainer/head": "head logprobs kept_tokens",
 }
 """Which tests must notice a change in a module."""
