@@ -1,9 +1,9 @@
 """What a training step takes on cores that others use too, by how its threads wait and how it frees memory.
 
-`spinning` is libgomp's default. Threads that are `blocking` leave the core to others while they wait. A process
-that is `keeping` also keeps freed memory, as those of a run on CPUs do (hosting/environment.py). Each step is
-forward and backward of a random Llama with 15 M parameters on 8 sequences of 64 tokens, with as many threads as
-cores, alone and beside one process that keeps a core busy. The ways are measured in turn.
+`spinning` is libgomp's default. Threads that are `blocking` leave the core to others while they wait. A
+process that is `keeping` also keeps freed memory, as those of a run on CPUs do (hosting/environment.py). Each
+step is forward and backward of a random Llama with 15 M parameters on 8 sequences of 64 tokens, with as many
+threads as cores, alone and beside one process that keeps a core busy. The ways are measured in turn.
 
     python -m bench.cores [--steps 5] [--rounds 3] [--json bench/results/cores.json]
 """
