@@ -251,3 +251,16 @@ def test_architectures_that_do_more_than_plain_attention_are_refused() -> None:
 def test_a_directory_that_is_no_model_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.path"):
         load_model(ModelConfig(path=str(tmp_path)), CPU)
+
+
+def test_an_empty_micro_batch_runs_one_token_on_every_rank() -> None:
+    """Ranks gather sharded weights in each layer that a token runs through."""
+    ran: list[tuple[Tensor, tuple[int, ...]]] = []
+
+    def module(*, input_ids_N: Tensor, sequence_starts: tuple[int, ...], **rest: Tensor) -> Tensor:
+        ran.append((input_ids_N, sequence_starts))
+        return rest["source_T"].float()
+
+    assert run(module, microbatch([], CPU)).shape == (0,)
+    ((input_ids_N, starts),) = ran
+    assert (len(input_ids_N), starts) == (1, (0, 1))
