@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from asyncrl.config import registry
 from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, broken
-from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
+from asyncrl.config.reward_section import TEACHER_NAME
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
 
@@ -25,17 +25,14 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
 def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
-    batch, missing, plays = run.batch, run.batch.missing_episodes, run.environment.is_used
+    batch, missing = run.batch, run.batch.missing_episodes
     name, params = run.algorithm.advantage.name, run.algorithm.advantage.params
     compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
     if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
         text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use "
         yield broken("batch.group_size algorithm.advantage", f"{text}group_size >= 2 or another advantage")
     key, found = "batch.missing_episodes", f"batch.missing_episodes is {missing}"
-    if missing and not plays:
-        text = f"{found}, but only episodes of an environment can fail alone; drop it, or name an environment"
-        yield broken(f"{key} environment.uses", text)
-    elif missing >= batch.group_size:
+    if missing >= batch.group_size:
         text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
         yield broken(f"{key} batch.group_size", f"{text}; allowed is at most {batch.group_size - 1}")
     if missing and name == "grpo_passk":
@@ -46,10 +43,18 @@ def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
         text = f"algorithm.advantage is {name}, which compares turns from the same state, but an agent "
         text += "(environment.command) names no states; take rloo or grpo"
         yield broken("algorithm.advantage environment.command", text)
-    if not plays and needed & registry.OF_TURNS:
+    if not run.environment.is_used and needed & registry.OF_TURNS:
         text = f"algorithm.advantage is {name}, which needs rewards or states of turns, but there is no "
         text += "environment to give them; set environment.uses, or take rloo or grpo"
         yield broken("algorithm.advantage environment.uses", text)
+
+
+def episodes_can_fail(run: RunFields) -> Iterator[Mistake]:
+    """A rule of the run: of several sources, one with an environment is enough."""
+    key, missing = "batch.missing_episodes", run.batch.missing_episodes
+    if missing and not any(one.environment.is_used for one in run.training):
+        text = f"{key} is {missing}, but only episodes of an environment can fail alone; drop it, or name an "
+        yield broken(f"{key} environment.uses data.train", f"{text}environment")
 
 
 def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
@@ -271,11 +276,17 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     if algorithm.kl.placement == "reward":
         text = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
         yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
-    weights, parts = algorithm.advantage.params.get("weights"), {*reward_parts(run.reward, run.environment)}
-    parts |= {one.part for source in run.data.train for one in source.reward or ()}
+
+
+def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
+    """A rule of the run: a source may lack a part that another one has."""
+    advantage, key, parts = run.algorithm.advantage, "algorithm.advantage.weights", {*run.reward_parts}
+    weights = advantage.params.get("weights") if advantage.name == "gdpo" else None
     if isinstance(weights, Mapping) and (unknown := {*weights} - parts):
-        text = f"{key}.weights names {', '.join(sorted(unknown))}; the parts of the reward are "
-        yield broken(f"{key}.weights reward.functions", f"{text}{', '.join(sorted(parts))}; use their names")
+        text = f"{key} names {', '.join(sorted(unknown))}; the parts of the reward are "
+        yield broken(
+            f"{key} reward.functions data.train", f"{text}{', '.join(sorted(parts))}; use their names"
+        )
 
 
 def optimizers(
