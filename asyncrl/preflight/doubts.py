@@ -122,13 +122,14 @@ def _rows(config: Config) -> Iterator[str]:
         if not local_files(source := task.path):
             continue
         try:
-            rows = load_rows(source)
-            rows = rows.only(rows.checked, [rows[index] for index in rows.checked])
+            every = load_rows(source)
+            rows = every.only(every.checked, [every[index] for index in every.checked])
         except DataError:  # `validate` reports it
             continue
         distinct = len({repr(sorted(row.items())) for row in rows})
         if len(rows) - distinct > REPEATED * len(rows) and not config.of(task).environment.is_used:
-            found = f"{key} ({source}) has {len(rows)} rows, of which {distinct} are different"
+            which = "which" if len(rows) == len(every) else f"the {len(rows)} that were looked at"
+            found = f"{key} ({source}) has {len(every)} rows, of {which} {distinct} are different"
             yield f"{found}; remove the repetitions, or give it rows of its own"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_config
+from asyncrl.data import dataset
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
@@ -103,6 +104,13 @@ def test_rows_that_are_unlike_the_others_are_named(change, said):
     write_rows("train", change(ROWS))
     (line,) = said_of(OWN)
     assert line.startswith(said)
+
+
+def test_of_many_rows_it_is_said_how_many_were_looked_at(monkeypatch):
+    monkeypatch.setattr(dataset, "CHECKED", 10)
+    write_rows("train", ROWS[:1] * 30)
+    (line,) = said_of(OWN)
+    assert " has 30 rows, of the 10 that were looked at 1 are different" in line
 
 
 def test_rows_that_may_be_meant_are_no_doubt():
