@@ -65,10 +65,8 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
     if algorithm.proximal == "behaviour":
         if correction != "none":
             text = f"algorithm.correction is `{correction}`, but with {proximal} behaviour it compares a "
-            text += (
-                "policy with itself: every weight would be 1; set correction: none, or proximal: recompute"
-            )
-            yield broken(f"algorithm.correction {proximal}", text)
+            text += "policy with itself: every weight would be 1; set correction: none, or proximal: "
+            yield broken(f"algorithm.correction {proximal}", f"{text}recompute")
         if loss in WITHOUT_RATIO and ages:
             text = f"{proximal} is behaviour and policy_loss `{loss}` has no ratio: nothing corrects tokens "
             text += f"that are up to {lag} steps old (staleness.max_lag); set proximal: recompute with a "
@@ -142,16 +140,12 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
         found, is_read = getattr(kl, key), has_reference and key in ("estimator", "reference_decay")
         if found != getattr(KLConfig(), key) and not kl.coefficient and not is_read:
-            text = (
-                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is 0 "
-            )
-            text += "and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
+            text = f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is "
+            text += "0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
             yield broken(f"algorithm.kl.{key} algorithm.kl.coefficient", text)
     if reference and not (kl.coefficient or has_reference):
-        text = (
-            f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses a "
-        )
-        text += "reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
+        text = f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses "
+        text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
         yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
     key = "algorithm.kl.reference_decay"
     if reference and kl.reference_decay < 1:
@@ -182,16 +176,12 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     corrected, placement = "algorithm.kl.bias_corrected", "algorithm.kl.placement"
     if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
         text = f"{key} is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, "
-        text += (
-            "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true,"
-        )
-        text += " or placement: reward"
+        text += "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: "
+        text += "true, or placement: reward"
         yield broken(f"{key} {corrected} {placement} algorithm.kl.coefficient", text)
     if kl.bias_corrected and kl.placement == "reward":
-        text = (
-            f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or set"
-        )
-        yield broken(f"{corrected} {placement}", f"{text} placement: loss")
+        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or "
+        yield broken(f"{corrected} {placement}", f"{text}set placement: loss")
     if kl.bias_corrected and name in PLAIN:
         text = f"{key} is {name}, which takes the gradient of k2, but {corrected} needs the estimator's own"
         yield broken(f"{key} {corrected}", f"{text}; set {PLAIN[name]}")
@@ -202,10 +192,8 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     entropy, largest = run.algorithm.entropy, "algorithm.entropy.maximum"
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
-        text += (
-            f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed one"
-        )
-        yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", text)
+        text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
+        yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", f"{text}one")
 
 
 def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
@@ -219,10 +207,8 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
         text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
         yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
     if lora is not None and lora.start is not None and lora.sync == "merged":
-        text = (
-            "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path alone"
-        )
-        text += "; set sync: adapter, or merge the adapter into the model, and give that as model.path"
+        text = "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path "
+        text += "alone; set sync: adapter, or merge the adapter into the model, and give that as model.path"
         yield broken("model.lora.sync model.lora.start", text)
     if not has_critic and not is_own and run.critic != CriticConfig():
         text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
@@ -250,10 +236,8 @@ def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
                 text += f"{'least' if side > 0 else 'most'} 1, and learner.optimizer.lr for a smaller step"
                 yield broken(at, text)
             if key in ("low", "high") and rejects and side * (bound - 1) <= 0:
-                text = (
-                    f"{at} is {bound}, but the ratio of a fresh token is 1, give or take rounding: `{name}` "
-                )
-                text += "would reject data of the policy itself; set it "
+                text = f"{at} is {bound}, but the ratio of a fresh token is 1, give or take rounding: "
+                text += f"`{name}` would reject data of the policy itself; set it "
                 yield broken(at, f"{text}{'above' if side > 0 else 'below'} 1")
 
 
@@ -262,10 +246,10 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     for index, choice in enumerate(algorithm.shaping):
         at, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
         if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
-            text = (
-                f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would be "
+            text = f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would "
+            text += (
+                f"be punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
             )
-            text += f"punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
             yield broken(f"{at} sampling.max_response_tokens", text)
     # GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it.
     if algorithm.advantage.name != "gdpo":
@@ -304,11 +288,8 @@ def optimizers(
 
 def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
     """ZeRO cuts parameters into flat parts; DeepSpeed joins matrices for Muon, in bfloat16's stage 1 only."""
-    half, stage, offload = (
-        run.model.dtype == "bfloat16",
-        run.learner.zero_stage,
-        run.learner.offload_optimizer,
-    )
+    half, stage = run.model.dtype == "bfloat16", run.learner.zero_stage
+    offload = run.learner.offload_optimizer
     cut = f"learner.zero_stage {stage} with model.dtype {run.model.dtype} cuts into flat parts"
     for where, optimizer, _, _ in optimizers(run.learner, run.critic, run.batch):
         kind, keys = optimizer.kind, f"{where}.kind learner.zero_stage model.dtype"

@@ -158,11 +158,7 @@ def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:
         (not run.model.chat_template, "model.chat_template", "false, and only a template places images"),
         (plays, "environment.uses", "set, and episodes have text only"),
         (data.curriculum.floor is not None, "data.curriculum.floor", "set, and not every rank follows it"),
-        (
-            run.learner.sequence_parallel > 1,
-            "learner.sequence_parallel",
-            "over 1, and ranks divide text only",
-        ),
+        (run.learner.sequence_parallel > 1, "learner.sequence_parallel", "over 1, and ranks divide text"),
     ):
         if data.images_key is not None and is_wrong:
             text = f"data.images_key is set, but {key} is {found}; change it, or drop data.images_key"
@@ -172,20 +168,16 @@ def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:
 def _scores_have_names(run: RunFields) -> Iterator[Mistake]:
     reward, train = run.reward, run.data.train
     if not reward.functions and not run.environment.is_used:
-        text = (
-            "reward.functions is [] and there is no environment: nothing scores a response; name a function"
-        )
-        yield broken("reward.functions environment.uses", text)
+        text = "reward.functions is [] and there is no environment: nothing scores a response; name a "
+        yield broken("reward.functions environment.uses", f"{text}function")
     if reward.sandbox != "none" and reward.memory_gib is None:
         text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
         yield broken("reward.sandbox", text)
     for key, kind, tasks in (("data.train", "sources", train), ("data.eval", "sets", run.data.eval)):
         names = [one.label for one in tasks]
         if len({*names}) < len(names):
-            text = (
-                f"the {kind} have the names {', '.join(names)}, which must differ; set `name` on one of them"
-            )
-            yield broken(key, text)
+            text = f"the {kind} have the names {', '.join(names)}, which must differ; set `name` on one"
+            yield broken(key, f"{text} of them")
     if "se" in run.data.sets:
         text = "a set has the name se, and eval/se/ begins the names of errors; set another `name`"
         yield broken("data.eval", text)

@@ -13,16 +13,10 @@ from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import kept_values
-from asyncrl.config.reward_section import (
-    TEACHER_NAME,
-    RewardFunctionConfig,
-    ScorerConfig,
-)
+from asyncrl.config.reward_section import TEACHER_NAME, RewardFunctionConfig, ScorerConfig
 from asyncrl.config.rules import RULES, RUN_RULES
 from asyncrl.config.run_fields import RunFields
-from asyncrl.config.sections import (
-    ModelConfig,
-)
+from asyncrl.config.sections import ModelConfig
 
 # Our keys, and those of other trainers with the same meaning.
 _SAME = {

@@ -272,10 +272,7 @@ class Rank:
         formed = "buckets and copies of gradients, gathered weights of ZeRO 3, less activations"
         yield row("buffers", self.buffers, formed)
         if reference:
-            formed, frozen = (
-                "weights, because of algorithm.kl or the advantage",
-                replace(self, shape=reference),
-            )
+            formed, frozen = "weights, for algorithm.kl or the advantage", replace(self, shape=reference)
             yield row("reference", frozen.weights, formed, *sharded(3))
         if critic:
             kept = "what a model like the policy keeps between its steps"

@@ -90,10 +90,8 @@ def _rates(config: Config) -> Iterator[str]:
             found = f"{where}.lr is {optimizer.lr:g}, by about which Adam moves every weight in every step"
             yield f"{found}: that destroys a model; set 1e-6 to 1e-4 (a tiny model takes 1e-3)"
         if optimizer.warmup_of(steps) > steps:
-            found = (
-                f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer steps"
-            )
-            yield f"{found}: the rate stays below {where}.lr; set warmup_steps lower"
+            found = f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer"
+            yield f"{found} steps: the rate stays below {where}.lr; set warmup_steps lower"
 
 
 def _weights(config: Config) -> Iterator[str]:

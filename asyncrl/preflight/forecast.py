@@ -160,18 +160,14 @@ def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
     formed = "steps x sequences, without what filters reject"
     yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
     if rows is not None:
-        yield _count(
-            part, "prompts", sum(rows), f"rows of {', '.join(one.path for one in config.data.train)}"
-        )
+        named = ", ".join(one.path for one in config.data.train)
+        yield _count(part, "prompts", sum(rows), f"rows of {named}")
     for source, share, size in zip(config.data.train, config.data.shares, rows or (), strict=False):
         of, factor = ("", "") if share == 1 else (f" of {source.label}", f" x {share}")
         prompts = "prompts" if share == 1 else f"{size:,} prompts"
-        yield _count(
-            part, f"steps per epoch{of}", float(size / (groups * share)), f"{prompts} / (groups{factor})"
-        )
-        yield _count(
-            part, f"epochs{of}", float(steps * groups * share / size), f"steps x groups{factor} / {prompts}"
-        )
+        epoch = size / (groups * share)
+        yield _count(part, f"steps per epoch{of}", float(epoch), f"{prompts} / (groups{factor})")
+        yield _count(part, f"epochs{of}", float(steps / epoch), f"steps x groups{factor} / {prompts}")
     for name, one in config.data.sets.items():
         rounds, of = math.ceil(steps / config.of(one).eval.every) + 1, f" of {name}" if name else ""
         yield _count(part, f"evaluations{of}", rounds, "steps / eval.every, and the first weights")

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.config.schema import Config
 
 _OF_REWARDS = "reward.functions is [], so there are no reward processes; name a function, or drop it"
-_OF_EPISODES = "only episodes are read with it, and a reward gets the response as it is; name an environment"
+_OF_EPISODES = "only episodes are read with it; name an environment, or drop it"
 _OF_AGENTS = "only agents (environment.command) call the endpoint; drop it"
 _OF_OTHERS = "only the store of `url` has it, and store.url is not set; set it, or drop this"
 _OF_VLLM = "generator.engine is transformers, which has no such thing; drop it, or take vllm"
@@ -22,13 +22,9 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: not Path(one.model.path).is_dir(),
         "model.path is a directory, which has one revision; drop it, or give the model's hub name",
     ),
-    "model.tool_parser": (
-        lambda one: any(each.is_used for each in one.environments.values()),
-        f"{_OF_EPISODES}, or drop it",
-    ),
-    "model.reasoning_parser": (
-        lambda one: any(each.is_used for each in one.environments.values()),
-        f"{_OF_EPISODES}, or drop it",
+    **dict.fromkeys(
+        ("model.tool_parser", "model.reasoning_parser"),
+        (lambda one: any(each.is_used for each in one.environments.values()), _OF_EPISODES),
     ),
     "data.prompt_field": (
         lambda one: one.data.template is None,
@@ -42,16 +38,14 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: any(not each.split for each in one.data.eval),
         "data.eval names no dataset with splits; set it, or drop this",
     ),
-    **{
-        f"reward.{key}": (lambda one: bool(one.reward_functions), _OF_REWARDS)
-        for key in ("timeout_s", "workers", "sandbox", "memory_gib")
-    },
-    "environment.address": (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
-    "environment.constraints": (
-        lambda one: any(each.command for each in one.environments.values()),
-        _OF_AGENTS,
+    **dict.fromkeys(
+        ("reward.timeout_s", "reward.workers", "reward.sandbox", "reward.memory_gib"),
+        (lambda one: bool(one.reward_functions), _OF_REWARDS),
     ),
-    "environment.frozen": (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
+    **dict.fromkeys(
+        ("environment.address", "environment.constraints", "environment.frozen"),
+        (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
+    ),
     "environment.workers": (
         lambda one: any(each.uses for each in one.environments.values()),
         "an agent (environment.command) has a process for each episode; drop it",
