@@ -119,10 +119,6 @@ MOMENTS: dict[str, tuple[str, Callable[[ModelShape], float]]] = {
 }
 
 
-# Optimizers that step whole matrices, so that a higher ZeRO stage is refused.
-WHOLE_MATRICES = {"muon", "adafactor"}
-
-
 def moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
     """Bytes of the moments of an optimizer."""
     return round(MOMENTS[optimizer.kind][1](shape))
@@ -252,7 +248,8 @@ class Rank:
         kinds = {learner.optimizer.kind, (critic or learner.optimizer).kind}
 
         def sharded(stage: int) -> list[str]:
-            is_possible = learner.ranks > 1 and self.stage < stage and not kinds & WHOLE_MATRICES
+            # Muon and Adafactor need whole matrices.
+            is_possible = learner.ranks > 1 and self.stage < stage and not kinds & {"muon", "adafactor"}
             return ["raise learner.zero_stage"] if is_possible else []
 
         def row(name: str, size_bytes: int, formed: str, *cures: str) -> Part:
@@ -261,9 +258,8 @@ class Rank:
         offloaded = offload_cures(learner, self.stage, kinds)
         yield row("learner weights", self.weights, f"as above{each}", *sharded(3))
         formed = f"parameters x 4, accumulated in float32{backward}{each}"
-        yield row(
-            "gradients", self.of_one_pass + self.accumulated(from_stage=2), formed, *sharded(2), *offloaded
-        )
+        size_bytes = self.of_one_pass + self.accumulated(from_stage=2)
+        yield row("gradients", size_bytes, formed, *sharded(2), *offloaded)
         formed = f"{MOMENTS[learner.optimizer.kind][0]}{master}{each}"
         yield row("optimizer", self.optimizer(learner.optimizer), formed, *sharded(1), *offloaded)
         formed = f"{tokens} x what layers keep for backward, and the logits of one chunk"
