@@ -159,6 +159,7 @@ def measured(count: int, server: StoreServer, options: argparse.Namespace) -> di
     ours, theirs = context.Pipe()
     hub = context.Process(target=learner, args=(theirs, server.url, run, rules))
     hub.start()
+    theirs.close()  # so that a learner that dies ends the wait for its answers
     endpoint, joined, stop = ours.recv(), context.Value("i", 0), context.Event()
     work = (rules, bytes(options.frame_bytes), options.period_s, stop)
     names = [f"g{index}" for index in range(count)]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from asyncrl.config import registry
 from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, broken
-from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
+from asyncrl.config.reward_section import TEACHER_NAME
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
 
@@ -25,17 +25,14 @@ PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
 
 
 def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
-    batch, missing, plays = run.batch, run.batch.missing_episodes, run.environment.is_used
+    batch, missing = run.batch, run.batch.missing_episodes
     name, params = run.algorithm.advantage.name, run.algorithm.advantage.params
     compares = name in GROUP_ADVANTAGES and params.get("threshold") is None
     if batch.group_size == 1 and (compares or (name == "distill" and params.get("reward"))):
         text = f"batch.group_size is 1, but advantage `{name}` compares rollouts of one group; use "
         yield broken("batch.group_size algorithm.advantage", f"{text}group_size >= 2 or another advantage")
     key, found = "batch.missing_episodes", f"batch.missing_episodes is {missing}"
-    if missing and not plays:
-        text = f"{found}, but only episodes of an environment can fail alone; drop it, or name an environment"
-        yield broken(f"{key} environment.uses", text)
-    elif missing >= batch.group_size:
+    if missing >= batch.group_size:
         text = f"{found}, but of batch.group_size {batch.group_size} at least one episode must be left"
         yield broken(f"{key} batch.group_size", f"{text}; allowed is at most {batch.group_size - 1}")
     if missing and name == "grpo_passk":
@@ -46,10 +43,18 @@ def _groups_can_be_compared(run: RunFields) -> Iterator[Mistake]:
         text = f"algorithm.advantage is {name}, which compares turns from the same state, but an agent "
         text += "(environment.command) names no states; take rloo or grpo"
         yield broken("algorithm.advantage environment.command", text)
-    if not plays and needed & registry.OF_TURNS:
+    if not run.environment.is_used and needed & registry.OF_TURNS:
         text = f"algorithm.advantage is {name}, which needs rewards or states of turns, but there is no "
         text += "environment to give them; set environment.uses, or take rloo or grpo"
         yield broken("algorithm.advantage environment.uses", text)
+
+
+def episodes_can_fail(run: RunFields) -> Iterator[Mistake]:
+    """A rule of the run: of several sources, one with an environment is enough."""
+    key, missing = "batch.missing_episodes", run.batch.missing_episodes
+    if missing and not any(one.environment.is_used for one in run.training):
+        text = f"{key} is {missing}, but only episodes of an environment can fail alone; drop it, or name an "
+        yield broken(f"{key} environment.uses data.train", f"{text}environment")
 
 
 def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
@@ -60,10 +65,8 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
     if algorithm.proximal == "behaviour":
         if correction != "none":
             text = f"algorithm.correction is `{correction}`, but with {proximal} behaviour it compares a "
-            text += (
-                "policy with itself: every weight would be 1; set correction: none, or proximal: recompute"
-            )
-            yield broken(f"algorithm.correction {proximal}", text)
+            text += "policy with itself: every weight would be 1; set correction: none, or proximal: "
+            yield broken(f"algorithm.correction {proximal}", f"{text}recompute")
         if loss in WITHOUT_RATIO and ages:
             text = f"{proximal} is behaviour and policy_loss `{loss}` has no ratio: nothing corrects tokens "
             text += f"that are up to {lag} steps old (staleness.max_lag); set proximal: recompute with a "
@@ -137,16 +140,12 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
     for key in ("estimator", "placement", "target", "reference_decay", "bias_corrected"):
         found, is_read = getattr(kl, key), has_reference and key in ("estimator", "reference_decay")
         if found != getattr(KLConfig(), key) and not kl.coefficient and not is_read:
-            text = (
-                f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is 0 "
-            )
-            text += "and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
+            text = f"algorithm.kl.{key} is {getattr(found, 'name', found)}, but algorithm.kl.coefficient is "
+            text += "0 and stays so: there is no reference model; set a coefficient, e.g. 0.001, or drop it"
             yield broken(f"algorithm.kl.{key} algorithm.kl.coefficient", text)
     if reference and not (kl.coefficient or has_reference):
-        text = (
-            f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses a "
-        )
-        text += "reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
+        text = f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses "
+        text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
         yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
     key = "algorithm.kl.reference_decay"
     if reference and kl.reference_decay < 1:
@@ -177,16 +176,12 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     corrected, placement = "algorithm.kl.bias_corrected", "algorithm.kl.placement"
     if kl.coefficient and kl.placement == "loss" and name == "k1" and not kl.bias_corrected:
         text = f"{key} is k1, whose gradient in the loss is zero on average; allowed there are k2, k3, abs, "
-        text += (
-            "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: true,"
-        )
-        text += " or placement: reward"
+        text += "k1+, k3+ and abs+; set one of them (k1+ has k1's value and a gradient), bias_corrected: "
+        text += "true, or placement: reward"
         yield broken(f"{key} {corrected} {placement} algorithm.kl.coefficient", text)
     if kl.bias_corrected and kl.placement == "reward":
-        text = (
-            f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or set"
-        )
-        yield broken(f"{corrected} {placement}", f"{text} placement: loss")
+        text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or "
+        yield broken(f"{corrected} {placement}", f"{text}set placement: loss")
     if kl.bias_corrected and name in PLAIN:
         text = f"{key} is {name}, which takes the gradient of k2, but {corrected} needs the estimator's own"
         yield broken(f"{key} {corrected}", f"{text}; set {PLAIN[name]}")
@@ -197,10 +192,8 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     entropy, largest = run.algorithm.entropy, "algorithm.entropy.maximum"
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
-        text += (
-            f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed one"
-        )
-        yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", text)
+        text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
+        yield broken(f"algorithm.entropy.coefficient {largest} algorithm.entropy.target", f"{text}one")
 
 
 def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
@@ -214,10 +207,8 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
         text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
         yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
     if lora is not None and lora.start is not None and lora.sync == "merged":
-        text = (
-            "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path alone"
-        )
-        text += "; set sync: adapter, or merge the adapter into the model, and give that as model.path"
+        text = "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path "
+        text += "alone; set sync: adapter, or merge the adapter into the model, and give that as model.path"
         yield broken("model.lora.sync model.lora.start", text)
     if not has_critic and not is_own and run.critic != CriticConfig():
         text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
@@ -245,10 +236,8 @@ def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
                 text += f"{'least' if side > 0 else 'most'} 1, and learner.optimizer.lr for a smaller step"
                 yield broken(at, text)
             if key in ("low", "high") and rejects and side * (bound - 1) <= 0:
-                text = (
-                    f"{at} is {bound}, but the ratio of a fresh token is 1, give or take rounding: `{name}` "
-                )
-                text += "would reject data of the policy itself; set it "
+                text = f"{at} is {bound}, but the ratio of a fresh token is 1, give or take rounding: "
+                text += f"`{name}` would reject data of the policy itself; set it "
                 yield broken(at, f"{text}{'above' if side > 0 else 'below'} 1")
 
 
@@ -257,10 +246,10 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     for index, choice in enumerate(algorithm.shaping):
         at, buffer = f"algorithm.shaping.{index}.buffer_tokens", choice.params.get("buffer_tokens")
         if choice.name == "soft_overlong" and isinstance(buffer, int) and buffer >= limit:
-            text = (
-                f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would be "
+            text = f"{at} is {buffer}, not below sampling.max_response_tokens ({limit}): every answer would "
+            text += (
+                f"be punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
             )
-            text += f"punished for its length; set a fifth of that, {max(1, limit // 5)}, or raise the limit"
             yield broken(f"{at} sampling.max_response_tokens", text)
     # GDPO normalises each part of the reward as it was scored, so changes to the sum do not reach it.
     if algorithm.advantage.name != "gdpo":
@@ -271,11 +260,17 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
     if algorithm.kl.placement == "reward":
         text = "algorithm.kl.placement is reward, but advantage `gdpo` sees only the parts of the reward"
         yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
-    weights, parts = algorithm.advantage.params.get("weights"), {*reward_parts(run.reward, run.environment)}
-    parts |= {one.part for source in run.data.train for one in source.reward or ()}
+
+
+def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
+    """A rule of the run: a source may lack a part that another one has."""
+    advantage, key, parts = run.algorithm.advantage, "algorithm.advantage.weights", {*run.reward_parts}
+    weights = advantage.params.get("weights") if advantage.name == "gdpo" else None
     if isinstance(weights, Mapping) and (unknown := {*weights} - parts):
-        text = f"{key}.weights names {', '.join(sorted(unknown))}; the parts of the reward are "
-        yield broken(f"{key}.weights reward.functions", f"{text}{', '.join(sorted(parts))}; use their names")
+        text = f"{key} names {', '.join(sorted(unknown))}; the parts of the reward are "
+        yield broken(
+            f"{key} reward.functions data.train", f"{text}{', '.join(sorted(parts))}; use their names"
+        )
 
 
 def optimizers(
@@ -293,11 +288,8 @@ def optimizers(
 
 def _an_optimizer_gets_what_it_steps(run: RunFields) -> Iterator[Mistake]:
     """ZeRO cuts parameters into flat parts; DeepSpeed joins matrices for Muon, in bfloat16's stage 1 only."""
-    half, stage, offload = (
-        run.model.dtype == "bfloat16",
-        run.learner.zero_stage,
-        run.learner.offload_optimizer,
-    )
+    half, stage = run.model.dtype == "bfloat16", run.learner.zero_stage
+    offload = run.learner.offload_optimizer
     cut = f"learner.zero_stage {stage} with model.dtype {run.model.dtype} cuts into flat parts"
     for where, optimizer, _, _ in optimizers(run.learner, run.critic, run.batch):
         kind, keys = optimizer.kind, f"{where}.kind learner.zero_stage model.dtype"

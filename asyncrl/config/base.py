@@ -1,6 +1,6 @@
 """Base classes of the configuration's models, and the type of a mistake in a config."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -95,15 +95,22 @@ class Root(Part):
     def disagreements(self, *, without: Container[str] = ()) -> Iterator[Mistake]:
         """Yield a mistake for every broken rule, except of keys in one of the sections `without`."""
         yield from _inexact_numbers(self, "")
-        for mistake in chain.from_iterable(rule(self) for rule in self.RULES):
-            if not any(key.partition(".")[0] in without for key in mistake.keys):
-                yield mistake
+        yield from judged(self, self.RULES, without)
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> Self:
         if info.context != SECTIONS_ONLY and (mistakes := list(self.disagreements())):
             raise Mistakes(*mistakes)
         return self
+
+
+def judged(
+    config: Root, rules: Iterable[Callable[..., Iterator[Mistake]]], without: Container[str]
+) -> Iterator[Mistake]:
+    """Yield a mistake for every broken one of `rules`, except of keys in one of the sections `without`."""
+    for mistake in chain.from_iterable(rule(config) for rule in rules):
+        if not any(key.partition(".")[0] in without for key in mistake.keys):
+            yield mistake
 
 
 def _inexact_numbers(part: Part, above: str) -> Iterator[Mistake]:

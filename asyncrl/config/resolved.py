@@ -12,6 +12,7 @@ from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import SCALARS
 from asyncrl.config.registry import needs
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import SamplingConfig
 
 # Values that learner and generators must agree on: which prompt a ticket id means, how responses are sampled
 # and scored, how weights arrive, which weights an evaluation needs (`learner.steps`, `eval.every`). Values
@@ -19,13 +20,13 @@ from asyncrl.config.schema import Config
 # generators with them; generators of other hosts are refused and leave.
 _SHARED = {
     "run": "seed",
-    "model": "path revision dtype chat_template",
-    "data": "train eval prompt_field template system filter map split eval_split shuffle long_prompts "
-    "curriculum",
+    "model": "path revision dtype chat_template tool_parser reasoning_parser lora router_replay",
+    "data": "train eval prompt_field template system images_key filter map split eval_split shuffle "
+    "long_prompts curriculum",
     "reward": "functions",
-    "environment": "uses command max_turns weight max_observation_characters history",
-    "batch": "groups group_size",
-    "sampling": "temperature max_prompt_tokens max_response_tokens stop",
+    "environment": "uses command frozen constraints max_turns weight max_observation_characters history",
+    "batch": "groups group_size missing_episodes",
+    "sampling": " ".join(SamplingConfig.model_fields),
     "staleness": "max_lag window_groups",
     "store": "shards",
     "weights": "transport bucket_mib probe_tokens probe_limit",

@@ -1,6 +1,7 @@
 """The rules between the keys of a run's config, of each of its sources and sets (see `Root.RULES`).
 
-A setting that cannot have the effect which its author expects is a mistake, too.
+`RUN_RULES` are of the whole run, where a key counts as used if one source or set uses it. A setting that
+cannot have the effect which its author expects is a mistake, too.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from asyncrl.algo.ranges import MOST_KEPT
 from asyncrl.config.addresses import insecurities
-from asyncrl.config.algorithm_rules import ALGORITHM_RULES
+from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.data_section import prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
@@ -107,11 +108,14 @@ def _steps_take_whole_groups(run: RunFields) -> Iterator[Mistake]:
         yield broken(keys, f"{text}{sampling.max_tokens}); raise it")
 
 
-def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
-    checkpoint, stop, data = run.checkpoint, run.learner.stop_when, run.data
+def _samples_differ(run: RunFields) -> Iterator[Mistake]:
     if run.eval.samples > 1 and run.eval.temperature == 0:
         text = f"eval.samples is {run.eval.samples} at eval.temperature 0: all would be equal"
         yield broken("eval.samples eval.temperature", f"{text}; set a temperature")
+
+
+def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
+    checkpoint, stop, data = run.checkpoint, run.learner.stop_when, run.data
     if stop is not None and stop.reaches is None and stop.patience is None:
         text = "found neither reaches nor patience; set a value that ends the training, or a patience"
         yield broken("learner.stop_when.reaches learner.stop_when.patience", text)
@@ -154,11 +158,7 @@ def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:
         (not run.model.chat_template, "model.chat_template", "false, and only a template places images"),
         (plays, "environment.uses", "set, and episodes have text only"),
         (data.curriculum.floor is not None, "data.curriculum.floor", "set, and not every rank follows it"),
-        (
-            run.learner.sequence_parallel > 1,
-            "learner.sequence_parallel",
-            "over 1, and ranks divide text only",
-        ),
+        (run.learner.sequence_parallel > 1, "learner.sequence_parallel", "over 1, and ranks divide text"),
     ):
         if data.images_key is not None and is_wrong:
             text = f"data.images_key is set, but {key} is {found}; change it, or drop data.images_key"
@@ -168,20 +168,16 @@ def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:
 def _scores_have_names(run: RunFields) -> Iterator[Mistake]:
     reward, train = run.reward, run.data.train
     if not reward.functions and not run.environment.is_used:
-        text = (
-            "reward.functions is [] and there is no environment: nothing scores a response; name a function"
-        )
-        yield broken("reward.functions environment.uses", text)
+        text = "reward.functions is [] and there is no environment: nothing scores a response; name a "
+        yield broken("reward.functions environment.uses", f"{text}function")
     if reward.sandbox != "none" and reward.memory_gib is None:
         text = "a sandbox needs a memory limit; set reward.memory_gib, 4 is enough for short programs"
         yield broken("reward.sandbox", text)
     for key, kind, tasks in (("data.train", "sources", train), ("data.eval", "sets", run.data.eval)):
         names = [one.label for one in tasks]
         if len({*names}) < len(names):
-            text = (
-                f"the {kind} have the names {', '.join(names)}, which must differ; set `name` on one of them"
-            )
-            yield broken(key, text)
+            text = f"the {kind} have the names {', '.join(names)}, which must differ; set `name` on one"
+            yield broken(key, f"{text} of them")
     if "se" in run.data.sets:
         text = "a set has the name se, and eval/se/ begins the names of errors; set another `name`"
         yield broken("data.eval", text)
@@ -198,14 +194,21 @@ def _scorers_are_asked(run: RunFields) -> Iterator[Mistake]:
         if not re.fullmatch(r"[A-Za-z][\w-]{0,31}", name):
             text = f"scorers has the name {name!r}; allowed are letters, digits, `_` and `-`; write another"
             yield broken("scorers", text)
-    functions = [*run.reward.functions, *(f for task in run.data.tasks.values() for f in task.reward or ())]
-    used = {one.remote.scorer for one in functions if isinstance(one.remote, ModelScore)}
-    for name in sorted(used - scorers.keys()):
-        text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
-        yield broken("reward.functions scorers", text)
+    used = set[str]().union(*(_scorers_of(task) for task in run.tasks.values()))
     for name in sorted(scorers.keys() - used):
         text = f"scorers.{name} is set, but no reward function `model_score` asks it; drop it, or add one"
         yield Mistake((f"scorers.{name}", "scorers", "reward.functions", "data.train"), text)
+
+
+def _scorers_of(run: RunFields) -> set[str]:
+    return {one.remote.scorer for one in run.reward.functions if isinstance(one.remote, ModelScore)}
+
+
+def _asked_scorers_answer(run: RunFields) -> Iterator[Mistake]:
+    used, scorers = _scorers_of(run), run.scorers
+    for name in sorted(used - scorers.keys()):
+        text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
+        yield broken("reward.functions scorers", text)
     if used and run.control.bind is not None:
         text = "control.bind is for generators on other hosts, which cannot reach scorers; drop it, or serve"
         yield broken("control.bind scorers", f"{text} the model behind an address (http_reward)")
@@ -294,13 +297,14 @@ RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
     _processes_reach_each_other,
     _hosts_divide_the_work,
     _steps_take_whole_groups,
-    _weights_can_be_judged,
+    _samples_differ,
     _prompts_are_rendered,
     _scores_have_names,
-    _scorers_are_asked,
+    _asked_scorers_answer,
     _episodes_can_be_played,
     _groups_tell_something,
     _store_holds_what_is_open,
     engine_takes_the_settings,
     *ALGORITHM_RULES,
 )
+RUN_RULES = (_weights_can_be_judged, _scorers_are_asked, episodes_can_fail, weighted_parts_exist)

@@ -1,17 +1,21 @@
-"""The keys of a run's config, which `rules` judges. `schema` has the quantities that follow from them."""
+"""The keys of a run's config, which `rules` judges, and what they are for each task.
 
+`schema` has the quantities that follow from them.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Part, Root, marked
 from asyncrl.config.checkpoint_section import CheckpointConfig
-from asyncrl.config.data_section import TICKET, DataConfig
+from asyncrl.config.data_section import TICKET, DataConfig, DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN
-from asyncrl.config.reward_section import RewardConfig, ScorerConfig
+from asyncrl.config.reward_section import RewardConfig, ScorerConfig, reward_parts
 from asyncrl.config.sections import (
     BatchConfig,
     ClusterConfig,
@@ -76,3 +80,35 @@ class RunFields(Root):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    def of(self, task: DataSource | EvalSet) -> Self:
+        """Return the config with which responses to the prompts of a source or a set are made and scored."""
+        found: dict[str, Any] = {}
+        if task.reward is not None:
+            found["reward"] = self.reward.model_copy(update={"functions": task.reward})
+        if (own := task.environment) is not None:
+            given = {key: getattr(own, key) for key in own.model_fields_set}
+            names = {"uses": (), "command": ()} if given.keys() & {"uses", "command"} else {}
+            merged = self.environment.model_copy(update=names | given)
+            found["environment"] = merged if merged.is_used else own
+        if isinstance(task, EvalSet):
+            given = task.model_dump(include={"every", "samples", "temperature"}) | {"prompts": task.limit}
+            given = {key: value for key, value in given.items() if value is not None}
+            found["eval"] = self.eval.model_copy(update=given)
+        return self.model_copy(update=found)
+
+    @property
+    def tasks(self) -> Mapping[str, Self]:
+        """The config of every source and set, by the key of each; prompts name theirs by its place."""
+        return {key: self.of(one) for key, one in self.data.tasks.items()}
+
+    @property
+    def training(self) -> list[Self]:
+        """The config of every source."""
+        return [self.of(one) for one in self.data.train]
+
+    @property
+    def reward_parts(self) -> list[str]:
+        """The names of the parts of the reward, of all sources together."""
+        named = (name for one in self.training for name in reward_parts(one.reward, one.environment))
+        return [*dict.fromkeys(named)]

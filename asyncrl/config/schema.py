@@ -5,25 +5,18 @@ A value belongs to the section of the component that reads it. The component rec
 
 import hashlib
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from asyncrl.algo.staleness import lag_bound
-from asyncrl.config.base import Mistake, Root
+from asyncrl.config.base import Mistake, Root, judged
 from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import kept_values
-from asyncrl.config.reward_section import (
-    TEACHER_NAME,
-    RewardFunctionConfig,
-    ScorerConfig,
-    reward_parts,
-)
-from asyncrl.config.rules import RULES
+from asyncrl.config.reward_section import TEACHER_NAME, RewardFunctionConfig, ScorerConfig
+from asyncrl.config.rules import RULES, RUN_RULES
 from asyncrl.config.run_fields import RunFields
-from asyncrl.config.sections import (
-    ModelConfig,
-)
+from asyncrl.config.sections import ModelConfig
 
 # Our keys, and those of other trainers with the same meaning.
 _SAME = {
@@ -77,38 +70,6 @@ class Config(RunFields):
         ("lora_dropout", "critic_lora"), "an adapter has no dropout here, and a critic trains all its weights"
     )
 
-    def of(self, task: DataSource | EvalSet) -> Self:
-        """Return the config with which responses to the prompts of a source or a set are made and scored."""
-        found: dict[str, Any] = {}
-        if task.reward is not None:
-            found["reward"] = self.reward.model_copy(update={"functions": task.reward})
-        if (own := task.environment) is not None:
-            given = {key: getattr(own, key) for key in own.model_fields_set}
-            names = {"uses": (), "command": ()} if given.keys() & {"uses", "command"} else {}
-            merged = self.environment.model_copy(update=names | given)
-            found["environment"] = merged if merged.is_used else own
-        if isinstance(task, EvalSet):
-            given = task.model_dump(include={"every", "samples", "temperature"}) | {"prompts": task.limit}
-            given = {key: value for key, value in given.items() if value is not None}
-            found["eval"] = self.eval.model_copy(update=given)
-        return self.model_copy(update=found)
-
-    @property
-    def tasks(self) -> Mapping[str, Self]:
-        """The config of every source and set, by the key of each; prompts name theirs by its place."""
-        return {key: self.of(one) for key, one in self.data.tasks.items()}
-
-    @property
-    def training(self) -> list[Self]:
-        """The config of every source."""
-        return [self.of(one) for one in self.data.train]
-
-    @property
-    def reward_parts(self) -> list[str]:
-        """The names of the parts of the reward, of all sources together."""
-        named = (name for one in self.training for name in reward_parts(one.reward, one.environment))
-        return [*dict.fromkeys(named)]
-
     @property
     def reward_functions(self) -> Mapping[str, RewardFunctionConfig]:
         """Every reward function of the run by its key."""
@@ -140,11 +101,12 @@ class Config(RunFields):
         ]
 
     def disagreements(self, *, without: Container[str] = ()) -> Iterator[Mistake]:
-        """Yield a mistake for every broken rule, as the sections are for each source and set."""
+        """Yield a mistake for every broken rule: of the run, and of the sections for each source and set."""
+        yield from judged(self, RUN_RULES, without)
         told: set[str] = set()
         for key, task in self.data.tasks.items():
-            is_set = isinstance(task, EvalSet)
-            left_out = {name for name, _ in self if name in without or (is_set and name in TRAINING)}
+            others = TRAINING if isinstance(task, EvalSet) else {"eval"} if self.data.eval else set[str]()
+            left_out = {name for name, _ in self if name in without or name in others}
             for mistake in Root.disagreements(self.of(task), without=left_out):
                 if mistake.text not in told:
                     told.add(mistake.text)

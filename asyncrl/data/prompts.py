@@ -195,8 +195,8 @@ class PromptSource:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt of data.train, of those that were looked at."""
-        return max(length for part in self._train for length in part.lengths.values())
+        """Tokens of the longest prompt of data.train, as it is used, of those that were looked at."""
+        return max(min(length, part.limit) for part in self._train for length in part.lengths.values())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -345,6 +345,7 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
         if not kept:
             raise DataError(f"all prompts of {part.rows.source} {above}, so no row is left; raise it")
         part.rows = part.rows.only(kept)
+        part.lengths = {at: part.lengths[index] for at, index in enumerate(kept)}
 
 
 def open_curricula(config: Config, sizes: Sequence[int], saved: Mapping[str, Any]) -> Curricula | None:

@@ -24,7 +24,7 @@ from asyncrl.data.row_files import Lazy, Row
 from asyncrl.errors import DataError, as_unicode
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.hosting.progress import beat
-from asyncrl.hosting.workers import Worker, framed, pack, receive
+from asyncrl.hosting.workers import Worker, framed, receive
 from asyncrl.plugins import described, load
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def _ask(worker: Worker, message: Mapping[str, Any], rows: Rows, first: int) -> 
     limit_s = LIMIT_S if "rows" in message else START_S
     where = f"rows {first + 1} to {last + 1} of {rows.source}, the first at {rows.place(first)}"
     try:
-        packed = pack(message, default=str)[4:]
+        # A row of JSON may hold half of a surrogate pair.
+        packed = msgpack.packb(message, default=str, unicode_errors="surrogatepass")
         reply = msgpack.unpackb(worker.ask(packed, limit_s, beat))
     except TimeoutError:
         raise DataError(f"data.filter or data.map took longer than {limit_s:g} s for {where}") from None
@@ -118,7 +119,7 @@ def _serve(channel: socket.socket) -> None:
     _say(channel, {"found": []})
     while True:
         found: list[Any] = []
-        for row in msgpack.unpackb(receive(requests))["rows"]:
+        for row in msgpack.unpackb(receive(requests), unicode_errors="surrogatepass")["rows"]:
             result: Any = True
             for key, function in functions.items():
                 name = getattr(function, "__name__", key)
@@ -144,7 +145,7 @@ def _wrong(key: str, result: Any) -> str:
     if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
         return f"returned a {kind}; allowed is {MAPPED}"
     try:
-        msgpack.packb(result)
+        msgpack.unpackb(msgpack.packb(result))
     except (TypeError, ValueError) as error:
         return f"returned a row that cannot be stored ({error}); allowed is {MAPPED}"
     return ""

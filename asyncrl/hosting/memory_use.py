@@ -6,7 +6,7 @@ and moments, 2 also the accumulated gradients, 3 also the weights. With `model.l
 of the adapter only. A vision part is frozen, and has weights only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -245,18 +245,21 @@ class Rank:
         tokens += f" / {along} (sequence_parallel)" if along > 1 else ""
         less = ", less those of one pass" if shards else ""
 
+        kinds = {learner.optimizer.kind, (critic or learner.optimizer).kind}
+
         def sharded(stage: int) -> list[str]:
-            return ["raise learner.zero_stage"] if learner.ranks > 1 and self.stage < stage else []
+            # Muon and Adafactor need whole matrices.
+            is_possible = learner.ranks > 1 and self.stage < stage and not kinds & {"muon", "adafactor"}
+            return ["raise learner.zero_stage"] if is_possible else []
 
         def row(name: str, size_bytes: int, formed: str, *cures: str) -> Part:
             return Part(name, size_bytes, formed, cures)
 
-        offloaded = offload_cures(learner, self.stage)
+        offloaded = offload_cures(learner, self.stage, kinds)
         yield row("learner weights", self.weights, f"as above{each}", *sharded(3))
         formed = f"parameters x 4, accumulated in float32{backward}{each}"
-        yield row(
-            "gradients", self.of_one_pass + self.accumulated(from_stage=2), formed, *sharded(2), *offloaded
-        )
+        size_bytes = self.of_one_pass + self.accumulated(from_stage=2)
+        yield row("gradients", size_bytes, formed, *sharded(2), *offloaded)
         formed = f"{MOMENTS[learner.optimizer.kind][0]}{master}{each}"
         yield row("optimizer", self.optimizer(learner.optimizer), formed, *sharded(1), *offloaded)
         formed = f"{tokens} x what layers keep for backward, and the logits of one chunk"
@@ -265,10 +268,7 @@ class Rank:
         formed = "buckets and copies of gradients, gathered weights of ZeRO 3, less activations"
         yield row("buffers", self.buffers, formed)
         if reference:
-            formed, frozen = (
-                "weights, because of algorithm.kl or the advantage",
-                replace(self, shape=reference),
-            )
+            formed, frozen = "weights, for algorithm.kl or the advantage", replace(self, shape=reference)
             yield row("reference", frozen.weights, formed, *sharded(3))
         if critic:
             kept = "what a model like the policy keeps between its steps"
@@ -301,10 +301,11 @@ def activation_cures(learner: LearnerConfig) -> list[str]:
     return [*recomputed, f"lower learner.tokens_per_microbatch ({learner.tokens_per_microbatch})"]
 
 
-def offload_cures(learner: LearnerConfig, stage: int) -> list[str]:
-    """Return the setting that moves the optimizer to the host, if that is not set."""
+def offload_cures(learner: LearnerConfig, stage: int, kinds: Collection[str]) -> list[str]:
+    """Return the setting that moves optimizers of these kinds to the host, if that is not set."""
     with_stage = " with learner.zero_stage: 3" if stage < 3 else ""
-    return [] if learner.offload_optimizer else [f"set learner.offload_optimizer: true{with_stage}"]
+    is_possible = {*kinds} == {"adamw"} and not learner.offload_optimizer
+    return [f"set learner.offload_optimizer: true{with_stage}"] if is_possible else []
 
 
 def offloaded_bytes(shape: ModelShape, learner: LearnerConfig) -> int:
@@ -379,12 +380,20 @@ def sequence_kv_bytes(shape: ModelShape, config: Config) -> int:
     return -(-of_all // config.generator.tensor_parallel)
 
 
+def exported_bytes(shape: ModelShape, model: ModelConfig) -> int:
+    """Bytes of an export of the policy: of an adapter, that alone."""
+    return (shape.adapter or shape.parameters) * DTYPE_BYTES[model.dtype]
+
+
 def checkpoint_bytes(
-    shape: ModelShape, model: ModelConfig, optimizer: OptimizerConfig, *, critic: OptimizerConfig | None
+    shape: ModelShape, model: ModelConfig, learner: LearnerConfig, *, critic: OptimizerConfig | None
 ) -> int:
-    """Bytes on disk: weights or adapter, master copy if there is one, moments, export of the whole."""
-    master, size = FP32 if model.dtype == "bfloat16" else 0, DTYPE_BYTES[model.dtype]
-    trained = (optimizer, critic) if critic else (optimizer,)
+    """Bytes on disk: weights or adapter, master copy, moments, export.
+
+    With ZeRO, DeepSpeed writes a master copy in float32, too, and in stage 3 nothing else of the weights.
+    """
+    stage = zero_stage(learner.zero_stage, model.dtype)
+    each = FP32 * (stage > 0) + DTYPE_BYTES[model.dtype] * (stage < 3)
+    trained = (learner.optimizer, critic) if critic else (learner.optimizer,)
     moments = sum(moments_bytes(shape, one) for one in trained)
-    exported = (shape.adapter or shape.parameters) * size
-    return shape.trained * (size + master) * len(trained) + moments + exported
+    return shape.trained * each * len(trained) + moments + exported_bytes(shape, model)

@@ -90,10 +90,8 @@ def _rates(config: Config) -> Iterator[str]:
             found = f"{where}.lr is {optimizer.lr:g}, by about which Adam moves every weight in every step"
             yield f"{found}: that destroys a model; set 1e-6 to 1e-4 (a tiny model takes 1e-3)"
         if optimizer.warmup_of(steps) > steps:
-            found = (
-                f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer steps"
-            )
-            yield f"{found}: the rate stays below {where}.lr; set warmup_steps lower"
+            found = f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer"
+            yield f"{found} steps: the rate stays below {where}.lr; set warmup_steps lower"
 
 
 def _weights(config: Config) -> Iterator[str]:
@@ -122,13 +120,14 @@ def _rows(config: Config) -> Iterator[str]:
         if not local_files(source := task.path):
             continue
         try:
-            rows = load_rows(source)
-            rows = rows.only(rows.checked, [rows[index] for index in rows.checked])
+            every = load_rows(source)
+            rows = every.only(every.checked, [every[index] for index in every.checked])
         except DataError:  # `validate` reports it
             continue
         distinct = len({repr(sorted(row.items())) for row in rows})
         if len(rows) - distinct > REPEATED * len(rows) and not config.of(task).environment.is_used:
-            found = f"{key} ({source}) has {len(rows)} rows, of which {distinct} are different"
+            which = "which" if len(rows) == len(every) else f"the {len(rows)} that were looked at"
+            found = f"{key} ({source}) has {len(every)} rows, of {which} {distinct} are different"
             yield f"{found}; remove the repetitions, or give it rows of its own"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)

@@ -11,6 +11,7 @@ from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import peer_reads
 from asyncrl.hosting.placement import Placement, misplaced_generators, place_slots, placement_of
 from asyncrl.hosting.smi import is_installed
@@ -33,8 +34,8 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
     except DataError:
         rows = None
     shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
-    teacher = read_shape(config.reference) if config.algorithm.reference and not config.teacher else None
-    plan = forecast(placed, shape, this_machine(config.learner.device), rows=rows, teacher=teacher)
+    machine = this_machine(config.learner.device)
+    plan = forecast(placed, shape, machine, rows=rows, teacher=_teacher(config))
     found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
     return replace(plan, warnings=(*found, *plan.warnings))
 
@@ -81,7 +82,13 @@ def _require_fit(config: Config, placed: Callable[[int], Placement]) -> list[str
         return []
     placement = placed(len(machine.gpu_bytes))
     shape = read_trained_shape(config.model, config.learner if placement.ranks else None)
-    plan = forecast(config, shape, machine, rows=None, placement=placement)
+    teacher = _teacher(config) if placement.ranks else None
+    plan = forecast(config, shape, machine, rows=None, teacher=teacher, placement=placement)
     if plan.misfits:
         raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
     return list(estimates(shape))
+
+
+def _teacher(config: Config) -> ModelShape | None:
+    """Return the shape of a teacher that the learner holds."""
+    return read_shape(config.reference) if config.algorithm.reference and not config.teacher else None

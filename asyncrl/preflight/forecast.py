@@ -17,6 +17,7 @@ from asyncrl.hosting.memory_use import (
     Part,
     Rank,
     checkpoint_bytes,
+    exported_bytes,
     generator_kv_bytes,
     kv_bytes_per_token,
     offloaded_bytes,
@@ -100,7 +101,7 @@ def forecast(
     uses = gpu_uses(config, shape, rank, kv_bytes, machine, placement) if on_gpu else []
     memory = _memory(config, shape, rank, kv_bytes, uses, machine, placement)
     plan = Forecast(lines=(*lines, *memory, *_disk(config, shape)))
-    misfits = tuple(_misfits(config, plan, uses, placement))
+    misfits = tuple(_misfits(plan, uses, placement))
     warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, uses, machine))
     return replace(plan, warnings=(*estimates(shape), *warnings), misfits=misfits)
 
@@ -159,18 +160,14 @@ def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
     formed = "steps x sequences, without what filters reject"
     yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
     if rows is not None:
-        yield _count(
-            part, "prompts", sum(rows), f"rows of {', '.join(one.path for one in config.data.train)}"
-        )
+        named = ", ".join(one.path for one in config.data.train)
+        yield _count(part, "prompts", sum(rows), f"rows of {named}")
     for source, share, size in zip(config.data.train, config.data.shares, rows or (), strict=False):
         of, factor = ("", "") if share == 1 else (f" of {source.label}", f" x {share}")
         prompts = "prompts" if share == 1 else f"{size:,} prompts"
-        yield _count(
-            part, f"steps per epoch{of}", float(size / (groups * share)), f"{prompts} / (groups{factor})"
-        )
-        yield _count(
-            part, f"epochs{of}", float(steps * groups * share / size), f"steps x groups{factor} / {prompts}"
-        )
+        epoch = size / (groups * share)
+        yield _count(part, f"steps per epoch{of}", float(epoch), f"{prompts} / (groups{factor})")
+        yield _count(part, f"epochs{of}", float(steps / epoch), f"steps x groups{factor} / {prompts}")
     for name, one in config.data.sets.items():
         rounds, of = math.ceil(steps / config.of(one).eval.every) + 1, f" of {name}" if name else ""
         yield _count(part, f"evaluations{of}", rounds, "steps / eval.every, and the first weights")
@@ -210,8 +207,8 @@ def _memory(
 
 
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
-    kept, optimizer = config.checkpoint.kept(config.learner.steps), config.learner.optimizer
-    one = checkpoint_bytes(shape, config.model, optimizer, critic=_critic(config))
+    kept = config.checkpoint.kept(config.learner.steps)
+    one = checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
     yield _size("this host", "checkpoint", one, "weights, optimizer and export, with those of a critic")
     parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
     formed = f"checkpoint x ({parts} + the one being written)"
@@ -243,7 +240,7 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
 def _parts(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> list[Part]:
     """Return what fills the GPU of the first rank."""
     has_reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
-    is_copy = has_reference and (reference is not shape or not shape.adapter)
+    is_copy = has_reference and not config.teacher and (reference is not shape or not shape.adapter)
     rank = Rank(shape, config.model, config.learner)
     parts = [*rank.parts(reference=reference if is_copy else None, critic=_critic(config))]
     return [*parts, *rank.gpu_parts(config.weights)] if on_gpu else parts
@@ -275,9 +272,9 @@ def _host_lines(
     ranks, count = config.learner.ranks, len(placement.generators)
     weights = weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES
-    host += 2 * published_bytes(shape, config.model)
+    host += 2 * published_bytes(shape, config.model) + exported_bytes(shape, config.model)
     host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
-    formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions"
+    formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions, an export"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):
         # Generators of this host read the published copies in place.
@@ -302,7 +299,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
         )
 
 
-def _misfits(config: Config, plan: Forecast, uses: Sequence[GpuUse], placement: Placement) -> Iterator[str]:
+def _misfits(plan: Forecast, uses: Sequence[GpuUse], placement: Placement) -> Iterator[str]:
     if uses and (worst := max(uses, key=lambda use: use.share)).share > 1:
         yield full_gpu(worst)
     if uses and placement.generators and plan["full sequences in KV"] < 1:

@@ -3,14 +3,15 @@
 Where no config can mean it so, `config/rules.py` refuses it; these may be left from another run.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from asyncrl.config.named_files import SEEDS
 from asyncrl.config.schema import Config
 
 _OF_REWARDS = "reward.functions is [], so there are no reward processes; name a function, or drop it"
-_OF_EPISODES = "only episodes are read with it, and a reward gets the response as it is; name an environment"
+_OF_EPISODES = "only episodes are read with it; name an environment, or drop it"
 _OF_AGENTS = "only agents (environment.command) call the endpoint; drop it"
 _OF_OTHERS = "only the store of `url` has it, and store.url is not set; set it, or drop this"
 _OF_VLLM = "generator.engine is transformers, which has no such thing; drop it, or take vllm"
@@ -21,34 +22,29 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: not Path(one.model.path).is_dir(),
         "model.path is a directory, which has one revision; drop it, or give the model's hub name",
     ),
-    "model.tool_parser": (
-        lambda one: any(each.is_used for each in one.environments.values()),
-        f"{_OF_EPISODES}, or drop it",
-    ),
-    "model.reasoning_parser": (
-        lambda one: any(each.is_used for each in one.environments.values()),
-        f"{_OF_EPISODES}, or drop it",
+    **dict.fromkeys(
+        ("model.tool_parser", "model.reasoning_parser"),
+        (lambda one: any(each.is_used for each in one.environments.values()), _OF_EPISODES),
     ),
     "data.prompt_field": (
         lambda one: one.data.template is None,
         "data.template stands in its place; drop one of them",
     ),
-    "data.split": (
-        lambda one: not all(source.path.startswith(SEEDS) for source in one.data.train),
-        "data.train makes its rows, which have no splits; drop it",
+    "data.curriculum.solved": (
+        lambda one: one.data.curriculum.floor is not None,
+        "data.curriculum.floor is null, so no prompt is skipped; set a share such as 0.1, or drop this",
     ),
     "data.eval_split": (
-        lambda one: any(not each.split and not each.path.startswith(SEEDS) for each in one.data.eval),
+        lambda one: any(not each.split for each in one.data.eval),
         "data.eval names no dataset with splits; set it, or drop this",
     ),
-    **{
-        f"reward.{key}": (lambda one: bool(one.reward_functions), _OF_REWARDS)
-        for key in ("timeout_s", "workers", "sandbox", "memory_gib")
-    },
-    "environment.address": (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
-    "environment.constraints": (
-        lambda one: any(each.command for each in one.environments.values()),
-        _OF_AGENTS,
+    **dict.fromkeys(
+        ("reward.timeout_s", "reward.workers", "reward.sandbox", "reward.memory_gib"),
+        (lambda one: bool(one.reward_functions), _OF_REWARDS),
+    ),
+    **dict.fromkeys(
+        ("environment.address", "environment.constraints", "environment.frozen"),
+        (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
     ),
     "environment.workers": (
         lambda one: any(each.uses for each in one.environments.values()),
@@ -61,6 +57,14 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "environment.history": (
         lambda one: bool(one.model.chat_template),
         "model.chat_template is false, so no template renders earlier turns; set it to true, or drop this",
+    ),
+    "algorithm.reference.gpus": (
+        lambda one: bool(one.teacher),
+        "algorithm.reference.scorers is 0, so the learner holds the teacher; set it, or drop this",
+    ),
+    "checkpoint.best_is": (
+        lambda one: one.checkpoint.best is not None,
+        "checkpoint.best is null, so no checkpoint is the best; name a metric, or drop this",
     ),
     "generator.enforce_eager": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
     "generator.kv_cache_gib": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
@@ -84,8 +88,10 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
 def idle_keys(config: Config) -> Iterator[str]:
     """Warn of each key of `KEYS` that is set and has no effect."""
     for key, (acts, why) in KEYS.items():
-        part, name = key.split(".")
-        section = getattr(config, part)
+        *parts, name = key.split(".")
+        section: Any = functools.reduce(lambda part, at: part and getattr(part, at), parts, config)
+        if section is None:
+            continue
         found = getattr(section, name)
         if found != type(section).model_fields[name].default and not acts(config):
             yield f"{key} is {found}, but {why}"

@@ -121,14 +121,11 @@ def _prompts(config: Config) -> PromptSource:
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
-    if path.is_dir():
-        records, finder = load_rows(str(RunDirectory(path).samples)), _PromptFinder(config)
-        chosen = range(len(records))[-count:]
-    else:
-        records, finder = load_rows(str(path)), None
-        chosen = range(len(records))[:count]
-    for index in chosen:
-        record = records[index]
+    finder = _PromptFinder(config) if path.is_dir() else None
+    records = load_rows(str(RunDirectory(path).samples if finder else path))
+    chosen = range(len(records))[-count:] if finder else range(len(records))[:count]
+    # A run that goes on appends to its samples, and then no more rows can be read.
+    for index, record in [(index, records[index]) for index in chosen]:
         if not isinstance(record.get("response"), str):
             place = records.place(index)
             raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
@@ -180,7 +177,7 @@ async def _try_part(
                     tried.answers.append(score.answer)
                 else:
                     tried.abstained.add(index)
-            tried.seconds.append(time.perf_counter() - started_s)
+            tried.seconds.append(max(0.0, time.perf_counter() - started_s - rewards.wait_s))
             if timeouts == TIMEOUTS:
                 tried.untried = len(cases) - index - 1
                 break

@@ -158,6 +158,11 @@ class Rewards:
         """The end of what user code printed in the processes."""
         return self._pool.printed if self._pool else ""
 
+    @property
+    def wait_s(self) -> float:
+        """Time that a response waits for others before it is scored."""
+        return self._pool.wait_s if self._pool else 0.0
+
     async def start(self) -> None:
         """Start the processes. Raises RewardError for functions that cannot be used."""
         for one in self._all:

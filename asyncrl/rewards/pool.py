@@ -24,6 +24,7 @@ from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.hosting.processes import kill_group, module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
+from asyncrl.rewards import batches
 from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.batches import Batches, Divisible, Scored
 from asyncrl.rewards.sandbox import sandbox_of
@@ -88,8 +89,8 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill all workers."""
-        for batches in self._batches.values():
-            batches.close()
+        for one in self._batches.values():
+            one.close()
         for worker in self._workers:
             worker.kill()
         await asyncio.gather(*(worker.wait() for worker in self._workers))
@@ -98,6 +99,11 @@ class RewardPool:
     def printed(self) -> str:
         """The end of what user code printed in the workers that are running."""
         return "\n".join(text for worker in self._workers if (text := worker.printed))
+
+    @property
+    def wait_s(self) -> float:
+        """Time that a response waits for others, if a function scores those of several groups in one call."""
+        return batches.WAIT_S if any(most > 1 for most in self._most.values()) else 0.0
 
     async def _scored(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         if (most := self._most[part]) > 1:

@@ -52,7 +52,8 @@ def naming_memory(learner: LearnerConfig, rank: int) -> Iterator[None]:
             f"lower learner.logprob_chunk_tokens ({learner.logprob_chunk_tokens})",
         ]
         keys += ["give generators on the same GPU a smaller generator.gpu_memory_utilization"]
-        keys += [f"in a new run {cure}" for cure in offload_cures(learner, learner.zero_stage)]
+        offloaded = offload_cures(learner, learner.zero_stage, [learner.optimizer.kind])
+        keys += [f"in a new run {cure}" for cure in offloaded]
         raise MemoryFullError(
             f"rank {rank} of the learner was at {doing()!r} ({str(error).splitlines()[0]}). The same step "
             f"would need as much again: {', '.join(keys)}; `asyncrl plan` shows what takes how much. Then "

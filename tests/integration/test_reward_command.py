@@ -1,5 +1,6 @@
 """`asyncrl reward test` on reward functions that are right, and on some that fail in every way there is."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.preflight import reward_trial
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
+from asyncrl.rewards import batches
 from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
 from tests.support.waiting import HANG
@@ -40,6 +43,8 @@ def trl(completions, answer, **kwargs):
     return [float(text == right) for text, right in zip(completions, answer)]
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "pred": solution_str[:2]}
+def many(prompts, responses, batch=64):
+    return [1.0 for _ in responses]
 def chance(prompt, response):
     import random
     return random.random()
@@ -176,7 +181,7 @@ def test_functions_may_abstain_but_not_all_of_them(config):
     assert status == 1 and f"{each} responses without a score" in said
 
 
-def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config):
+def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(config, monkeypatch):
     loaded, home = load_config(config), config.parent
     file = home / "mine.jsonl"
     file.write_text(
@@ -198,6 +203,31 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
     assert cases[3].given.row == load_rows(loaded.data.eval[0].path)[1] and cases[3].given.truncated
     assert len(list(sample_cases(loaded, run, 2))) == 2
+
+    class Appends(reward_trial._PromptFinder):
+        def __init__(self, config):
+            super().__init__(config)
+            self.append()
+
+        def append(self):
+            with (run / "samples.jsonl").open("a") as file:
+                file.write(json.dumps(records[0]) + "\n")
+
+        def prompt(self, record):
+            self.append()
+            return super().prompt(record)
+
+    monkeypatch.setattr(reward_trial, "_PromptFinder", Appends)
+    assert len(list(sample_cases(loaded, run, 8))) == 5, "a run may go on"
+
+
+def test_the_time_of_a_function_is_without_its_wait_for_other_responses(config, monkeypatch):
+    monkeypatch.setattr(batches, "WAIT_S", 0.5)
+    cases = [*generic_cases(load_config(config), 1)][:1]
+    loaded = load_config(config, [f"reward.functions.0.function={config.parent}/rewards.py:many"])
+    (function,) = loaded.reward.functions
+    tried = asyncio.run(reward_trial._try_part(loaded, function, cases, config.parent))
+    assert tried.scores == {"reference": [1.0]} and tried.seconds[0] < 0.5
 
 
 def test_prompts_are_those_that_the_run_trains_on_first(config):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54349,
+    "lines of the package": 54380,
     "modules": 417,
-    "public functions and classes": 1470,
+    "public functions and classes": 1474,
     "modules of ours that a module imports, at most": 34,
-    "private functions that are used once": 647,
+    "private functions that are used once": 649,
 }
 
 

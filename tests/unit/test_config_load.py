@@ -391,6 +391,7 @@ def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
         "eval.samples=1",
         "eval.prompts=3",
     ]
+    other += ["sampling.top_k=9", "model.lora={}", "model.tool_parser=hermes", "data.filter=a:b"]
     # Generators tell from them which weights a round of evaluation needs.
     other += ["learner.steps=9", "eval.every=3"]
     other += ["algorithm.advantage=remax"]  # generators sample greedy responses for it

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_config
+from asyncrl.data import dataset
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import doubts as doubt_rules
 from asyncrl.preflight.doubts import doubts, require_device
@@ -105,6 +106,13 @@ def test_rows_that_are_unlike_the_others_are_named(change, said):
     assert line.startswith(said)
 
 
+def test_of_many_rows_it_is_said_how_many_were_looked_at(monkeypatch):
+    monkeypatch.setattr(dataset, "CHECKED", 10)
+    write_rows("train", ROWS[:1] * 30)
+    (line,) = said_of(OWN)
+    assert " has 30 rows, of the 10 that were looked at 1 are different" in line
+
+
 def test_rows_that_may_be_meant_are_no_doubt():
     write_rows("train", [*ROWS, *ROWS[:7]])
     assert said_of(OWN) == [], "a fifth may be repeated"
@@ -199,6 +207,7 @@ def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest
 
 
 GAME, AGENT = "environment.uses=game.py:Game", "environment.command=[python, agent.py]"
+TAUGHT = ("algorithm.reference.path=t", "algorithm.advantage=distill")
 UNSCORED = (GAME, "reward.functions=[]")
 # Each key with a value, overrides with which it has no effect, and with which it has one.
 IDLE = {
@@ -206,7 +215,7 @@ IDLE = {
     "model.tool_parser=hermes": ((), (GAME,)),
     "model.reasoning_parser=qwen3": ((), (AGENT,)),
     "data.prompt_field=answer": (("data.template='{prompt}'",), ()),
-    "data.split=other": (("data.train=seeds:9",), ()),
+    "data.curriculum.solved=0.5": ((), ("data.curriculum.floor=0.1",)),
     "data.eval_split=other": (("data.eval=null",), ()),
     "reward.timeout_s=3": (UNSCORED, ()),
     "reward.workers=3": (UNSCORED, (GAME,)),
@@ -214,9 +223,12 @@ IDLE = {
     "reward.memory_gib=1": (UNSCORED, ()),
     "environment.address=10.0.0.1": ((GAME,), (AGENT,)),
     "environment.constraints=ignore": ((GAME,), (AGENT,)),
+    "environment.frozen=[judge]": ((GAME,), (AGENT,)),
     "environment.workers=3": ((AGENT,), (GAME,)),
     "environment.max_observation_characters=99": ((AGENT,), (GAME,)),
     "environment.history=template": ((GAME,), (GAME, "model.chat_template=true")),
+    "algorithm.reference.gpus=[1]": (TAUGHT, (*TAUGHT, "algorithm.reference.scorers=1")),
+    "checkpoint.best_is=lowest": ((), ("checkpoint.best=eval/accuracy",)),
     "generator.enforce_eager=true": (("generator.engine=transformers",), ()),
     "generator.kv_cache_gib=1": (("generator.engine=transformers",), ()),
     "store.password_env=SECRET": ((), ("store.url=redis://localhost:1",)),

@@ -15,10 +15,9 @@ from transformers import AutoConfig
 
 from asyncrl.cli.screens import plan_table
 from asyncrl.columns import TEACHER
-from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.config.sections import ModelConfig
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import Machine, read_shape
 from asyncrl.hosting.memory_use import ModelShape, checkpoint_bytes
@@ -182,7 +181,7 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
     assert plan["full sequences in KV"] == GIB // 2 // (2 * 6 * 576 * 4 * 200)
     libraries = int(0.8 * GIB) + 2 * int(1.6 * GIB)
-    assert plan["host memory"] == libraries + 2 * 4 * n + plan["one rank"] + 2 * (4 * n + GIB // 2)
+    assert plan["host memory"] == libraries + 3 * 4 * n + plan["one rank"] + 2 * (4 * n + GIB // 2)
     assert plan["checkpoint"] == 16 * n and plan["disk"] == 48 * n
     assert not plan.warnings
 
@@ -266,6 +265,10 @@ def test_reference_and_critic_are_counted_where_there_are_any():
         teacher=replace(STORIES, parameters=5 * n),
     )
     assert taught["reference"] == 4 * 5 * n == taught["one rank"] - base["one rank"]
+    scored = planned(config_of(algorithm={"advantage": "distill", "reference": {"path": "t", "scorers": 1}}))
+    assert scored["one rank"] == base["one rank"], (
+        "a teacher in processes of its own is none of the learner's"
+    )
     assert critic["one rank"] - base["one rank"] == 12 * n and critic["checkpoint"] == 28 * n
 
 
@@ -342,8 +345,25 @@ def test_a_group_of_episodes_is_as_large_as_a_real_one_and_rewritten_turns_are_s
 def test_a_checkpoint_on_disk():
     """The quick start's, measured: 595,328 parameters in float32 made 9,613,524 bytes."""
     shape, model = replace(STORIES, parameters=595_328), config_of().model
-    size = checkpoint_bytes(shape, model, OptimizerConfig(), critic=None)
+    size = checkpoint_bytes(shape, model, LearnerConfig(), critic=None)
     assert size == pytest.approx(9_613_524, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "per_parameter"),
+    [
+        ("float32", 0, 16),
+        ("float32", 1, 20),
+        ("float32", 2, 20),
+        ("float32", 3, 16),
+        ("bfloat16", 0, 16),
+        ("bfloat16", 3, 14),
+    ],
+)
+def test_zero_writes_a_master_copy_and_in_stage_3_no_other_weights(dtype, stage, per_parameter):
+    """Measured with a Llama of 787,584 parameters, of which 1 % more was written."""
+    model, learner = ModelConfig(path="m", dtype=dtype), LearnerConfig(zero_stage=stage)
+    assert checkpoint_bytes(STORIES, model, learner, critic=None) == per_parameter * STORIES.parameters
 
 
 GPU = Machine(memory_bytes=200 * GIB, gpu_bytes=(80 * GIB,) * 8)
@@ -435,6 +455,14 @@ def test_up_refuses_a_gpu_that_is_too_small(monkeypatch):
         else:
             with pytest.raises(ConfigError, match=r"GPU 0: .* set learner.gradient_checkpointing: true"):
                 fit.require_fit(config, generators=True)
+    taught = config_of(
+        model={"dtype": "bfloat16"}, algorithm={"advantage": "distill", "reference": {"path": "t"}}
+    )
+    monkeypatch.setattr(fit, "read_shape", lambda model: LLAMA_8B)
+    monkeypatch.setattr(fit, "this_machine", lambda device: replace(GPU, gpu_bytes=(80 * GIB,)))
+    fit.require_room(taught.model_copy(update={"model": ModelConfig(path="hub/name")}), 1)
+    with pytest.raises(ConfigError, match=r"GPU 0: .*reference 15\.0 GiB"):
+        fit.require_fit(taught, generators=True)
     monkeypatch.setattr(fit, "this_machine", lambda device: CPU)
     monkeypatch.setattr(
         fit, "read_trained_shape", lambda model, learner: pytest.fail("no model is read without a GPU")
@@ -480,6 +508,11 @@ def test_a_full_gpu_is_told_with_what_fills_it_and_with_settings_of_its_own():
     stages = {"learner": {"ranks": 6, "zero_stage": 1, "offload_optimizer": False}}
     (misfit,) = planned(config_of(**sections | stages), QWEN_14B, GPU).misfits
     assert "raise learner.zero_stage" in misfit
+
+    for kind, cures in (("adamw_8bit", ["zero_stage"]), ("muon", [])):
+        learner = stages["learner"] | {"optimizer": {"kind": kind}}
+        (misfit,) = planned(config_of(**sections | {"learner": learner}), QWEN_14B, GPU).misfits
+        assert re.findall(r"learner\.(zero_stage|offload_optimizer)", misfit) == cures, "only what is allowed"
 
     small = replace(GPU, gpu_bytes=(60 * GIB,))
     (misfit,) = planned(config_of(**sections | {"learner": {}}), QWEN, small).misfits

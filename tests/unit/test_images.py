@@ -294,6 +294,5 @@ def test_the_vision_part_has_weights_only(model: Path) -> None:
     assert rank.optimizer(OptimizerConfig()) == 8 * trained
     assert published_bytes(shape, settings) == 4 * trained
     assert (
-        checkpoint_bytes(shape, settings, OptimizerConfig(), critic=None)
-        == 12 * trained + 4 * shape.parameters
+        checkpoint_bytes(shape, settings, LearnerConfig(), critic=None) == 12 * trained + 4 * shape.parameters
     )

@@ -189,7 +189,8 @@ def test_of_many_rows_some_are_looked_at_first_and_the_others_when_they_are_draw
     assert source(model, train, limit=5, shuffle=False, long_prompts="truncate").prompt(5).token_ids == (
         *ids("9" * 5),
     )
-    assert len(source(model, train, limit=5, long_prompts="drop")) == 29
+    dropped = source(model, train, limit=5, long_prompts="drop")
+    assert len(dropped) == 29 and dropped.longest == 3, "of the prompts that are left"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -236,6 +237,7 @@ def test_the_end_of_a_long_prompt_stays_if_it_is_truncated(tmp_path, jsonl, capl
         )
     assert [list(prompts.prompt(n).token_ids) for n in (1, 2)] == [ids("+2+3=")[-4:], [BOS, *ids("1=")]]
     assert any("their first tokens are cut off: 1 of 2 of" in line for line in caplog.messages)
+    assert prompts.longest == 4
 
 
 @pytest.mark.parametrize(

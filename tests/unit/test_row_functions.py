@@ -37,6 +37,15 @@ def fails(row):
 def wrong(row):
     return None
 
+def counts(row):
+    return {"a": {1: 2}}
+
+def half(row):
+    return {"a": row["b"]}
+
+def whole(row):
+    return row.get("b") == "\\ud800"
+
 def strange(row):
     return {"a": object()}
 
@@ -114,6 +123,7 @@ def test_they_run_in_a_process_without_secrets(files, monkeypatch):
         ("filter", "fails", r"data.filter: `fails` returned a dict; allowed are True and False at row 1 "),
         ("map", "wrong", r"data.map: `wrong` returned a NoneType; allowed is a mapping from columns .* at row 1 "),
         ("map", "strange", r"`strange` returned a row that cannot be stored .* at row 1 \(\S+rows.jsonl:1\)"),
+        ("map", "counts", r"`counts` returned a row that cannot be stored \(int is not allowed for map key .* at row 1 "),
         ("map", "exits", r"`exits` raised SystemExit: 3"),
         ("filter", "dies", r"the process of data.filter and data.map ended at rows 1 to 64 of \S+rows.jsonl"),
         ("filter", "hangs", r"took longer than 2 s for rows 1 to 64 of \S+rows.jsonl, the first at \S+rows.jsonl:1"),
@@ -124,6 +134,18 @@ def test_a_function_that_fails_is_named_with_the_row(files, monkeypatch, key, na
     monkeypatch.setattr(row_functions, "LIMIT_S", 2.0 if name == "hangs" else 60.0)
     with pytest.raises(DataError, match=message):
         load_part(DataConfig(train="t", **{key: f"{own}:{name}"}), path, "train")
+
+
+def test_a_row_with_half_of_a_surrogate_pair_reaches_the_functions_as_it_is(files, tmp_path):
+    own, path = files[0], tmp_path / "half.jsonl"
+    path.write_text('{"b": "whole"}\n{"b": "\\ud800"}\n')
+    assert list(load_part(DataConfig(train="t", filter=f"{own}:whole"), str(path), "train")) == [
+        {"b": "\ud800"}
+    ]
+    with pytest.raises(
+        DataError, match=r"`half` returned a row that cannot be stored .* at row 2 \(\S+half.jsonl:2"
+    ):
+        load_part(DataConfig(train="t", map=f"{own}:half"), str(path), "train")
 
 
 def test_a_filter_that_keeps_nothing_is_named(files):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
@@ -124,6 +125,41 @@ def test_a_mistake_of_a_task_is_named_at_its_own_key(change: str, said: str) -> 
     with pytest.raises(ConfigError) as refused:
         validated_config(Path("run.yaml"), [change])
     assert said in str(refused.value)
+
+
+ASKED = {"function": "model_score", "params": {"scorer": "judge"}}
+SECOND = {"path": "y.jsonl", "reward": [{"function": "exact_match"}]}
+PLAIN = {"data": {"train": "x.jsonl", "eval": "y.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "unused"),
+    [
+        (
+            {"reward": {"functions": [ASKED]}, "scorers": {"judge": {"model": "m"}}}
+            | {"data": {"train": "x.jsonl", "eval": [SECOND]}},
+            {"reward": {"functions": [{"function": "math"}]}},
+        ),
+        (
+            {"algorithm": {"advantage": {"name": "gdpo", "weights": {"reward": 1, "exact_match": 2}}}}
+            | {"data": {"train": [{"path": "x.jsonl"}, SECOND]}},
+            PLAIN,
+        ),
+        (
+            {"batch": {"missing_episodes": 1}}
+            | {"data": {"train": [{"path": "x.jsonl"}, SECOND | {"environment": {"uses": "game.py:Guess"}}]}},
+            PLAIN,
+        ),
+        (
+            {"eval": {"samples": 4}, "data": {"train": "x.jsonl", "eval": [SECOND | {"temperature": 1.0}]}},
+            PLAIN,
+        ),
+    ],
+)
+def test_what_one_task_uses_need_not_be_used_by_the_others(sections: Any, unused: Any) -> None:
+    assert len(config_of(**sections).tasks) == 2
+    with pytest.raises(ValidationError):
+        config_of(**sections | unused)
 
 
 def test_the_interval_of_the_named_set_decides_whether_a_best_checkpoint_can_be_found() -> None:
