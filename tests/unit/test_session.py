@@ -314,16 +314,18 @@ def test_one_turn_is_the_engines_rollout():
 def test_what_lies_between_two_turns_has_the_version_of_the_turn_before():
     renderer = renderer_of("qwen2_5")
     session, messages = Session(renderer), [user("q")]
-    for version in (3, 4):
+    for version in (3, 4, 5):
         request = session.request(messages)
         answer = {"role": "assistant", "content": str(version)}
         ids = [*renderer.encode("x"), min(renderer.stop_ids)]
         session.record(request, rollout_of(request.prompt_ids, ids, version=version), answer)
         messages += [answer, user("r")]
     (rollout,) = session.rollouts()
+    between = (len(rollout.response_ids) - 3 * 2) // 2
     assert rollout.version_spans == (
-        VersionSpan(3, len(rollout.response_ids) - 2),
-        VersionSpan(4, 2),
+        VersionSpan(3, 2 + between),
+        VersionSpan(4, 2 + between),
+        VersionSpan(5, 2),
     )
     assert not rollout.behaviour_logprobs[~rollout.action_mask].any()
 
