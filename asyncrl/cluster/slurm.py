@@ -125,7 +125,9 @@ class SlurmCluster:
             if one.step is None:
                 one.last = jobs.get(one.job, one.last)
             elif (status := one.step.poll()) is not None:
-                # Of a node that fails, srun reports the status 0.
+                # Of a node that fails, srun reports 0; of a signal, 128 and its number.
+                if status - SIGNALS in {*signal.Signals}:
+                    status = SIGNALS - status
                 if one.node in self._nodes():
                     one.last = HostState(phase="ended", address=one.last.address, status=status)
                 else:
@@ -211,7 +213,7 @@ def _state_of(job: Job) -> HostState:
         case "COMPLETED" | "FAILED":
             return HostState(phase="ended", status=os.waitstatus_to_exitcode(int(job.status)))
         case "CANCELLED":  # by us, or by the user
-            return HostState(phase="ended", status=SIGNALS + signal.SIGTERM)
+            return HostState(phase="ended", status=-signal.SIGTERM)
         case "RUNNING" | "COMPLETING" | "SUSPENDED":
             return HostState(phase="running")
         case state if state in LOST:

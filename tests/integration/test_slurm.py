@@ -1,6 +1,5 @@
 """Runs of the real asyncrl under a real Slurm of three nodes, which are networks of this machine."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ import yaml
 
 from asyncrl.commands.down import processes_of
 from tests.support.command import ASYNCRL
-from tests.support.slurm import missing, three_nodes
+from tests.support.slurm import missing, on_node, three_nodes
 from tests.support.waiting import wait_until
 from tests.support.whole_run import steps, tiny_run
 
@@ -64,16 +63,6 @@ def await_that(condition, slurm, run: Path) -> None:
         return "\n".join([slurm.run("squeue"), slurm.run("sinfo", "-N"), *outs])
 
     wait_until(condition, WAIT_S, said)
-
-
-def on_node(slurm, node: str, word: str) -> list[psutil.Process]:
-    found = []
-    for pid in slurm.network.hosts[node].processes():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            process = psutil.Process(pid)
-            if word in process.cmdline() and process.name() != "srun":
-                found.append(process)
-    return found
 
 
 def nothing_is_left(slurm, run: Path, *, again: bool = False) -> None:

@@ -1,13 +1,17 @@
 """A Slurm of this machine: a controller and three nodes, each in a network of its own."""
 
+import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+import pytest
 
 from asyncrl.cluster.network import Network, obstacle
 from tests.support.command import ASYNCRL
@@ -37,8 +41,11 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=30
 JobRequeue=1
-PartitionName=all Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+# A node that is not up, with what no other one has: Slurm refuses a job that no node of it could ever run.
+DOWN = "NodeName=n4 NodeHostname=none NodeAddr=10.77.1.1 CPUs=1 Gres=gpu:64 State=DOWN\n"
+COMMANDS = ("sbatch", "scancel", "scontrol", "squeue", "srun")
 
 
 def missing() -> str:
@@ -89,15 +96,47 @@ class Slurm:
         alone = ("unshare", "--pid", "--fork", "--mount-proc")
         return self.run(*alone, *ASYNCRL, *words, status=status)
 
+    @contextlib.contextmanager
+    def inside(self, *nodes: str) -> Iterator[str]:
+        """Let this process command Slurm as one of a job that has these nodes; yield the job's id.
+
+        It does so from the first node, which is none of these: our name, at which a controller reaches `srun`,
+        is that of this node.
+        """
+        scripts = self.at / "bin"
+        scripts.mkdir()
+        for name in COMMANDS:
+            command = self.network.host(NODES[0]).command(shutil.which(name) or name)
+            (scripts / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            (scripts / name).chmod(0o755)
+        where = (f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}")
+        said = self.run("salloc", "--no-shell", "--exclusive", "--no-kill", *where)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", str(scripts), prepend=os.pathsep)
+            patch.setenv("SLURM_CONF", self.env["SLURM_CONF"])
+            patch.setenv("SLURM_JOB_ID", said.split("Granted job allocation ")[1].split()[0])
+            yield os.environ["SLURM_JOB_ID"]
+
     def jobs(self) -> dict[str, str]:
         """Return the states of all jobs, by name."""
         lines = self.run("squeue", "--noheader", "--format=%j %T").splitlines()
         return dict(line.split() for line in lines)
 
 
-@contextmanager
-def three_nodes(at: Path) -> Iterator[Slurm]:
-    """Start it; at the end nothing of it is left."""
+def on_node(slurm: Slurm, node: str, word: str) -> list[psutil.Process]:
+    """The processes of a node that have a word in their command."""
+    found = []
+    for pid in slurm.network.hosts[node].processes():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            process = psutil.Process(pid)
+            if word in process.cmdline() and process.name() != "srun":
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def three_nodes(at: Path, *, gpus: bool = False) -> Iterator[Slurm]:
+    """Start it; at the end nothing of it is left. With `gpus` the first node has one, and there is `DOWN`."""
     (at / "state").mkdir()
     slurm = Slurm(at, Network(), {})
     host = os.uname().nodename.partition(".")[0]
@@ -106,14 +145,18 @@ def three_nodes(at: Path) -> Iterator[Slurm]:
         slurm.network.host(name)
         (at / name).mkdir()
         address = slurm.network.address(name)
-        conf += f"NodeName={name} NodeHostname={host} NodeAddr={address} CPUs=1 State=UNKNOWN\n"
+        gres = " Gres=gpu:1" if gpus and name == NODES[0] else ""
+        conf += f"NodeName={name} NodeHostname={host} NodeAddr={address} CPUs=1 State=UNKNOWN{gres}\n"
+    if gpus:
+        conf += f"GresTypes=gpu\n{DOWN}"
+        (at / "gres.conf").write_text(f"NodeName={NODES[0]} Name=gpu File=/dev/null\n")
     (at / "slurm.conf").write_text(conf)
     (at / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     try:
         slurm.begin("controller", shutil.which("slurmctld") or "slurmctld", "-D")
         for name in NODES:
             slurm.node(name)
-        wait_until(lambda: slurm.run("sinfo", "--noheader", "--format=%T %D").strip() == "idle 3", 60)
+        wait_until(lambda: "idle 3" in slurm.run("sinfo", "--noheader", "--format=%T %D").splitlines(), 60)
         yield slurm
     finally:
         slurm.network.close()
