@@ -100,6 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (*PATTERNS, "group"):
         config.addinivalue_line("markers", f"{name}: listed in tests/groups.toml")
     if name := config.option.group:
+        if config.option.keyword or not all((ROOT / arg).is_dir() for arg in config.args):
+            raise pytest.UsageError(
+                f"--group {name} records a whole group; run some of its tests by -m {name}"
+            )
         config.option.markexpr, config.stash[SOURCES] = name, hash_of(name)
 
 

@@ -135,6 +135,14 @@ def test_a_group_is_recorded_when_it_passes_as_a_whole(clone, skipped):
     assert "2 deselected" in done.stdout
 
 
+@pytest.mark.parametrize("part", [("-k", "it"), ("tests/test_a.py",)])
+def test_a_part_of_a_group_is_not_run_as_the_group(clone, part):
+    directory, run = clone
+    (directory / "tests" / "test_a.py").write_text(TESTS.format(skipped=False))
+    assert "records a whole group" in (done := run("--group", "one", *part)).stderr, done.stdout
+    assert not (directory / "tests" / "groups.lock").exists()
+
+
 def test_a_pattern_that_no_test_matches_is_an_error(clone):
     directory, run = clone
     (directory / "tests" / "test_a.py").write_text("def test_another(): pass\n")
