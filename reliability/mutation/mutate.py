@@ -29,6 +29,10 @@ class Mutant(NamedTuple):
     new: str
     after: str = ""
 
+    def file(self, root: Path) -> Path:
+        """Return the module's file below a copy of the repository."""
+        return root / "asyncrl" / ("" if "/" in self.module else "algo") / f"{self.module}.py"
+
 
 TESTS = {
     "tokens": "aggregation losses corrections",
@@ -469,7 +473,7 @@ def main(only: str | None) -> int:
         if is_killed(copy, " ".join(dict.fromkeys(TESTS[mutant.module] for mutant in chosen))):
             raise SystemExit("the tests fail without any mutant; mend that first")
         for mutant in chosen:
-            path = copy / "asyncrl" / ("" if "/" in mutant.module else "algo") / f"{mutant.module}.py"
+            path = mutant.file(copy)
             original = path.read_text()
             path.write_text(mutate(original, mutant))
             killed = is_killed(copy, TESTS[mutant.module])

@@ -5,6 +5,5 @@ from reliability.mutation.mutate import MUTANTS, ROOT, mutate
 
 def test_every_mutant_matches() -> None:
     for mutant in MUTANTS:
-        path = ROOT / "asyncrl" / ("" if "/" in mutant.module else "algo") / f"{mutant.module}.py"
-        text = path.read_text()
+        text = mutant.file(ROOT).read_text()
         assert mutate(text, mutant) != text
