@@ -10,7 +10,7 @@ from typing import Any, get_args
 from asyncrl.errors import RunError
 from asyncrl.evaluation import standard_error
 from asyncrl.results.archive import Archive, read_archive
-from asyncrl.results.charts import CURVES, Chart, by_minute, lines
+from asyncrl.results.charts import CURVES, Chart, Curve, by_minute, lines
 from asyncrl.results.gaps import gaps
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.run.directory import RunDirectory, find_run, write_text
@@ -110,12 +110,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
     """Return charts with one curve for each run that has the metric."""
-    charts, drawn = [], set[str]()  # a metric is in the first chart that names it
+    charts, curves = [], dict[str, Curve]()
     known = dict.fromkeys(name for one in archives.values() for name in one.names)
-    for curve, name in [(one, each) for one in CURVES for each in of_sets(one.names[0], known)]:
-        if name in drawn:
-            continue
-        drawn.add(name)
+    for curve in CURVES:
+        for name in of_sets(curve.names[0], known):
+            curves.setdefault(name, curve)  # a metric is in the first chart that names it
+    for name, curve in curves.items():
         by_step = {label: archive.series(name) for label, archive in archives.items() if archive.series(name)}
         if by_step:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
