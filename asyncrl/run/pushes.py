@@ -51,14 +51,15 @@ class Pushes:
         self._hub, self._directory, self._api, self._stop = hub, directory, HfApi(), stop
         self._newest, self._pushed = step, 0
         self._thread = Thread()
-        try:
-            if text := refusal(hub):
-                raise ConfigError(text)
-            self._api.create_repo(hub.repo, private=hub.private, exist_ok=True)
-        except Exception as error:
-            text = text or f"{hub.repo} cannot be made or written ({_line(error)}); make it, or name another"
-            if step == 0:
-                raise ConfigError(f"checkpoint.hub.repo: {text}") from error
+        text = refusal(hub)
+        if not text:
+            try:
+                self._api.create_repo(hub.repo, private=hub.private, exist_ok=True)
+            except Exception as error:  # noqa: BLE001 - the service and its client raise anything
+                text = f"{hub.repo} cannot be made or written ({_line(error)}); make it, or name another"
+        if text and step == 0:
+            raise ConfigError(f"checkpoint.hub.repo: {text}")
+        if text:
             log.warning("checkpoint.hub.repo: %s; the run goes on, and tries to push as before", text)
 
     def saved(self, step: int) -> None:
