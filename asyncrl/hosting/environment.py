@@ -23,8 +23,7 @@ SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 # On a CPU activations come from glibc's heap, which gives a large one back to the system as soon as it is
 # free: the system clears each page of the next one anew. With these settings a process keeps what it had.
-KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-ON_CPU = SHARED_CORES | KEPT_HEAP
+ON_CPU = SHARED_CORES | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 # Patterns for every process, by line: system, network, Python, devices, libraries. HF_* has the token for
 # gated models, which learner and generators load.
