@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def weights(place: Place) -> Iterator[Figure]:
         _engine(runner, config) as started,
         _host(place, config) as host,
     ):
-        learner = _Learner.open(place, config)
+        learner, generator = _Learner.open(place, config), _Generator(runner, started, host)
         try:
             yield noted("version", learner.total_bytes / 1e6, "MB")
             blocked_s = statistics.median([learner.publish() for _ in range(TIMES)])
@@ -107,14 +107,14 @@ def weights(place: Place) -> Iterator[Figure]:
             if on_host:
                 yield noted("slots", note=HOST_SLOTS)
             for transport in names:
-                yield from _by(transport, place, config, runner, started, learner, host)
+                yield from _by(transport, place, config, learner, generator)
             if "nccl" in names:
                 for end in ("learner", "generator"):
-                    yield from _killed(end, runner, started, learner, host)
+                    yield from _killed(end, learner, generator)
             else:
                 alone = "one GPU: NCCL refuses two processes on it"
                 yield absent("nccl", "versions are in memory of the host" if on_host else alone)
-            yield from _killed_loading(place, config, runner, started, learner, host)
+            yield from _killed_loading(place, config, learner, generator)
         finally:
             learner.publisher.close()
 
@@ -140,6 +140,22 @@ class HostProcess:
     async def stage(self, order: UpdateOrder) -> UpdateOrder:
         """Return the order for the engine. Raises TransferError."""
         return await asyncio.wrap_future(self._pool.submit(_stage, self._files, order))
+
+
+@dataclass(frozen=True, slots=True)
+class _Generator:
+    """A generator's engine, which is driven by the loop of `runner`, and the process that stages for it."""
+
+    runner: asyncio.Runner
+    engine: Engine
+    host: HostProcess
+
+    async def adopt(self, order: UpdateOrder) -> None:
+        """Do what a generator does with an order."""
+        ready = await self.host.stage(order)
+        await self.engine.begin_update()
+        await self.engine.receive(ready)
+        await self.engine.finish_update(order.weights)
 
 
 @contextlib.contextmanager
@@ -178,20 +194,15 @@ def transports(place: Place) -> list[str]:
 
 
 def _by(
-    transport: str,
-    place: Place,
-    config: Config,
-    runner: asyncio.Runner,
-    engine: Engine,
-    learner: _Learner,
-    host: HostProcess,
+    transport: str, place: Place, config: Config, learner: _Learner, generator: _Generator
 ) -> Iterator[Figure]:
+    engine = generator.engine
     seconds, stalls_s = [], []
     for _ in range(TIMES):
         learner.publish()
         order = learner.order(transport)
         started_s, before_s = time.perf_counter(), engine.stats().paused_s
-        runner.run(_update(engine, host, order))
+        generator.runner.run(generator.adopt(order))
         seconds.append(time.perf_counter() - started_s)
         stalls_s.append(engine.stats().paused_s - before_s)
         learner.publisher.release(READER)
@@ -208,25 +219,16 @@ def _by(
         yield place.speed(name, took_s / allowed.total_s, at_most=1.0, note=allowed.note)
 
 
-async def _update(engine: Engine, host: HostProcess, order: UpdateOrder) -> None:
-    """Do what a generator does with an order."""
-    ready = await host.stage(order)
-    await engine.begin_update()
-    await engine.receive(ready)
-    await engine.finish_update(order.weights)
-
-
-def _killed(
-    end: str, runner: asyncio.Runner, engine: Engine, learner: _Learner, host: HostProcess
-) -> Iterator[Figure]:
+def _killed(end: str, learner: _Learner, generator: _Generator) -> Iterator[Figure]:
     """Kill one of NCCL's two processes during a transfer, and measure until the next version is loaded."""
+    engine, runner = generator.engine, generator.runner
     learner.publish()
     order, before_s = learner.order("nccl"), engine.stats().paused_s
-    (sends,), (receives,) = _ends(os.getpid()), _ends(host.pid)
+    (sends,), (receives,) = _ends(os.getpid()), _ends(generator.host.pid)
 
     async def cut_off() -> bool:
         sends.suspend()  # so that the transfer cannot be over before the kill
-        receiving = asyncio.create_task(_update(engine, host, order))
+        receiving = asyncio.create_task(generator.adopt(order))
         await asyncio.sleep(ASKED_S)
         if end == "learner":
             sends.kill()
@@ -243,7 +245,7 @@ def _killed(
     started_s = time.perf_counter()
     refused = runner.run(cut_off()) and engine.stats().paused_s == before_s
     learner.publish()
-    runner.run(_update(engine, host, learner.order("nccl")))
+    runner.run(generator.adopt(learner.order("nccl")))
     learner.publisher.release(READER)
     seconds = time.perf_counter() - started_s
     yield judged(
@@ -270,19 +272,15 @@ def _ends(parent: int) -> list[psutil.Process]:
 
 
 def _killed_loading(
-    place: Place,
-    config: Config,
-    runner: asyncio.Runner,
-    engine: Engine,
-    learner: _Learner,
-    host: HostProcess,
+    place: Place, config: Config, learner: _Learner, generator: _Generator
 ) -> Iterator[Figure]:
     """Kill a generator while it loads from a slot; another one then adopts a new version."""
+    runner = generator.runner
 
     async def cut_off(order: UpdateOrder) -> bool:
-        receiving = asyncio.create_task(_update(engine, host, order))
+        receiving = asyncio.create_task(generator.adopt(order))
         path = order.details["slot"]["path"]
-        was_loading = await asyncio.to_thread(_kill_reader, host.pid, os.stat(path), receiving.done)
+        was_loading = await asyncio.to_thread(_kill_reader, generator.host.pid, os.stat(path), receiving.done)
         with contextlib.suppress(EngineError, TransferError):
             await receiving
         return was_loading
@@ -301,7 +299,7 @@ def _killed_loading(
     pinned = learner.publisher.pinned
     yield judged("slot: pinned after kill -9 of the generator that loaded it", pinned, at_most=0)
     with _engine(runner, config) as other:
-        runner.run(_update(other, host, learner.order("slot")))
+        runner.run(replace(generator, engine=other).adopt(learner.order("slot")))
         seconds = time.perf_counter() - started_s
     name = "slot: kill -9 of a generator that loads, another one has the next version after"
     yield place.speed(name, seconds, "s", at_most=START_S + MOST_BACK_S)
