@@ -38,14 +38,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: end_marked(f"{NAME}={mark}"))
     config.add_cleanup(watcher.kill)
     if not hasattr(config, "workerinput"):  # this process has the reports of all
-        config.pluginmanager.register(FullDisk())
+        config.pluginmanager.register(Failures(config))
 
 
-class FullDisk:
-    """Ends the run with the reason, where each further test would fail with another one."""
+class Failures:
+    """Names a failure when it is there, because a run that is ended by force has no summary. On a full disk each
+    further test would fail with another reason: the run ends with the one that counts."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and os.strerror(errno.ENOSPC) in report.longreprtext:
+        if not report.failed:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None) or report.longreprtext
+        terminal = self._config.get_terminal_writer()
+        terminal.line(f"\n{report.nodeid}, {report.when}: {crash}")
+        terminal.flush()
+        if os.strerror(errno.ENOSPC) in report.longreprtext:
             place = tempfile.gettempdir()
             free = shutil.disk_usage(place).free
             if free < NEEDED_BYTES:

@@ -27,6 +27,9 @@ def test_that_is_killed():
 def test_that_forgets_a_process():
     start("forgotten")
 
+def test_that_fails():
+    raise LookupError("told early")
+
 def test_that_takes_long():
     start("long")
     HANG
@@ -65,8 +68,8 @@ def test_a_killed_process_of_tests_is_a_failure_and_the_others_are_run(run, tmp_
 
 
 @pytest.mark.parametrize("victim", ["worker", "controller", "alone"])
-def test_what_a_killed_pytest_started_is_gone(run, tmp_path, victim):
-    running = run("-k", "long", *([] if victim == "alone" else ["-n", "1"]))
+def test_a_killed_pytest_has_named_failures_and_what_it_started_is_gone(run, tmp_path, victim):
+    running = run("-k", "fails or long", *([] if victim == "alone" else ["-n", "1"]))
     wait_until((tmp_path / "long").exists)
     child, parent = map(int, (tmp_path / "long").read_text().split())
     assert (parent == running.pid) is (victim == "alone")
@@ -74,7 +77,8 @@ def test_what_a_killed_pytest_started_is_gone(run, tmp_path, victim):
     for pid in (child, parent):
         wait_until(lambda pid=pid: is_gone(pid))
     running.kill()
-    running.communicate(timeout=60)
+    said, _ = running.communicate(timeout=60)
+    assert "test_a.py::test_that_fails, call: " in said and "LookupError: told early" in said
 
 
 @pytest.mark.parametrize(("free_bytes", "ran"), [(1 << 20, 1), (1 << 40, 2)])
