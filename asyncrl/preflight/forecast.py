@@ -209,7 +209,10 @@ def _memory(
 def _disk(config: Config, shape: ModelShape) -> Iterator[Line]:
     kept = config.checkpoint.kept(config.learner.steps)
     one = checkpoint_bytes(shape, config.model, config.learner, critic=_critic(config))
-    yield _size("this host", "checkpoint", one, "weights, optimizer and export, with those of a critic")
+    formed = "weights, optimizer and export, with those of a critic"
+    if _has_reference(config) and config.algorithm.kl.reference_decay < 1:
+        one, formed = one + weights_bytes(shape, config.model), f"{formed}, and a reference that moves"
+    yield _size("this host", "checkpoint", one, formed)
     parts = " + ".join(f"{name} {count}" for name, count in kept.items() if count)
     formed = f"checkpoint x ({parts} + the one being written)"
     yield _size("this host", "disk", one * (sum(kept.values()) + 1), formed)
@@ -221,6 +224,10 @@ def _on_gpu(config: Config, machine: Machine) -> bool:
 
 def _needs(config: Config, column: str) -> bool:
     return column in registry.needs("advantage", config.algorithm.advantage.name)
+
+
+def _has_reference(config: Config) -> bool:
+    return bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
 
 
 def _critic(config: Config) -> OptimizerConfig | None:
@@ -239,8 +246,7 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
 
 def _parts(config: Config, shape: ModelShape, reference: ModelShape, *, on_gpu: bool) -> list[Part]:
     """Return what fills the GPU of the first rank."""
-    has_reference = bool(config.algorithm.kl.coefficient) or _needs(config, "reference_logprobs_T")
-    is_copy = has_reference and not config.teacher and (reference is not shape or not shape.adapter)
+    is_copy = _has_reference(config) and not config.teacher and (reference is not shape or not shape.adapter)
     rank = Rank(shape, config.model, config.learner)
     parts = [*rank.parts(reference=reference if is_copy else None, critic=_critic(config))]
     return [*parts, *rank.gpu_parts(config.weights)] if on_gpu else parts

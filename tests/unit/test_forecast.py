@@ -257,6 +257,8 @@ def test_reference_and_critic_are_counted_where_there_are_any():
     reference = planned(config_of(algorithm={"kl": {"coefficient": 0.1}}))
     critic = planned(config_of(algorithm={"advantage": "gae"}))
     assert reference["one rank"] - base["one rank"] == 4 * n
+    moving = planned(config_of(algorithm={"kl": {"coefficient": 0.1, "reference_decay": 0.9}}))
+    assert reference["checkpoint"] == base["checkpoint"] == moving["checkpoint"] - 4 * n
     taught = forecast(
         config_of(algorithm={"advantage": "distill", "reference": {"path": "t"}}),
         STORIES,
