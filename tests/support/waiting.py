@@ -35,7 +35,7 @@ def wait_until(
     condition: Callable[[], object], within_s: float = LONG_S, seen: Callable[[], object] = _in_vain
 ) -> None:
     """Fail with `seen` after `within_s`."""
-    assert comes_true(condition, within_s), seen()
+    assert comes_true(lambda: _is_true(condition), within_s), seen()
 
 
 async def until(
@@ -44,7 +44,7 @@ async def until(
     """Fail with `seen` after `within_s` of the event loop's time, which may be virtual."""
     now_s = asyncio.get_running_loop().time
     until_s = now_s() + within_s
-    while not condition():
+    while not _is_true(condition):
         assert now_s() < until_s, seen()
         await asyncio.sleep(_LOOK_S / 4)
 
@@ -55,6 +55,14 @@ def comes_true(condition: Callable[[], object], within_s: float) -> bool:
     while not (is_true := condition()) and real_s() < until_s:
         time.sleep(_LOOK_S)
     return bool(is_true)
+
+
+def _is_true(condition: Callable[[], object]) -> bool:
+    """What is waited for in a file is not true before there is one."""
+    try:
+        return bool(condition())
+    except FileNotFoundError:
+        return False
 
 
 def has_ended(process: psutil.Process | int) -> bool:

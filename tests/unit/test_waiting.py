@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.waiting import comes_true, elapse, in_virtual_time, still, until
+from tests.support.waiting import comes_true, elapse, in_virtual_time, still, until, wait_until
 
 
 def test_virtual_time_is_exact_and_costs_none():
@@ -47,3 +47,17 @@ def test_what_is_not_to_happen_fails_only_when_it_does():
     with pytest.raises(AssertionError):
         still(lambda: next(seen), 600.0)
     assert comes_true(lambda: True, 0.0) and not comes_true(lambda: False, 0.0)
+
+
+def test_a_file_that_is_waited_for_may_not_be_there_yet(tmp_path):
+    file, looks = tmp_path / "late", iter([False, True])
+
+    def says_so():
+        if next(looks):
+            file.write_text("now")
+        return file.read_text() == "now"
+
+    wait_until(says_so)
+    file.unlink()
+    looks = iter([False, True])
+    in_virtual_time(until(says_so))
