@@ -13,7 +13,6 @@ Rows and a reward function of a notebook need no file of their own:
 A run has its own processes. It goes on when the Python process ends, and `asyncrl.open` finds it again.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -24,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from asyncrl.commands.down import end_run
 from asyncrl.commands.inspect import is_up
 from asyncrl.config.load import read_draft
-from asyncrl.config.resolved import dump_config
+from asyncrl.config.resolved import dump_config, dump_values
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.processes import module_argv
@@ -233,7 +230,7 @@ def _given(
     if reward is not None:
         entries = reward if isinstance(reward, list | tuple) else [reward]
         given["reward.functions"] = [named(entry) for entry in entries]
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return [f"{key}={dump_values(_plain(value), in_a_line=True)}" for key, value in given.items()]
 
 
 def open(run: Path | str | None = None) -> Run:
@@ -283,21 +280,25 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
         values = _plain(config)
         if extended := values.get("extends"):
             files = [extended] if isinstance(extended, str) else extended
-            values["extends"] = [str(Path(file).absolute()) for file in files]
-        text = yaml.safe_dump(values, sort_keys=False)
+            # A preset of the package has its name, not a path from here.
+            paths = [Path(file) for file in files]
+            values["extends"] = [str(path.absolute() if path.exists() else path) for path in paths]
+        text = dump_values(values)
     path = scratch / "config.yml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that YAML can hold: functions and classes by name, paths as text."""
+    """Return a value that YAML can hold: functions and classes by name, paths as text, NumPy's numbers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
+    if hasattr(value, "tolist"):  # a number or an array of NumPy
+        return value.tolist()
     if callable(value) and (value := importable(function := value)) is None:
         raise ConfigError(
             f"{function!r} is known in this Python process only, and a run has others; give a reward as "

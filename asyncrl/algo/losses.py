@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.algo.ranges import AboveOne, Level, NonNegative, Positive, Share
+from asyncrl.algo.ranges import AboveOne, Level, NonNegative, Positive, PositiveShare, Share
 from asyncrl.algo.ratios import log_ratio, policy_ratio, sums
 from asyncrl.algo.selection import select
 from asyncrl.algo.tokens import TokenBatch
@@ -36,7 +36,7 @@ def ppo_clip(
     dual_clip: AboveOne | None = None,
     level: Level = "token",
     max_drift: Positive | None = None,
-    top_entropy: Share = 1.0,
+    top_entropy: PositiveShare = 1.0,
     entropy_T: Tensor | None = None,
 ) -> TokenLoss:
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most w dual_clip |A| where A < 0.

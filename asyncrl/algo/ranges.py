@@ -13,6 +13,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 ZeroOrOne = Annotated[int, Field(ge=0, le=1)]  # a Literal would accept true and false

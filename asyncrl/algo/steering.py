@@ -6,12 +6,12 @@ def adapt_coefficient(coefficient: float, kl: float, *, target: float, horizon: 
 
     Args:
         kl: measured over the last `steps`, in nats per token.
-        horizon: how many steps a full correction takes; same unit as `steps`.
+        horizon: how many steps a full correction takes; same unit as `steps`, of which more change no more.
 
     Source: Ziegler et al. 2019 (arXiv:1909.08593). A fixed coefficient needs no function.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coefficient * (1.0 + error * steps / horizon)
+    return coefficient * (1.0 + error * min(steps / horizon, 1.0))
 
 
 def adapt_bonus(coefficient: float, entropy: float, *, target: float, step: float, maximum: float) -> float:

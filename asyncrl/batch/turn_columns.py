@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.errors import ConfigError
 from asyncrl.types import Rollout, Turns
 
 
@@ -50,14 +51,22 @@ def in_time(estimate: Callable[[GroupRewards], Tensor], rewards: GroupRewards) -
     """Return [T], `estimate` of each token, which gets the tokens of each episode in the order of time.
 
     The tokens of `rewards` lie as in the rollouts, one sequence after the other. If an agent and its
-    sub-agents took turns, this is another order.
+    sub-agents took turns, this is another order. Raises ConfigError if there is not one for each token.
     """
     if rewards.turn_T is None:
-        return estimate(rewards)
+        return _one_for_each(rewards, estimate(rewards))
     order_T = torch.argsort(rewards.turn_T, stable=True)
     columns_T = {one.name: getattr(rewards, one.name) for one in fields(rewards) if one.name.endswith("_T")}
     ordered = {name: column[order_T] for name, column in columns_T.items() if column is not None}
-    return estimate(replace(rewards, **ordered))[torch.argsort(order_T)]
+    return _one_for_each(rewards, estimate(replace(rewards, **ordered)))[torch.argsort(order_T)]
+
+
+def _one_for_each(rewards: GroupRewards, estimated_T: Tensor) -> Tensor:
+    needed, found = list(rewards.sequence_T.shape), list(estimated_T.shape)
+    if found != needed:
+        text = f"algorithm.advantage returned shape {found}; needed is a number for each action token of"
+        raise ConfigError(f"{text} the batch, {needed}: `rewards.per_token` spreads one for each episode")
+    return estimated_T
 
 
 def turn_parts(rewards: GroupRewards) -> Tensor | None:

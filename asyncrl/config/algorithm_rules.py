@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from asyncrl.config import registry
 from asyncrl.config.algorithm import CriticConfig, KLConfig, OptimizerConfig
 from asyncrl.config.base import Choice, Mistake, broken
-from asyncrl.config.reward_section import TEACHER_NAME
+from asyncrl.config.reward_section import TEACHER_NAME, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import BatchConfig, LearnerConfig
 
@@ -190,6 +190,14 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
         text += f"the value only; set {PLAIN[name]}"
         yield broken(f"{key} {placement} algorithm.kl.coefficient", text)
     entropy, largest = run.algorithm.entropy, "algorithm.entropy.maximum"
+    for section, name, keys in ((kl, "kl", ("horizon",)), (entropy, "entropy", ("step", "maximum"))):
+        for unread in keys if section.target is None else ():
+            if (found := getattr(section, unread)) != type(section).model_fields[unread].default:
+                at, target = f"algorithm.{name}.{unread}", f"algorithm.{name}.target"
+                text = (
+                    f"{at} is {found:g}, but without {target} the coefficient stays as it is; set {target}, "
+                )
+                yield broken(f"{at} {target}", f"{text}or drop it")
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
         text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "
@@ -266,6 +274,12 @@ def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
     """A rule of the run: a source may lack a part that another one has."""
     advantage, key, parts = run.algorithm.advantage, "algorithm.advantage.weights", {*run.reward_parts}
     weights = advantage.params.get("weights") if advantage.name == "gdpo" else None
+    for one in run.training if advantage.name == "gdpo" and weights is None else ():
+        weighed = reward_parts(one.reward, one.environment)
+        if {*weighed.values()} - {1.0}:
+            text = "reward.functions have weights, but advantage `gdpo` trains on each part alone; set "
+            cure = ", ".join(f"{part}: {weight:g}" for part, weight in weighed.items())
+            yield broken(f"{key} reward.functions data.train", f"{text}{key}: {{{cure}}}")
     if isinstance(weights, Mapping) and (unknown := {*weights} - parts):
         text = f"{key} names {', '.join(sorted(unknown))}; the parts of the reward are "
         yield broken(

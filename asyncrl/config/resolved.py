@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 from typing import Any
 
 import yaml
@@ -58,8 +59,20 @@ for _tag, _pattern in SCALARS.items():
 
 def dump_config(config: Part) -> str:
     """Return YAML that loads back to an equal config, with every default written out."""
-    values = config.model_dump(mode="json")
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return dump_values(config.model_dump(mode="json"))
+
+
+def dump_values(values: object, *, in_a_line: bool = False) -> str:
+    """Return YAML that loads back to equal values; for the value of an override, `in_a_line`."""
+    text: str = yaml.dump(
+        values,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=in_a_line,
+        width=sys.maxsize if in_a_line else 120,
+    )
+    return text.removesuffix("...\n").removesuffix("\n") if in_a_line else text
 
 
 def config_json(config: Part) -> str:

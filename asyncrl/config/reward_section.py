@@ -214,7 +214,7 @@ class RewardConfig(Part):
         return JUDGEMENT_BYTES * sum(judge.questions for judge in judges)
 
 
-def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> list[str]:
-    """Return the names of the parts of the reward."""
-    own = [ENVIRONMENT_PART] if environment.is_used else []
-    return [function.part for function in reward.functions] + own
+def reward_parts(reward: RewardConfig, environment: EnvironmentConfig) -> dict[str, float]:
+    """Return the weights of the parts of the reward, by their names."""
+    own = {ENVIRONMENT_PART: environment.weight} if environment.is_used else {}
+    return {function.part: function.weight for function in reward.functions} | own

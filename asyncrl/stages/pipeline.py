@@ -1,6 +1,5 @@
 """Stages in order, and at their end a run of `asyncrl up`: each begins with the model of the one before."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pydantic import Field
 from asyncrl.config.base import Mistake, Root
 from asyncrl.config.load import checked, load, read_draft
 from asyncrl.config.named_files import is_stage
+from asyncrl.config.resolved import dump_values
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.run.directory import RunDirectory
@@ -46,7 +46,8 @@ def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -
             text = f"found no {file}; give the configs relative to {path.parent}"
             draft.add(Mistake((f"pipeline.{index}",), text))
     checked(draft)
-    links, given, before, directories = list[Link](), list[str](), Path(), set[Path]()
+    links, given, directories = list[Link](), list[str](), set[Path]()
+    before: Path | None = None
     for file in files:
         link = Link(file, is_stage(file), given)
         kind: type[StageConfig | Config] = StageConfig if link.is_stage else Config
@@ -59,7 +60,7 @@ def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -
             raise ConfigError(f"{path}: two parts have the run directory {directory.path}; set run.name")
         starts = [] if link.is_stage or fresh else read_starts(directory.starts)
         # Stages have the digest of their first weights in their record.
-        if starts and before.is_dir() and before.stat().st_mtime > starts[0].time:
+        if starts and before and before.is_dir() and before.stat().st_mtime > starts[0].time:
             cure = f"remove {directory.path}, and the same command trains it from the new weights"
             raise ConfigError(f"{path}: {before} was made again after {file} began with it; {cure}")
         directories.add(directory.path)
@@ -75,4 +76,4 @@ def _handed_on(config: StageConfig) -> list[str]:
     if model.lora is None:
         return [f"model.path={made}"]
     lora = model.lora.model_dump(mode="json", exclude={"sync"}) | {"start": str(made)}
-    return [f"model.path={model.path}", f"model.lora={json.dumps(lora)}"]
+    return [f"model.path={model.path}", f"model.lora={dump_values(lora, in_a_line=True)}"]

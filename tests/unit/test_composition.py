@@ -428,7 +428,7 @@ def expected(config: dict[str, Any], batch: dict[str, int]) -> tuple[list[Done],
             divergence, tokens = divergence + added, tokens + sum(len(row.kept) for row in minibatch)
         if target := config.get("kl", {}).get("target"):
             error = max(-0.2, min(0.2, divergence / tokens / target - 1))
-            beta *= 1 + error * sum(map(len, rows)) / config["kl"]["horizon"]
+            beta *= 1 + error * min(sum(map(len, rows)) / config["kl"]["horizon"], 1)
     return done, beta
 
 

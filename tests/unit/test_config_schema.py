@@ -339,6 +339,9 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         algorithm(kl={"reference_decay": 0.9}),
         "algorithm.kl.reference_decay is 0.9, but algorithm.kl.coefficient is 0",
     ),
+    (algorithm(kl=KL | {"horizon": 5}), "without algorithm.kl.target the coefficient stays as it is"),
+    (algorithm(entropy={"step": 0.1}), "algorithm.entropy.step is 0.1, but without algorithm.entropy.target"),
+    (algorithm(entropy={"maximum": 2.0}), "set algorithm.entropy.target, or drop it"),
     (algorithm(kl=KL | {"horizon": 5, "target": 0.1, "reference_decay": 0.9}), None),
     (algorithm(kl=KL | {"estimator": "k1"}), "zero on average; allowed there are k2, k3"),
     (algorithm(kl={"estimator": "k1"}), "algorithm.kl.estimator is k1, but algorithm.kl.coefficient is 0"),
@@ -437,6 +440,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "names other; the parts of the reward are exact_match",
     ),
     (algorithm(advantage={"name": "gdpo", "weights": {"exact_match": 1}}), None),
+    (
+        algorithm(advantage="gdpo")
+        | {"reward": {"functions": [{"function": "exact_match"}, {"function": "format", "weight": -0.5}]}},
+        "set algorithm.advantage.weights: {exact_match: 1, format: -0.5}",
+    ),
+    (
+        algorithm(advantage="gdpo") | {"environment": {"uses": "e.py:E", "weight": 2}},
+        "set algorithm.advantage.weights: {exact_match: 1, environment: 2}",
+    ),
     ({"reward": {"functions": []}}, "nothing scores a response; name a function"),
     ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
     ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),

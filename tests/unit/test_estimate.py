@@ -12,7 +12,7 @@ from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
 from asyncrl.algo.turn_advantages import turn_gae, turn_value_targets
 from asyncrl.batch.plan import Plan
-from asyncrl.batch.turn_columns import turn_columns, turn_parts
+from asyncrl.batch.turn_columns import in_time, turn_columns, turn_parts
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.errors import ConfigError, ShapeError
@@ -132,6 +132,15 @@ def test_a_missing_greedy_reward_is_said_and_not_guessed():
     batch.group(batch.rollout(1.0, [5]), batch.rollout(1.0, [5]))
     with pytest.raises(ShapeError, match="greedy_rewards_group"):
         planned(batch, advantage=Choice(name="remax"))
+
+
+@pytest.mark.parametrize("wrong", [lambda rewards: rewards.totals_S, lambda rewards: rewards.totals_S[:1]])
+def test_an_advantage_that_is_not_of_tokens_is_refused(wrong):
+    batch = mixed_batch()
+    with pytest.raises(ConfigError, match=r"returned shape \[\d+\]; needed is a number for each action token"):
+        in_time(wrong, flat(batch))
+    with pytest.raises(ConfigError, match="spreads one for each episode"):
+        in_time(wrong, flat(batch, turn_T=torch.zeros(len(flat(batch).sequence_T))))
 
 
 def test_the_token_baseline_gets_probabilities_of_the_policy():

@@ -112,6 +112,7 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("policy_loss", "ppo_clip", {"dual_clip": 1.0}, "a number > 1 or null"),
         ("policy_loss", "ppo_clip", {"clip_low": 1.1}, "a number from 0 to 1"),
         ("policy_loss", "ppo_clip", {"clip_low": -0.1}, "a number from 0 to 1"),
+        ("policy_loss", "ppo_clip", {"top_entropy": 0}, "a number > 0 <= 1"),
         ("shaping", "soft_overlong", {"buffer_tokens": 0}, "a whole number >= 1"),
         ("shaping", "soft_overlong", {"buffer_tokens": 2.5}, "a whole number >= 1"),
         ("advantage", "gdpo", {"weights": {"a": "b"}}, "a map from text to a number or null"),

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 import asyncrl
 from asyncrl import api
+from asyncrl.config.load import read_draft
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import CodeChanged
@@ -47,10 +48,17 @@ def test_the_public_names_are_few_and_each_says_what_it_is():
         _ = asyncrl.trian
 
 
-def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path):
+def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("b.yaml").touch()
     reward = {"functions": [{"function": builtin.gsm8k}, {"function": reward_here, "weight": 2}]}
     path = api._as_file(
-        {"run": {"name": "a", "root": Path("x/y")}, "reward": reward, "extends": "b.yaml"}, tmp_path
+        {
+            "run": {"name": "a", "root": Path("x/y")},
+            "reward": reward,
+            "extends": ["b.yaml", "algorithms/dapo.yaml"],
+        },
+        tmp_path,
     )
     assert yaml.safe_load(path.read_text()) == {
         "run": {"name": "a", "root": "x/y"},
@@ -60,8 +68,24 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path):
                 {"function": f"{reward_here.__module__}:reward_here", "weight": 2},
             ]
         },
-        "extends": [str(Path("b.yaml").absolute())],
+        "extends": [str(tmp_path / "b.yaml"), "algorithms/dapo.yaml"],
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("1e5", "1e5"), ("0o17", "0o17"), ("yes", "yes"), ("...", "..."), ("a: b", "a: b"),
+        ("\U0001f44d+", "\U0001f44d+"), ("a\u2028b\x85", "a\u2028b\x85"), ("two\nlines", "two\nlines"), ("", ""),
+        (np.float64(1e-6), 1e-6), (np.int64(3), 3), ([np.float32(0.5), None], [0.5, None]),
+    ],
+)  # fmt: skip
+def test_values_of_python_reach_the_run_as_they_are(given, read, tmp_path):
+    path = api._as_file({"reward": {"functions": [{"function": "regex", "params": {"x": given}}]}}, tmp_path)
+    [override] = api._given(RunDirectory(tmp_path), None, None, {"function": "regex", "params": {"x": given}})
+    for overrides in ([], [override]):
+        draft = read_draft(Config, path, overrides)
+        assert draft.root.plain()["reward"]["functions"] == [{"function": "regex", "params": {"x": read}}]
 
 
 @functools.wraps(reward_here)
