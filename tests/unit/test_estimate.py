@@ -137,7 +137,9 @@ def test_a_missing_greedy_reward_is_said_and_not_guessed():
 @pytest.mark.parametrize("wrong", [lambda rewards: rewards.totals_S, lambda rewards: rewards.totals_S[:1]])
 def test_an_advantage_that_is_not_of_tokens_is_refused(wrong):
     batch = mixed_batch()
-    with pytest.raises(ConfigError, match=r"returned shape \[\d+\]; needed is a number for each action token"):
+    with pytest.raises(
+        ConfigError, match=r"returned shape \[\d+\]; needed is a number for each action token"
+    ):
         in_time(wrong, flat(batch))
     with pytest.raises(ConfigError, match="spreads one for each episode"):
         in_time(wrong, flat(batch, turn_T=torch.zeros(len(flat(batch).sequence_T))))
