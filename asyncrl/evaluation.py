@@ -104,6 +104,11 @@ def standard_error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def is_solved(reward: float) -> bool:
+    """Whether the reward is 1 or more, give or take the rounding of a weighted sum."""
+    return reward >= 1.0 - 1e-6
+
+
 def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResult:
     """Return the metrics of a round of a set; a sample counts as solved if its reward is 1 or more.
 
@@ -112,7 +117,7 @@ def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResu
     """
     scored = [group for group in groups if group.dead_reason is None]
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
-    solved = [sum(reward >= 1.0 for reward in group) for group in rewards]
+    solved = [sum(map(is_solved, group)) for group in rewards]
     metrics: dict[str, float] = {
         "eval/prompts": len(scored),
         "eval/dead_groups": len(groups) - len(scored),
@@ -154,7 +159,7 @@ def _mean(values: Iterable[float]) -> float:
 def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]]]:
     """Return (answers, whether each is solved) by group; empty if no reward function extracts answers."""
     episodes = [[episode[0] for episode in group.by_episode] for group in groups]
-    votes = [([one.answer for one in group], [one.reward >= 1.0 for one in group]) for group in episodes]
+    votes = [([one.answer for one in group], [is_solved(one.reward) for one in group]) for group in episodes]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
 
 

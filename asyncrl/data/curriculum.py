@@ -26,7 +26,7 @@ MOST_ROWS = 1 << 19
 def verdict(group: Group, solved: float) -> int:
     """Return ALWAYS if every reward is at least `solved`, NEVER if all are equal and below it, else MIXED."""
     rewards = [rollout.reward for rollout in group.rollouts]
-    if min(rewards) >= solved:
+    if min(rewards) >= solved - TOLERANCE:
         return ALWAYS
     return NEVER if max(rewards) - min(rewards) <= TOLERANCE else MIXED
 

@@ -175,6 +175,6 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     name, _, part = whole.partition(":")
     try:
         found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
-    except (OSError, ValueError) as error:  # unknown names, unknown splits, broken files
-        raise DataError(f"dataset {source}, split `{split}`: {error}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown names, broken files
+        raise DataError(f"dataset {source}, split `{split}`: {error.__cause__ or error}") from error
     return arrow_rows(found)

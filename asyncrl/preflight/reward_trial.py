@@ -98,12 +98,16 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
         prompts += source.of_task(task, count) if one.reward and task not in tried else []
     for prompt in prompts:
         reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
-        if reference is not None:
-            given = RewardInput(prompt=prompt.text, response=str(reference), row=prompt.row)
-            yield Case("reference", given, prompt.task)
-        for text in WRONG:
-            given = RewardInput(prompt=prompt.text, response=text, row=prompt.row)
-            yield Case("wrong", given, prompt.task)
+        kinds = [("reference", str(reference))] if reference is not None else []
+        for kind, text in (*kinds, *(("wrong", text) for text in WRONG)):
+            tokens = _sampled(source.tokenizer, text)
+            given = RewardInput(prompt=prompt.text, response=text, row=prompt.row, response_tokens=tokens)
+            yield Case(kind, given, prompt.task)
+
+
+def _sampled(tokenizer: Any, response: str) -> int:
+    """Return how many tokens a policy samples for a response, with the one that ends it."""
+    return len(tokenizer(response, add_special_tokens=False)["input_ids"]) + 1
 
 
 def _prompts(config: Config) -> PromptSource:
@@ -122,6 +126,8 @@ def _prompts(config: Config) -> PromptSource:
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
     finder = _PromptFinder(config) if path.is_dir() else None
+    render = light_renderer(config.data, config.model)
+    tokenizer = render.tokenizer if render else load_tokenizer(config.model)
     records = load_rows(str(RunDirectory(path).samples if finder else path))
     chosen = range(len(records))[-count:] if finder else range(len(records))[:count]
     # A run that goes on appends to its samples, and then no more rows can be read.
@@ -133,8 +139,13 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         row, task = (found.row, found.task) if found else (record, 0)
         prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
         truncated = record.get("finish_reason", "stop") != "stop"
-        given = RewardInput(prompt=prompt, response=record["response"], row=row, truncated=truncated)
-        yield Case("sample", given, task)
+        text = record["response"]
+        tokens = sum(count for _, count in record.get("versions") or ()) or _sampled(tokenizer, text)
+        yield Case(
+            "sample",
+            RewardInput(prompt=prompt, response=text, row=row, truncated=truncated, response_tokens=tokens),
+            task,
+        )
 
 
 class _PromptFinder:

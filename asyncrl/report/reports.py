@@ -171,7 +171,7 @@ def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]
     for group in step.collected.groups:
         owned = [next(sequences) for _ in group.rollouts]
         ranked = sorted(zip(group.rollouts, owned, strict=True), key=lambda pair: -pair[0].reward)
-        for rollout, sequence in (ranked[0], ranked[-1]):
+        for rollout, sequence in ranked[:1] + ranked[1:][-1:]:
             if len(records) == count:
                 return records
             actions = sequence.advantages[rollout.action_mask]

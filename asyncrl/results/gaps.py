@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.config.data_section import error_of
-from asyncrl.evaluation import standard_error
+from asyncrl.evaluation import is_solved, standard_error
 from asyncrl.results.archive import Archive, read_samples
 from asyncrl.results.page import Table
 from asyncrl.telemetry.history import Row, Series, highest, of_sets, set_of
@@ -24,7 +24,7 @@ from asyncrl.telemetry.text import number
 
 # Scores, and how `evaluation.summarise` makes each from the reward of a sample.
 SCORES: Mapping[str, Callable[[float], float]] = {
-    "eval/accuracy": lambda reward: float(reward >= 1.0),
+    "eval/accuracy": lambda reward: float(is_solved(reward)),
     "eval/reward_mean": float,
 }
 CHOICES: Mapping[str, Callable[[Series], int]] = {

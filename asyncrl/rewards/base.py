@@ -16,6 +16,7 @@ what is asked about a response. It obeys the same rule: a question without a goo
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -127,7 +128,7 @@ class Question:
     read: Callable[[Any], tuple[Any, str]]
     # The question in words, to a judge.
     prompt: str = ""
-    # Number among the votes on one question.
+    # Number among the votes on one question; the two orders of a pair are votes of their own.
     vote: int = 0
 
 
@@ -164,7 +165,8 @@ def scored(
 ) -> Score:
     """The score of a response with these parts. Raises RewardError for numbers that are too large."""
     weights = {function.part: function.weight for function in functions}
-    total = sum(weights[name] * value for name, value in parts.items())
+    # Weights such as 0.7, 0.2 and 0.1 add up to 1, as 1 is what a solved prompt has.
+    total = math.fsum(weights[name] * value for name, value in parts.items())
     for name, value in (*parts.items(), ("weighted sum", total)):
         if not abs(value) <= MOST_REWARD:
             raise RewardError(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_REPLY_BYTES = 1 << 20
 SHOWN_CHARACTERS = 200
+_MOST_BRACES = 1000
 # Variables of a template that are not columns.
 GIVEN = frozenset({"prompt", "response", "first", "second"})
 # Verdicts on a pair: the probability that the first text is better.
@@ -136,8 +137,10 @@ class JudgeService(HttpService):
             orders.append((other, one.response, lambda found: 1.0 - _share(found)))
         return [
             question
-            for first, second, value_of in orders
-            for question in self._votes(self._rendered(one, {"first": first, "second": second}), value_of)
+            for order, (first, second, value_of) in enumerate(orders)
+            for question in self._votes(
+                self._rendered(one, {"first": first, "second": second}), value_of, order
+            )
         ]
 
     async def admit(self, question: Question) -> None:
@@ -151,12 +154,12 @@ class JudgeService(HttpService):
         except Exception as error:  # of the expressions in the template
             raise RewardError(f"cannot render {self._settings.prompt}: {error}") from error
 
-    def _votes(self, prompt: str, value_of: Callable[[object], float]) -> list[Question]:
+    def _votes(self, prompt: str, value_of: Callable[[object], float], order: int = 0) -> list[Question]:
         messages = [{"role": "user", "content": prompt}]
         request = {"model": self._settings.model, "messages": messages, **self._settings.request}
         read = partial(self._read, value_of)
         return [
-            Question(request=request, read=read, prompt=prompt, vote=vote)
+            Question(request=request, read=read, prompt=prompt, vote=order * self._settings.votes + vote)
             for vote in range(self._settings.votes)
         ]
 
@@ -175,14 +178,17 @@ class JudgeService(HttpService):
     def _verdict(self, words: str) -> object:
         """The part of the answer that has the score."""
         if self._settings.parse == "json":
-            starts = [match.start() for match in re.finditer(r"\{", words)]
-            for start in reversed(starts[-32:]):  # the judge may think aloud before, and write braces
+            scored, at = dict[str, Any](), 0
+            for _ in range(_MOST_BRACES):  # the judge may think aloud before, and write braces
+                if (at := words.find("{", at)) < 0:
+                    break
                 try:
-                    found, _ = json.JSONDecoder().raw_decode(words, start)
+                    found, at = json.JSONDecoder().raw_decode(words, at)
+                    scored = found if "score" in found else scored
                 except (ValueError, RecursionError):
-                    continue
-                if "score" in found:
-                    return found["score"]
+                    at += 1
+            if scored:
+                return scored["score"]
             raise unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, without a JSON object that has `score`")
         found = list(re.finditer(self._settings.pattern, words))
         if not found:

@@ -215,9 +215,10 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
     if "responses" in positional[1:2]:
         return replace(_form(GroupForm, parameters[2:]), most=GROUP)
     if positional[:1] == ["response"] or positional[1:2] == ["prompt"]:
+        swapped = positional[:2] == ["response", "prompt"]
+        cure = "swap the two parameters" if swapped else "take `prompt` and `response` first, in this order"
         raise RewardError(
-            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): each would get "
-            "the other's value; swap the two parameters"
+            f"takes ({', '.join(positional[:2])}), but is called with (prompt, response): {cure}"
         )
     return _form(Form, parameters[2:] if len(positional) >= 2 else parameters[len(positional) :])
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrl.sandbox.base import OUTPUT_BYTES
 from asyncrl.sandbox.programs import python_result
 
 # Seconds for one program of the model.
@@ -128,6 +129,8 @@ def length(prompt: str, response: str, response_tokens: int, target: int, most: 
 
 def repetition(prompt: str, response: str, n: int = 3) -> float:
     """Minus the share of runs of `n` words that repeat an earlier one (arXiv:2502.03373)."""
+    if n < 1:
+        raise ValueError(f"`n` is {n}; n >= 1 is needed")
     words = response.lower().split()
     runs = Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
     return len(runs) / runs.total() - 1 if runs else 0.0
@@ -156,6 +159,9 @@ def _passes(program: str, test: Any) -> bool:
         return result.status == "ok" and result.stderr.endswith(proof)
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
         raise ValueError(f"a test is Python text or has `input` and `output`, found {str(test)[:80]!r}")
+    if len(str(test["output"]).encode()) > OUTPUT_BYTES:
+        kept = f"{OUTPUT_BYTES >> 10} KiB, which is what is kept of a program's output"
+        raise ValueError(f"the `output` of a test has more than {kept}; leave the row out")
     result = python_result(program, stdin=str(test["input"]), seconds=_PROGRAM_S)
     return result.status == "ok" and result.stdout.split() == str(test["output"]).split()
 

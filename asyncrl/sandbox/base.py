@@ -7,6 +7,9 @@ from typing import Literal, Protocol, Self
 Status = Literal["ok", "error", "time", "memory", "processes", "files"]
 """How a program ended: exit status 0, any other end of its own, or the limit for which it was killed."""
 
+OUTPUT_BYTES = 32768
+"""How much is kept of each output of a program, where nothing else is said."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox import inside
-from asyncrl.sandbox.base import Result
+from asyncrl.sandbox.base import OUTPUT_BYTES, Result
 from asyncrl.sandbox.bubblewrap import SCRATCH, SCRATCH_BYTES, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
 
@@ -37,7 +37,7 @@ class Box:
     """The Sandbox in bubblewrap. It starts with its first program, or when it is entered."""
 
     def __init__(
-        self, *, memory_gib: float = 1.0, output_bytes: int = 32768, hidden: Sequence[Path] = ()
+        self, *, memory_gib: float = 1.0, output_bytes: int = OUTPUT_BYTES, hidden: Sequence[Path] = ()
     ) -> None:
         """Set the memory of all processes of a program together, without files (2 x 256 MiB).
 

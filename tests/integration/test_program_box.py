@@ -333,6 +333,8 @@ def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
     pairs = [{"input": "21\n", "output": "42\n"}, {"input": "0", "output": " 0"}]
     assert code("", "print(2 * int(input()))", pairs) == 1
     assert code("", "print(42)", pairs, share=True) == 0.5
+    with pytest.raises(ValueError, match="`output` of a test has more than 32 KiB"):
+        code("", "print(42)", [{"input": "", "output": "4" * 32769}])
     for tests in ([], "assert True", [{"input": "1"}], [3]):
         with pytest.raises(ValueError, match=r"at least one test|a test is Python text"):
             code("", right, tests)

@@ -215,6 +215,9 @@ def judge(url: str, template: Path, **params: Any) -> Rewards:
     [
         ('Good. {"score": 0.75}', {}, 0.75),
         ('{"score": 3} I was wrong: ```json\n{"why": {"a": 1}, "score": "4"}\n```', {}, 4.0),
+        ('{"score": 0.75, "criteria": {"style": {"score": 0.1}}} {"thanks": 1}', {}, 0.75),
+        ('{"criteria": [{"score": 0}, {"score": 0.5}], "score": 1} {', {}, 1.0),
+        ("{" * 40 + '{"score": 0.25}', {}, 0.25),
         ("[[2]] no, [[7.5]]", {"parse": "regex"}, 7.5),
         ("Score: -3/10", {"parse": "regex", "pattern": r"Score: (-?\d+)"}, -3.0),
         ("seven", {}, None),
@@ -278,6 +281,15 @@ def test_a_comparison_is_asked_in_both_orders(tmp_path, verdict, both, one):
             assert isinstance(found, RewardError)
         else:
             assert isinstance(found, list) and found[0].total == expected
+
+
+def test_a_response_that_is_the_other_one_is_half_as_good_as_both(tmp_path):
+    template = tmp_path / "pair.jinja"
+    template.write_text("{{ first }}|{{ second }}")
+    with served(lambda asked, number: chat("[[A]]")) as server:
+        one = judge(server.url, template, against="theirs", parse="regex", votes=2)
+        (found,) = score(one, ["same"], theirs="same")
+        assert isinstance(found, list) and found[0].total == 0.5 and len(server.asked) == 4
 
 
 def test_the_key_comes_from_its_variable_and_is_in_no_message(template, monkeypatch):

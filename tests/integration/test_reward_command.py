@@ -201,6 +201,11 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cases = list(sample_cases(loaded, run, 8))
     assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
+    assert {case.given.response_tokens for case in cases} == {2}, "one, and the token at its end"
+    records[0]["versions"] = [[0, 3], [1, 4]]
+    (run / "samples.jsonl").write_text(json.dumps(records[0]) + "\n")
+    assert [case.given.response_tokens for case in sample_cases(loaded, run, 8)] == [7]
+    (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert cases[3].given.row == load_rows(loaded.data.eval[0].path)[1] and cases[3].given.truncated
     assert len(list(sample_cases(loaded, run, 2))) == 2
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54427,
+    "lines of the package": 54462,
     "modules": 417,
-    "public functions and classes": 1475,
+    "public functions and classes": 1476,
     "modules of ours that a module imports, at most": 34,
     "private functions that are used once": 649,
 }

@@ -44,6 +44,7 @@ def group(ticket_id: int, rewards: Sequence[float], version: int = 0) -> Group:
     [
         ([1.0, 1.0], 1.0, ALWAYS),
         ([1.0, 1.2], 1.0, ALWAYS),
+        ([0.7 + 0.2 + 0.1, 1.0], 1.0, ALWAYS),  # a sum of weights that is rounded
         ([0.0, 0.0], 1.0, NEVER),
         ([0.3, 0.3], 1.0, NEVER),
         ([0.3, 0.5], 1.0, MIXED),  # not solved, but there is something to learn

@@ -242,6 +242,15 @@ def test_a_hub_dataset_is_loaded_by_name_config_revision_and_split(monkeypatch):
         load_rows("openai/gsm8k", "dev")
 
 
+@pytest.mark.parametrize("second", ['{"a": 2, "b": 3}', "{broken"])
+def test_a_directory_of_files_that_do_not_fit_is_a_mistake_of_the_data(tmp_path, second):
+    pytest.importorskip("datasets")
+    (tmp_path / "1.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "2.jsonl").write_text(f"{second}\n")
+    with pytest.raises(DataError, match=rf"dataset {tmp_path}, split `train`: .*"):
+        load_rows(str(tmp_path))
+
+
 def test_a_slice_of_a_local_dataset_is_these_rows(tmp_path):
     pytest.importorskip("datasets")
     whole = [{"prompt": str(number), "messages": [{"role": "user"}]} for number in range(20)]

@@ -42,6 +42,11 @@ def test_best_of_powers_of_two_and_of_all_is_told():
     assert metrics["eval/best@5"] == 1.0 > metrics["eval/best@2"] > metrics["eval/reward_mean"]
 
 
+def test_a_weighted_sum_that_is_1_but_for_rounding_is_solved():
+    metrics = summarise([group_of(1, 0.7 + 0.2 + 0.1)], 0).metrics
+    assert metrics["eval/accuracy"] == 1.0 > metrics["eval/reward_mean"]
+
+
 def test_majorities_are_told_if_a_reward_says_what_the_answer_is():
     rollout = group_of(1, 0.0).rollouts[0]
     votes = [("4", 1.0), ("4", 1.0), ("5", 0.0), ("", 0.0), ("6", 0.0), ("4", 1.0)]

@@ -149,6 +149,11 @@ def test_repetition_counts_runs_that_were_there_before(words, n):
     assert repetition("", " ".join(words), n) == pytest.approx(-again / len(runs) if runs else 0)
 
 
+def test_a_run_of_no_words_is_refused():
+    with pytest.raises(ValueError, match="n >= 1 is needed"):
+        repetition("", "a b c", 0)
+
+
 def test_parameters_come_before_columns_and_unknown_ones_are_refused():
     call = bind(load_function("length"), {"target": 100})
     assert call([""], ["r"], [{"response_tokens": 150, "target": 5}])[0][0] == pytest.approx(-0.5)

@@ -132,6 +132,10 @@ def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None
     history.add({"step": None, "reward/mean": 1.0})
     history.add({"step": 5, "eval/accuracy": 0.6})
     history.add({"step": 5, "eval/accuracy": 0.7})
+    # A stop saves the last step again, if it was just saved.
+    for _ in range(2):
+        history.add({"step": 6, "time": 40.0, "time/checkpoint": 1.0})
+        history.add({"step": 6, "time": 41.0, "checkpoint/failed": 1.0})
     assert history.series("reward/mean")[-1] == (6, 60.0) and "x" not in history.rows[6]
     assert history.series("eval/accuracy") == ((5, 0.7),)
     assert Tail(tmp_path / "none.jsonl").read() == []
