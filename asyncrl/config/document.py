@@ -189,11 +189,11 @@ class _Build:
         return section
 
     def _scalar(self, node: Any, place: str, keys: Keys) -> Any:
-        if node.tag == "tag:yaml.org,2002:int":
-            return int(node.value, 0 if node.value.startswith(("0o", "0x")) else 10)
-        if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
-            return float(node.value)
         try:
+            if node.tag == "tag:yaml.org,2002:int":
+                return int(node.value, 0 if node.value.startswith(("0o", "0x")) else 10)
+            if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
+                return float(node.value)
             return self._construct.construct_object(node)
         except (yaml.YAMLError, ValueError):
             text = f"found the tag {node.tag}; allowed are plain values; remove the tag"
@@ -257,6 +257,10 @@ def override(model: type[Part], text: str) -> Node:
     node, problems = parse(value, file=place, line_numbers=False)
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
+    read = yaml.compose(value, Loader=_Loader) if "#" in value else None
+    if "#" in value and (read is None or read.end_mark.index < len(value.rstrip())):
+        cure = f"put the value in quotes, in those of the shell: {path}='\"...\"'"
+        raise ConfigError(f"{place}  `#` begins a comment, which would drop the rest; {cure}")
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
     return spelled_out(model, node)

@@ -119,7 +119,8 @@ def _misread(model: type[Root], root: Node) -> Iterator[Problem]:
     """Find booleans in place of numbers, which Python would accept as 0 and 1."""
     for keys, node in root.walk():
         schema = schema_at(model, keys) if isinstance(node.value, bool) else {}
-        if schema.get("type") in ("integer", "number"):
+        kinds = {one.get("type") for one in schema.get("anyOf", [schema])}
+        if kinds & {"integer", "number"} and "boolean" not in kinds:
             text = f"found {shown(node.value)}; allowed is {describe(schema)}; correct the value"
             yield Problem(node.place, keys, text)
 

@@ -205,7 +205,7 @@ def has_chat_template(directory: Path) -> bool:
     settings = directory / "tokenizer_config.json"
     files = ("chat_template.jinja", "additional_chat_templates/*.jinja")
     return any(any(directory.glob(name)) for name in files) or (
-        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8", errors="replace")
     )
 
 

@@ -51,7 +51,8 @@ async def play_text(
         finish_reason = spent.finish_reason
     if rewards:
         last = read_reward("reward", (await asked(ask, "reward"))["value"])
-        total = last if total is None or last is None else total + last
+        if last is not None:
+            total = (total or 0.0) + last
     return Outcome(finish_reason=finish_reason, reward=total)
 
 

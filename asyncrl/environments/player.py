@@ -28,7 +28,7 @@ from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS, TOOLS
 MAX_REASON_CHARACTERS = 2000
 OURS = os.path.dirname(__file__) + os.sep
 # Exceptions of a tool that say nothing about its arguments, whatever the model wrote.
-FAULTS = (ConnectionError, TimeoutError, ImportError)
+FAULTS = (ConnectionError, TimeoutError)
 FAULT_NUMBERS = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO})
 
 
@@ -129,7 +129,12 @@ def described(error: BaseException) -> dict[str, Any]:
     # The line that the user wrote, and not ours behind it.
     last = ([one for one in frames if not one.filename.startswith(OURS)] or frames)[-1:]
     is_broken = isinstance(error, OSError) and error.errno in FAULT_NUMBERS
-    is_fault = isinstance(error, FAULTS) or not isinstance(error, Exception) or is_broken
+    # Libraries of HTTP have errors of their own, which come from those of the connection.
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+        causes.append(cause)
+    is_fault = not isinstance(error, Exception) or is_broken or isinstance(error, ImportError)
+    is_fault = is_fault or any(isinstance(one, FAULTS) for one in causes)
     return {
         "error": f"{type(error).__name__}{_text(error)}"[:MAX_REASON_CHARACTERS],
         "where": "".join(f"{one.filename}:{one.lineno}" for one in last),

@@ -107,6 +107,8 @@ class ToolPool:
             log.warning("a worker for tools did not start: %s", fault)
             if self._workers or len(self._replacing) > 1:
                 return
+            if isinstance(fault, EnvironmentFault) and fault.reason == "hung":  # it was not a call that hung
+                fault = EnvironmentFault(str(fault), reason="died")
             while self._waiting:  # no worker is left, and none is on its way
                 call = self._waiting.popleft()
                 if not call.reply.done():

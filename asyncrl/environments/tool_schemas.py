@@ -161,8 +161,9 @@ def _wrong_inside(value: Any, schema: Mapping[str, Any]) -> str:
         wrong = next(filter(None, map(_wrong, value, items)), "")
         return wrong and f"an array whose items are each {wrong}"
     if isinstance(value, Mapping) and "additionalProperties" in schema:
-        each = schema["additionalProperties"]
-        wrong = next((wrong for one in value.values() if (wrong := _wrong(one, each))), "")
+        each, named = schema["additionalProperties"], schema.get("properties") or {}
+        others = (one for name, one in value.items() if name not in named)
+        wrong = next((wrong for one in others if (wrong := _wrong(one, each))), "")
         return wrong and f"an object whose values are each {wrong}"
     return ""
 

@@ -171,7 +171,7 @@ def _evaluation(config: Config, root: Node) -> Iterator[str]:
 
 def _limits(config: Config, root: Node, path: Path) -> Iterator[str]:
     scale, limit = config.algorithm.aggregation.params.get("scale"), config.sampling.max_response_tokens
-    if isinstance(scale, int | float) and scale != limit:
+    if isinstance(scale, int | float) and 0 < scale != limit:
         yield (
             f"algorithm.aggregation.scale, which divides losses, is {scale:g}, but "
             f"sampling.max_response_tokens is {limit}: the learning rate acts as if it were "

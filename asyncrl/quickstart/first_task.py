@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from asyncrl.config.named_files import has_chat_template
+from asyncrl.config.resolved import dump_values
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.builtin import obstacle
 
@@ -131,7 +130,7 @@ def write_task(directory: Path, answers: Answers) -> list[Path]:
     """Write the files of a task; return their paths, the config first. Raises ConfigError if one exists."""
     if lacking := obstacle(answers.reward):
         raise ConfigError(f"init: {lacking}")
-    text = yaml.safe_dump(answers.config(directory), sort_keys=False, allow_unicode=True)
+    text = dump_values(answers.config(directory))
     files = {CONFIG: _HEADER.format(config=directory / CONFIG) + text}
     if answers.rows == EXAMPLES:
         rows = [json.dumps(ROWS[answers.reward](a, b)) + "\n" for a, b in _NUMBERS]

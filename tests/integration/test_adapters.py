@@ -50,6 +50,14 @@ def test_reasoning_gym(beside: Path) -> None:
     )  # fmt: skip
     rows = [json.loads(line) for line in made.stdout.splitlines()]
     assert len(rows) == 2 and all(row["entry"]["question"] in row["prompt"] for row in rows)
+    made = subprocess.run(
+        [*command, "reasoning_gym:arc_agi", "--size", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert made.returncode == 2 and "JSON does not keep; take data.train: seeds:N" in made.stderr, made.stderr
 
     tries = iter(["1000000", None])
     right, again, other, of_row = (ScriptedTalk(chain_sum) for _ in range(4))
@@ -83,6 +91,20 @@ def test_gymnasium(beside: Path) -> None:
     )
     assert outcome.finish_reason == "turns" and outcome.reward < 0
     assert len(talk.shown) == 3 and "found no action" in last(talk.shown[2])
+
+    tried = """
+import numpy as np
+from gymnasium import spaces
+from asyncrl.environments.adapters.gymnasium import read_action
+grid, whole = spaces.Box(-1.0, 1.0, (2, 2), np.float32), spaces.MultiDiscrete([2, 3])
+for space, said in ((grid, "so [[0.5, 0], [0, 1]]!"), (grid, "[x] [0.5, 0, 0, 1]"), (whole, "[1, 2] [it is]"),
+                    (whole, "[0.5, 1.7]"), (whole, "[[1]"), (grid, "[" * 3000), (grid, "none")):
+    action = read_action(space, said)
+    print(None if action is None else action.tolist())
+"""
+    done = subprocess.run([str(beside), "-c", tried], capture_output=True, text=True, check=True, cwd=ROOT)
+    grid = "[[0.5, 0.0], [0.0, 1.0]]"
+    assert done.stdout.splitlines() == [grid, grid, "[1, 2]", "None", "None", "None", "None"]
 
 
 def test_textarena(beside: Path) -> None:

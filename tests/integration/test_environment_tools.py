@@ -62,6 +62,9 @@ def fail(how: str) -> str:
     if how == "FileNotFoundError": open("/nowhere/at/all")
     if how == "RecursionError": return fail(how)
     if how == "ConnectionError": raise ConnectionRefusedError("database")
+    if how == "a library's":
+        try: raise ConnectionRefusedError("database")
+        except ConnectionRefusedError: raise RuntimeError("no answer")
     if how == "TimeoutError": raise TimeoutError("database")
     if how == "MemoryError": bytearray(1 << 50)
     if how == "ImportError": import nonexistent_library
@@ -246,6 +249,7 @@ def test_a_mistake_of_the_model_is_an_observation_and_counted(tmp_path, call, sa
     ("how", "reason"),
     [
         *((how, "raised") for how in ("ConnectionError", "TimeoutError", "ImportError", "SystemExit")),
+        ("a library's", "raised"),
         *((how, "raised") for how in ("ENOSPC", "EMFILE", "EIO", "fault", "sandbox")),
         ("die", "died"),
     ],

@@ -100,9 +100,13 @@ class Later:
         await asyncio.to_thread(os.getpid)
         return "", 0.25, False
     async def get_reward(self):
-        return 0.5
+        return self.at_the_end
+    at_the_end = 0.5
     def close(self):
         print("closed", flush=True)
+
+class Silent(Later):
+    at_the_end = None
 
 class Nosy:
     def reset(self, question, **columns):
@@ -189,14 +193,15 @@ def test_hundreds_of_episodes_may_start_together(tmp_path):
     asyncio.run(scenario())
 
 
-def test_an_episode_without_turns_left_is_cut_off_with_the_rewards_of_its_steps(tmp_path):
+@pytest.mark.parametrize(("name", "at_the_end"), [("Later", 0.5), ("Silent", 0.0)])
+def test_an_episode_without_turns_left_is_cut_off_with_the_rewards_of_its_steps(tmp_path, name, at_the_end):
     async def scenario():
-        async with environment(tmp_path, ODD, "Later") as played:
+        async with environment(tmp_path, ODD, name) as played:
             talk = ScriptedTalk(["go"] * 9, max_turns=3)
             return await play(played, talk), talk.rewards
 
     outcome, rewards = asyncio.run(scenario())
-    assert (outcome.finish_reason, outcome.reward) == ("turns", 3 * 0.25 + 0.5)
+    assert (outcome.finish_reason, outcome.reward) == ("turns", 3 * 0.25 + at_the_end)
     first, second, third = (state for _, state in rewards)
     assert [reward for reward, _ in rewards] == [0.25] * 3 and first != second == third
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config import document
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
@@ -268,6 +269,11 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("reward.functions.0.wieght=2", "did you mean `weight`?"),
         ("batch={groups: 1, groups: 2}", "found the key twice"),
         ("algorithm.advantage=grppo", "did you mean `grpo`?"),
+        ("data.template=### {question}", "`#` begins a comment, which would drop the rest; put the value in"),
+        ("data.system=Use # marks", "data.system='\"...\"'"),
+        ("telemetry.prometheus_port=false", "found false; allowed is a whole number"),
+        ("checkpoint.keep_every=true", "found true; allowed is a whole number"),
+        ("batch.groups=!!int many", "found the tag"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> None:
@@ -275,6 +281,12 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
     assert message.startswith("1 problem in"), message
     (named,) = [row for row in message.splitlines() if said in row]
     assert named.startswith(f"  override `{override}`")
+
+
+@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  '])
+def test_a_hash_in_a_word_or_in_quotes_is_text(value: str) -> None:
+    found = document.override(Config, f"data.system={value}").plain()
+    assert found == {"data": {"system": value.strip().strip("'\"")}}
 
 
 def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from asyncrl.quickstart.first_task import OWN, ROWS, Answers, write_task
@@ -70,6 +71,12 @@ def test_rows_of_the_user_take_the_place_of_examples(tmp_path, monkeypatch):
     values = yaml.safe_load(written[0].read_text())
     assert (values["data"], values["learner"]["device"]) == ({"train": "rows.jsonl"}, "cuda")
     assert "dtype" not in values["model"]
+
+
+@pytest.mark.parametrize("name", ["09", "1e5", "yes"])
+def test_a_directory_may_have_any_name(name, tmp_path):
+    [config, *_] = write_task(tmp_path / name, Answers())
+    assert load_config(config).run.name == name
 
 
 @pytest.mark.parametrize("name", ["task.yaml", "train.jsonl", "task.py"])

@@ -173,6 +173,14 @@ def test_the_check_agrees_with_the_jsonschema_library(name, value):
     assert (BOX.mistake(ToolCall(id="1", name="look", arguments=LOOK | {name: value})) == "") == valid
 
 
+def test_other_properties_are_those_without_a_schema_of_their_own():
+    box = Toolbox([describe_tool(add)])
+    named = {"properties": {"name": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
+    box._parameters["add"]["properties"]["a"] = {"type": "object", **named}
+    for value, wrong in (({"name": "x", "n": 3}, False), ({"n": "x"}, True)):
+        assert bool(box.mistake(ToolCall(id="1", name="add", arguments={"a": value}))) == wrong
+
+
 class Shelf:
     """Tools with a state."""
 

@@ -16,7 +16,6 @@ from gymnasium import spaces
 from asyncrl.environments.adapters.options import split_options
 
 NUMBER = re.compile(r"-?\d+")
-LIST = re.compile(r"\[[^\[\]]*\]")
 # A rendering marks places, such as that of the player, by colours of a terminal, which become brackets.
 COLOUR, PLAIN = re.compile(r"\x1b\[[0-9;]+m"), re.compile(r"\x1b\[0m")
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -78,8 +77,17 @@ def read_action(space: spaces.Space[Any], response: str) -> Any:
         numbers = NUMBER.findall(response)
         action = np.int64(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None
     elif isinstance(space, ARRAYS):
+        found, at = list[Any](), 0
+        while (at := response.find("[", at)) >= 0:
+            try:
+                found, at = json.JSONDecoder().raw_decode(response, at)
+            except (ValueError, RecursionError):
+                at += 1
         try:
-            action = np.array(json.loads(LIST.findall(response)[-1]), dtype=space.dtype).reshape(space.shape)
-        except (IndexError, ValueError, TypeError, OverflowError):
+            given = np.array(found).reshape(space.shape)
+            action = given.astype(space.dtype)
+            if space.dtype.kind != "f" and not np.array_equal(given, action):
+                action = None  # it was rounded
+        except (ValueError, TypeError, OverflowError):
             action = None
     return action if action is not None and space.contains(action) else None

@@ -5,6 +5,7 @@ episode's seed. The answer is what stands between the last `<answer>` and `</ans
 The option `attempts` (1) allows more than one; the reward is the score of the last attempt.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,11 @@ def rows(name: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Return rows of a dataset with the columns `prompt` and `entry`. Raises ValueError."""
     dataset_name, options = split_options(name)
     options.pop("attempts", None)
-    for entry in reasoning_gym.create_dataset(dataset_name, size=size, seed=seed, **options):
+    dataset = reasoning_gym.create_dataset(dataset_name, size=size, seed=seed, **options)
+    for entry in dataset:
+        kept, right = json.loads(json.dumps(entry)), entry["answer"]
+        if right is not None and dataset.score_answer(right, kept) != dataset.score_answer(right, entry):
+            raise ValueError("its tasks have values that JSON does not keep; take data.train: seeds:N")
         yield {"prompt": question(entry), "entry": entry}
 
 
