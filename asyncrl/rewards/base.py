@@ -166,7 +166,8 @@ def scored(
     """The score of a response with these parts. Raises RewardError for numbers that are too large."""
     weights = {function.part: function.weight for function in functions}
     # Weights such as 0.7, 0.2 and 0.1 add up to 1, as 1 is what a solved prompt has.
-    total = math.fsum(weights[name] * value for name, value in parts.items())
+    addends = [weights[name] * value for name, value in parts.items()]
+    total = math.fsum(addends) if max(map(abs, addends), default=0.0) <= MOST_REWARD else sum(addends)
     for name, value in (*parts.items(), ("weighted sum", total)):
         if not abs(value) <= MOST_REWARD:
             raise RewardError(
