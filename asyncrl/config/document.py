@@ -257,10 +257,11 @@ def override(model: type[Part], text: str) -> Node:
     node, problems = parse(value, file=place, line_numbers=False)
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-    read = yaml.compose(value, Loader=_Loader) if "#" in value else None
-    if "#" in value and (read is None or read.end_mark.index < len(value.rstrip())):
-        cure = f"put the value in quotes, in those of the shell: {path}='\"...\"'"
-        raise ConfigError(f"{place}  `#` begins a comment, which would drop the rest; {cure}")
+    if "#" in value:
+        read = yaml.compose(value, Loader=_Loader)
+        if read is None or read.end_mark.index < len(value.rstrip()):
+            cure = f"put the value in quotes, in those of the shell: {path}='\"...\"'"
+            raise ConfigError(f"{place}  `#` begins a comment, which would drop the rest; {cure}")
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
     return spelled_out(model, node)

@@ -98,8 +98,8 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
         prompts += source.of_task(task, count) if one.reward and task not in tried else []
     for prompt in prompts:
         reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
-        kinds = [("reference", str(reference))] if reference is not None else []
-        for kind, text in (*kinds, *(("wrong", text) for text in WRONG)):
+        right = [("reference", str(reference))] if reference is not None else []
+        for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)
             given = RewardInput(prompt=prompt.text, response=text, row=prompt.row, response_tokens=tokens)
             yield Case(kind, given, prompt.task)
@@ -126,8 +126,8 @@ def _prompts(config: Config) -> PromptSource:
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
     finder = _PromptFinder(config) if path.is_dir() else None
-    render = light_renderer(config.data, config.model)
-    tokenizer = render.tokenizer if render else load_tokenizer(config.model)
+    opened = finder.source if finder else light_renderer(config.data, config.model)
+    tokenizer = opened.tokenizer if opened else load_tokenizer(config.model)
     records = load_rows(str(RunDirectory(path).samples if finder else path))
     chosen = range(len(records))[-count:] if finder else range(len(records))[:count]
     # A run that goes on appends to its samples, and then no more rows can be read.
@@ -141,20 +141,19 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         truncated = record.get("finish_reason", "stop") != "stop"
         text = record["response"]
         tokens = sum(count for _, count in record.get("versions") or ()) or _sampled(tokenizer, text)
-        yield Case(
-            "sample",
-            RewardInput(prompt=prompt, response=text, row=row, truncated=truncated, response_tokens=tokens),
-            task,
+        given = RewardInput(
+            prompt=prompt, response=text, row=row, truncated=truncated, response_tokens=tokens
         )
+        yield Case("sample", given, task)
 
 
 class _PromptFinder:
     """Finds the prompt of the data from which a recorded rollout was sampled."""
 
     def __init__(self, config: Config) -> None:
-        self._source = _prompts(config)
+        self.source = _prompts(config)
         self._eval = {
-            name: self._source.eval_prompts(config.of(one).eval.prompts, name)
+            name: self.source.eval_prompts(config.of(one).eval.prompts, name)
             for name, one in config.data.sets.items()
         }
 
@@ -162,7 +161,7 @@ class _PromptFinder:
         ticket = int(record["ticket_id"])
         if record.get("kind") == "eval" and (found := self._eval.get(record.get("eval_set", ""))):
             return found[(ticket - 1) % len(found)]
-        return self._source.prompt(ticket)
+        return self.source.prompt(ticket)
 
 
 async def _try_part(

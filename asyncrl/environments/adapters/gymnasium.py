@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from asyncrl.environments.adapters.options import split_options
+from asyncrl.environments.adapters.options import last_json, split_options
 
 NUMBER = re.compile(r"-?\d+")
 # A rendering marks places, such as that of the player, by colours of a terminal, which become brackets.
@@ -35,13 +35,13 @@ def environment(name: str) -> type:
             """Begin, and say what an action is."""
             self._env = gymnasium.make(env_id, **options)
             self._state = as_text(self._env.reset(seed=seed)[0])
-            return f"An action is {described(space)}.\n{self._shown()}", {"state": self._state}
+            return f"An action is {_described(space)}.\n{self._shown()}", {"state": self._state}
 
         def step(self, response: str) -> tuple[Any, ...]:
             """Take the action in a response."""
             action = read_action(space, response)
             if action is None:
-                error = f"error: found no action; an action is {described(space)}"
+                error = f"error: found no action; an action is {_described(space)}"
                 return error, 0.0, False, False, {"state": self._state}
             observation, reward, terminated, truncated, _ = self._env.step(action)
             self._state = as_text(observation)
@@ -63,7 +63,7 @@ def as_text(observation: Any) -> str:
     return json.dumps(observation, default=lambda value: value.tolist())
 
 
-def described(space: spaces.Space[Any]) -> str:
+def _described(space: spaces.Space[Any]) -> str:
     """Say which actions a space has."""
     if isinstance(space, spaces.Discrete):
         return f"a whole number from {space.start} to {space.start + space.n - 1}"
@@ -77,14 +77,8 @@ def read_action(space: spaces.Space[Any], response: str) -> Any:
         numbers = NUMBER.findall(response)
         action = np.int64(numbers[-1]) if numbers and len(numbers[-1]) < 19 else None
     elif isinstance(space, ARRAYS):
-        found, at = list[Any](), 0
-        while (at := response.find("[", at)) >= 0:
-            try:
-                found, at = json.JSONDecoder().raw_decode(response, at)
-            except (ValueError, RecursionError):
-                at += 1
         try:
-            given = np.array(found).reshape(space.shape)
+            given = np.array(last_json(response, "[") or []).reshape(space.shape)
             action = given.astype(space.dtype)
             if space.dtype.kind != "f" and not np.array_equal(given, action):
                 action = None  # it was rounded

@@ -15,6 +15,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from asyncrl.environments.adapters.options import last_json
 from asyncrl.environments.adapters.tool_methods import ToolError, tools_of
 
 # Limits in seconds for the server to accept a socket, to answer a ping, and to end a session.
@@ -78,7 +79,7 @@ class _Text(_Connection):
     def step(self, response: str) -> tuple[str, float | None, bool]:
         """Take the action in a response. Raises ConnectionError."""
         field = _only_text(self.action)
-        action = {field: response} if field else _last_object(response)
+        action = {field: response} if field else last_json(response, "{")
         if action is None:
             return f"error: found no action; an action is {_described(self.action)}", 0.0, False
         reply = self._ask("step", action)
@@ -150,17 +151,6 @@ def _only_text(action: Mapping[str, Any]) -> str:
 def _described(action: Mapping[str, Any]) -> str:
     kept = {name: value for name, value in action.items() if name in ("required", "$defs")}
     return f"a JSON object with {json.dumps({'properties': _fields(action)} | kept)}"
-
-
-def _last_object(response: str) -> dict[str, Any] | None:
-    """The last JSON object in a text that is not within another one."""
-    found, place, decoder = None, 0, json.JSONDecoder()
-    while (place := response.find("{", place)) >= 0:
-        try:
-            found, place = decoder.raw_decode(response, place)
-        except (ValueError, RecursionError):
-            place += 1
-    return found
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
