@@ -6,7 +6,7 @@ command until the trained weights are on the disk and the process has ended, "tr
 Trained policies then tell stories to the same held-out prompts, by transformers' own sampling.
 
 TRL trains `--steps`. asyncrl trains longer and keeps weights on the way; its seconds at a step are those of
-the whole run without those of the later steps. Its rows end with the first step whose score is that of TRL,
+the whole run without those of the later steps and of the checkpoints at other steps. Its rows end with the first step whose score is that of TRL,
 less one standard error, or higher; the ratios are those of the seconds until then.
 
     python -m asyncrl.quickstart.stories build/stories15m
@@ -143,11 +143,13 @@ def run(name: str, task: Path, seed: int, steps: int, at: Path) -> list[Ran]:
         took_s = json.loads((directory / "seconds.json").read_text())
         return [Ran(steps, in_all_s, took_s, directory / "model")]
     lines = (directory / "metrics" / "learner.jsonl").read_text().splitlines()
-    steps_s = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
+    metrics = [json.loads(line) for line in lines]
+    steps_s = [row["time/step"] for row in metrics if "time/step" in row]
+    saved_s = {row["step"]: row["time/checkpoint"] for row in metrics if "time/checkpoint" in row}
     return [
         Ran(
             step,
-            in_all_s - sum(steps_s[step:]),
+            in_all_s - sum(steps_s[step:]) - sum(saved_s.values()) + saved_s[step],
             sum(steps_s[:step]),
             directory / "checkpoints" / f"step-{step:06}" / "hf",
         )

@@ -47,6 +47,7 @@ class OpenEpisode:
         self._running: set[asyncio.Task[Json]] = set()
         # The text of a conversation without a chat template, with and without what ended the last answer.
         self._completed = ("", "")
+        self._has_chatted = False
         self._is_closed = False
         self._requests = 0
 
@@ -159,6 +160,7 @@ class OpenEpisode:
                 text = call.prompt + answer.text
                 self._completed = (text + answer.stop, text)
                 return [answer]
+            self._has_chatted = True
             chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
             return await _all(chat(call.messages, **limits) for _ in range(call.choices))
         except BudgetSpent as spent:
@@ -180,6 +182,10 @@ class OpenEpisode:
 
     def _new_text(self, prompt: str) -> str:
         """What a prompt adds to the text so far, which it must begin with."""
+        if self._has_chatted:
+            raise reading.wrong(
+                "this episode has calls with messages, and a prompt would continue the last one"
+            )
         for text in self._completed:
             if prompt.startswith(text):
                 return prompt[len(text) :]

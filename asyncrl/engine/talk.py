@@ -14,6 +14,7 @@ from asyncrl.session.base import Request, Turn
 from asyncrl.session.tree import Session
 from asyncrl.types import Rollout
 
+ZERO_STATE = 0x9E3779B97F4A7C15  # what a state of 0 becomes
 # From the prompt's ids, the rollout and the tools that the answer may call (`AnswerReader.read`).
 Read = Callable[[Sequence[int], Rollout, Sequence[Message]], Answer]
 
@@ -88,8 +89,9 @@ class SessionTalk:
         if state is not None and not isinstance(state, int):
             text = f"the state of a turn is {state!r:.40}; allowed is a whole number, such as a hash"
             raise EnvironmentFault(text, reason="returned")
-        # Python's own hashes are negative for half of all states.
-        self.last.reward, self.last.state = reward, state if state is None else state % 2**64
+        # Python's own hashes are negative for half of all states; 0 is the column's value for no state.
+        hashed = state if state is None else state % 2**64 or ZERO_STATE
+        self.last.reward, self.last.state = reward, hashed
 
     def close(self) -> None:
         """Abort the requests; no further turn begins."""

@@ -4,8 +4,8 @@
 
     in   {start, columns, seed, place} | {cancel} | {ping}
          {call, answer: {text, finish_reason, tokens, reasoning, tool_calls}} | {call, spent: finish reason}
-    out  {call, episode, messages, tools, train} | {call, episode, text} | {episode, reward, state}
-         {episode, value, metrics} | {episode, spent: finish reason} | {episode, error, where, fault} | {pong}
+    out  {call, episode, messages, tools, train} | {call, episode, text} | {episode, reward, state} | {pong}
+         {episode, value, metrics} | {episode, spent: finish reason, metrics} | {episode, error, where, fault}
 """
 
 import asyncio
@@ -69,9 +69,16 @@ class Session:
             raise TypeError(text)
         return await self._host.ask({"text": text, "episode": self._number})
 
-    def score_turn(self, reward: float, state: int | None = None) -> None:
-        """Give the last turn a reward, and the hash (64 bits) of the state that it started from."""
+    def score_turn(self, reward: float | None, state: int | None = None) -> None:
+        """Give the last turn a reward, if any, and the hash (64 bits) of the state that it started from."""
         self._host.tell({"reward": reward, "state": state, "episode": self._number})
+
+
+def _spent(error: BaseException) -> str:
+    """The finish reason, if spent budgets are all that ended a rollout; a task group wraps them."""
+    while isinstance(error, BaseExceptionGroup) and error.split(BudgetSpent)[1] is None:
+        error = error.exceptions[0]
+    return error.finish_reason if isinstance(error, BudgetSpent) else ""
 
 
 def _is_message(message: object) -> bool:
@@ -136,9 +143,10 @@ class RolloutHost:
         try:
             value = await self._rollout(session, **start["columns"])
             self.tell({"episode": number, "value": value, "metrics": dict(session.metrics)})
-        except BudgetSpent as spent:
-            self.tell({"episode": number, "spent": spent.finish_reason})
         except BaseException as error:  # noqa: BLE001 - reported to the parent
-            self.tell({"episode": number} | described(error))
+            if spent := _spent(error):
+                self.tell({"episode": number, "spent": spent, "metrics": dict(session.metrics)})
+            else:
+                self.tell({"episode": number} | described(error))
         finally:
             del self._episodes[number]

@@ -108,8 +108,12 @@ class _Episode:
             str(name): read_reward(f"session.metrics, {name}", one) or 0.0
             for name, one in last.get("metrics", {}).items()
         }
+        # Behind the budget that ended the rollout, turns in progress may still have been answered.
         return Outcome(
-            finish_reason=self._finish_reason, reward=reward, parts=parts, metrics=counts | self.metrics
+            finish_reason=last.get("spent", self._finish_reason),
+            reward=reward,
+            parts=parts,
+            metrics=counts | self.metrics,
         )
 
     def leave(self) -> None:
@@ -144,7 +148,7 @@ class _Episode:
     def _score(self, reward: Any, state: Any) -> None:
         try:
             value = read_reward("score_turn", reward)
-            if value is not None:
+            if value is not None or state is not None:
                 self._talk.score_turn(value, state)
         except EnvironmentFault as fault:
             self.fail(fault)

@@ -152,6 +152,7 @@ class _PromptFinder:
 
     def __init__(self, config: Config) -> None:
         self.source = _prompts(config)
+        self._has_curriculum = config.data.curriculum.floor is not None
         self._eval = {
             name: self.source.eval_prompts(config.of(one).eval.prompts, name)
             for name, one in config.data.sets.items()
@@ -161,6 +162,9 @@ class _PromptFinder:
         ticket = int(record["ticket_id"])
         if record.get("kind") == "eval" and (found := self._eval.get(record.get("eval_set", ""))):
             return found[(ticket - 1) % len(found)]
+        if self._has_curriculum:
+            text = "data.curriculum.floor: it decides during the run which row a sample was made from"
+            raise DataError(f"{text}; give --samples a file of responses, with the columns of their rows")
         return self.source.prompt(ticket)
 
 

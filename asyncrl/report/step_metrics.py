@@ -1,6 +1,7 @@
 """The published metrics of one step. Names, units and meaning are in `docs/metrics.md`."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,7 +18,7 @@ from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
 from asyncrl.evaluation import votes_of
 from asyncrl.learner import Step
-from asyncrl.trainer.base import LOSS, Usage
+from asyncrl.trainer.base import LOSS, StepResult, Usage
 from asyncrl.types import Group, Rollout
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,16 @@ LONGEST_LAG = 16  # steps; the last bin of the histograms of lag holds all token
 def step_metrics(step: Step) -> dict[str, float]:
     """Return everything that is known about a step, by name."""
     sums = merge([*(result.metrics for result in step.results), group_metrics(step.plan.rewards)])
+    sums.pop("skipped_steps", None)
     loss = sums.pop(LOSS, 0.0)
-    skipped = sums.pop("skipped_steps", 0.0)
+    skipped, empty = _left_out(step.results)
     hint = "if it goes on, look at policy/grad_norm and */ratio/max, and lower learner.optimizer.lr"
     _warn_of_skipped(f"step {step.version}", skipped, len(step.results), hint)
     metrics = finish(sums) | {
         "policy/loss": loss / max(len(step.results), 1),
         "policy/grad_norm": float(np.max([result.grad_norm for result in step.results], initial=0.0)),
         "policy/skipped_steps": skipped,
+        "policy/empty_steps": empty,
         "policy/lr": step.results[-1].lr if step.results else 0.0,
         "weights/version": step.version,
     }
@@ -51,6 +54,13 @@ def step_metrics(step: Step) -> dict[str, float]:
     )
     metrics |= _rollout_metrics(step) | _intake_metrics(step)
     return metrics | _staleness_metrics(step) | _time_metrics(step)
+
+
+def _left_out(results: Sequence[StepResult]) -> tuple[float, float]:
+    """Optimizer steps that were left out: those that were not finite, and those without a token to train."""
+    norms = [result.grad_norm for result in results if result.metrics.get("skipped_steps")]
+    skipped = sum(not math.isfinite(norm) for norm in norms)
+    return float(skipped), float(len(norms) - skipped)
 
 
 def _warn_of_skipped(where: str, skipped: float, steps: int, hint: str) -> None:
@@ -65,7 +75,7 @@ def _critic_metrics(step: Step) -> dict[str, float]:
     if not results or values_T is None or returns_T is None:
         return {}
     sums = merge(result.metrics for result in results)
-    loss, skipped = sums.pop(LOSS, 0.0), sums.pop("skipped_steps", 0.0)
+    loss, (skipped, _) = sums.pop(LOSS, 0.0), _left_out(results)
     hint = "if it goes on, look at critic/grad_norm, and lower critic.optimizer.lr"
     _warn_of_skipped(f"step {step.version}, critic", skipped, len(results), hint)
     return {

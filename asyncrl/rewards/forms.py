@@ -105,7 +105,9 @@ class GroupForm(Form):
     def arguments(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
-        shared = rows[0].keys() - GIVEN - {*EPISODE_COLUMNS}
+        # Data without an environment may have some columns of these names, but hardly all.
+        played = {*EPISODE_COLUMNS} if rows[0].keys() >= {*EPISODE_COLUMNS} else set()
+        shared = rows[0].keys() - GIVEN - played
         named = {name: rows[0][name] for name in shared}
         named |= {name: [row[name] for row in rows] for name in rows[0].keys() - shared}
         return (prompts[0], list(responses)), self._wanted(named, without=("prompt", "responses"))
@@ -126,13 +128,17 @@ class GroupForm(Form):
 class BatchForm(GroupForm):
     """asyncrl's own form for functions that see responses of several groups, as for a forward pass."""
 
+    def lacking(self, row: Mapping[str, Any]) -> list[str]:
+        return [name for name in Form.lacking(self, row) if name != "batch"]
+
     def arguments(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> Arguments:
         named = {name: [row.get(name) for row in rows] for row in rows for name in row}
-        return (list(prompts), list(responses)), self._wanted(
-            named, without=("prompts", "responses", "batch")
-        )
+        wanted = self._wanted(named, without=("prompts", "responses", "batch"))
+        if "batch" in self.accepted:  # it may have no default
+            wanted["batch"] = self.most
+        return (list(prompts), list(responses)), wanted
 
 
 class TRLForm(Form):

@@ -51,7 +51,7 @@ class PlainReporter:
     def __init__(self, write: Callable[[str], object], *, since: float = 0.0) -> None:
         """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
         self._write, self._since = write, since
-        self._step = -1
+        self._step, self._trained_at = -1, since  # of the last line of a step
         self._shown_at: dict[str, float] = {}  # time of the last line of each warning, without its numbers
         self._noted_at = self._said_at = 0.0
         self._waiting = ""
@@ -60,12 +60,13 @@ class PlainReporter:
         """Write what is new. Steps that a restarted learner makes again are written again."""
         self._said_at = self._said_at or state.now
         steps = state.trained_steps
-        self._step = min(self._step, steps[-1]) if steps else self._step
         for step in steps:
-            if step > self._step:
-                self._step = step
-                if state.history.rows[step].get("time", self._since) >= self._since:
+            trained_at = state.history.rows[step].get("time", self._trained_at)
+            if step > self._step or trained_at > self._trained_at:
+                self._trained_at = max(trained_at, self._trained_at)
+                if trained_at >= self._since:
                     self._say(step_line(state, step), state.now)
+        self._step = steps[-1] if steps else self._step
         for note in state.notes:
             if note.at > self._noted_at:
                 self._noted_at = note.at

@@ -177,6 +177,15 @@ async def counting(session):
     while True:
         await session.complete("on")
 
+async def together(session):
+    """Asks twice at the same time, for states without rewards."""
+    async def ask(text):
+        await session.complete(text)
+        session.score_turn(None, 7)
+        session.metrics["asked"] = session.metrics.get("asked", 0) + 1
+    async with asyncio.TaskGroup() as group:
+        for text in "ab": group.create_task(ask(text))
+
 async def scoring(session):
     """Scores what it has when its time is up."""
     try:
@@ -628,6 +637,38 @@ def test_a_rollout_may_score_when_the_time_of_its_turns_is_up(tmp_path):
 
     end = asyncio.run(scenario())
     assert (end.finish_reason, end.reward) == ("time", 0.5)
+
+
+def test_a_budget_that_is_spent_within_a_task_group_ends_the_rollout_and_is_no_fault(tmp_path):
+    """Also if another turn is answered after it."""
+    answered = asyncio.Event()
+
+    class Second(ScriptedTalk):
+        async def complete(self, text):
+            if text == "b":
+                raise BudgetSpent("sequences")
+            await elapse(0.3)
+            answered.set()
+            return await super().complete(text)
+
+    async def scenario():
+        talk = Second(["on"])
+        async with environment(tmp_path, ROLLOUTS, "together") as played:
+            return await play(played, talk), talk.rewards
+
+    end, rewards = asyncio.run(scenario())
+    assert (end.finish_reason, end.reward) == ("sequences", None)
+    assert not answered.is_set() or rewards == [(None, 7)]
+
+
+def test_states_reach_the_talk_without_rewards(tmp_path):
+    async def scenario():
+        talk = ScriptedTalk(["on", "on"])
+        async with environment(tmp_path, ROLLOUTS, "together") as played:
+            return await play(played, talk), talk.rewards
+
+    end, rewards = asyncio.run(scenario())
+    assert rewards == [(None, 7)] * 2 and end.metrics["asked"] == 2
 
 
 def test_a_loop_that_hangs_costs_the_other_episodes_a_fault_and_not_their_lives(tmp_path):

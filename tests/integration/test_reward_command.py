@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.config.data_section import CurriculumConfig
 from asyncrl.config.load import load_config
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompts import PromptSource
 from asyncrl.data.sample_plan import SamplePlan
+from asyncrl.errors import DataError
 from asyncrl.preflight import reward_trial
 from asyncrl.preflight.reward_trial import WRONG, generic_cases, sample_cases
 from asyncrl.rewards import batches
@@ -208,6 +210,9 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert cases[3].given.row == load_rows(loaded.data.eval[0].path)[1] and cases[3].given.truncated
     assert len(list(sample_cases(loaded, run, 2))) == 2
+    skipping = loaded.data.model_copy(update={"curriculum": CurriculumConfig(floor=0.1)})
+    with pytest.raises(DataError, match="which row a sample was made from; give --samples a file"):
+        list(sample_cases(loaded.model_copy(update={"data": skipping}), run, 4))
 
     class Appends(reward_trial._PromptFinder):
         def __init__(self, config):

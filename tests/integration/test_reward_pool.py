@@ -268,6 +268,7 @@ def size(prompts, responses, answer, messages=None, *, batch=6, **columns):
     if "die" in responses: os._exit(3)
     return [(len(prompts) + one / 100, prompt[:1]) if text else None for prompt, text, one in zip(prompts, responses, answer)]
 def alone(prompt, response): return 1000.0
+def told(prompts, responses, batch): return [float(batch)] * len(prompts)
 """
 
 
@@ -295,6 +296,17 @@ def test_a_function_with_prompts_sees_responses_of_several_groups_up_to_its_batc
         assert [one.answer for group in scored for one in group] == ["0", "0", "1", None, "2", "2", "3", "3"]
 
     run(config(functions, "size", timeout_s=10.0), scenario)
+
+
+def test_a_batch_without_a_default_is_told(functions):
+    functions.write_text(BATCH)
+
+    async def scenario(pool):
+        await pool.start()
+        [scores] = await asyncio.gather(*(pool.score(one) for one in groups_of("a,b")))
+        assert [one.total for one in scores] == [64.0, 64.0]
+
+    run(config(functions, "told", timeout_s=10.0), scenario)
 
 
 def test_params_give_the_size_of_a_batch_and_other_functions_go_on_beside_it(functions):
@@ -399,8 +411,12 @@ def test_a_function_with_responses_sees_its_group_and_others_one_response(functi
     run(config(functions, "short"), refused)
 
     async def episodes(pool):
-        played = [RewardInput(prompt="p", response="r", row={"messages": one, "x": 1}) for one in "ab"]
+        rows = [{"messages": one, "turns": 1, "result": {}, "x": 1} for one in "ab"]
+        played = [RewardInput(prompt="p", response="r", row=row) for row in rows]
         assert [one.total for one in await pool.score(played)] == [1.0, 0.0]
+        # Without an environment it is a column of the data.
+        data = [RewardInput(prompt="p", response="r", row={"messages": "ba"})] * 2
+        assert [one.total for one in await pool.score(data)] == [0.0, 1.0]
 
     run(config(functions, "own"), episodes)
 

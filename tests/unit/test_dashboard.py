@@ -501,6 +501,13 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
     ):
         assert figure in written[-1]
     assert all("\n" not in line and len(line) < 200 for line in written)
+    # A restarted learner makes two steps again before the next look.
+    run.step = 3
+    run.advance()
+    run.advance()
+    reporter.show(reader.read())
+    reporter.show(reader.read())
+    assert [line.split("  ")[0] for line in written[5:]] == ["step 4/400", "step 5/400"]
 
 
 def log_line(directory: Path, process: str, level: str, text: str, at: float, **more: object) -> None:

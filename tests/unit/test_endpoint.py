@@ -207,6 +207,21 @@ def test_completions_append_to_the_text_so_far():
     assert [asked["text"] for asked in talk.asked] == ["one ", " more"]
 
 
+def test_a_prompt_behind_a_conversation_is_refused():
+    """It would be sampled behind the last answer, which the agent did not send."""
+
+    async def play(endpoint, episode):
+        client = chat_client(endpoint, episode, max_retries=0)
+        await client.chat.completions.create(model="any", messages=QUESTION)
+        with pytest.raises(openai.BadRequestError, match="this episode has calls with messages"):
+            await client.completions.create(model="any", prompt="one ")
+        assert "calls with messages" in episode.fault
+
+    talk = ScriptedTalk(TEXT, TEXT)
+    serve(talk, play)
+    assert len(talk.asked) == 1
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "streamed"])
 def test_the_ids_that_an_engine_sampled_are_trained_as_they_are(streams):
     """Several turns, a branch and a call that is not trained, through the client and back."""

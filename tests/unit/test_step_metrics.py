@@ -112,6 +112,15 @@ def test_skipped_steps_are_counted_and_said(caplog):
         metrics = step_metrics(step(rollout(a=1.0), results=(*skipped, result(2.0))))
     assert metrics["policy/skipped_steps"] == 2 and "skipped_steps" not in metrics
     assert "step 1: 2 of 3 optimizer steps were left out" in caplog.text
+    assert metrics["policy/empty_steps"] == 0
+
+
+def test_a_step_whose_tokens_are_all_masked_is_no_step_that_is_not_finite(caplog):
+    results = (result(0.0, 1.0), result(2.0))
+    with caplog.at_level(logging.WARNING):
+        metrics = step_metrics(step(rollout(a=1.0), results=results))
+    assert (metrics["policy/empty_steps"], metrics["policy/skipped_steps"]) == (1, 0)
+    assert not caplog.records
 
 
 def test_the_largest_gradient_norm_does_not_depend_on_the_order():
