@@ -6,8 +6,9 @@ command until the trained weights are on the disk and the process has ended, "tr
 Trained policies then tell stories to the same held-out prompts, by transformers' own sampling.
 
 TRL trains `--steps`. asyncrl trains longer and keeps weights on the way; its seconds at a step are those of
-the whole run without those of the later steps and of the checkpoints at other steps. Its rows end with the first step whose score is that of TRL,
-less one standard error, or higher; the ratios are those of the seconds until then.
+the whole run without those of the later steps and of the checkpoints at other steps. Its rows end with the
+first step whose score is that of TRL, less one standard error, or higher; the ratios are those of the seconds
+until then.
 
     python -m asyncrl.quickstart.stories build/stories15m
     python -m bench.peers [--seeds 0 1 2] [--steps 20] [--show] [--json bench/results/peers.json]

@@ -24,7 +24,7 @@ WORK = PurePosixPath("/work")  # the working directory of deploy/Dockerfile
 # The name of a Service has at most 63 characters, and a pod's name has two suffixes behind ours.
 NAME, LONGEST = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?"), 40
 LABELS = "app.kubernetes.io/name: asyncrl, app.kubernetes.io/instance: {}"
-GENERATORS_GRACE_S, MARGIN_S = 60, 100
+GENERATORS_GRACE_S, MARGIN_S = 90, 100
 # The learner writes its status every second.
 STATUS = "find {}/status.json -newermt '-60 seconds' | grep -q ."
 
