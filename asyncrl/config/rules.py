@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from asyncrl.algo.ranges import MOST_KEPT
-from asyncrl.config.addresses import insecurities
+from asyncrl.config.addresses import insecurities, stays_here
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.data_section import prefix_of
@@ -28,16 +28,26 @@ KEPT_ID_BYTES = 4  # of a token that one of a response could have been, and of t
 TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its spans of versions
 
 
+def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
+    control, transport, away, kind = run.control, run.weights.transport, run.leaves_host, run.cluster.kind
+    if transport in ("slot", "disk") and away:
+        found = {"control.bind": control.bind, "cluster.kind": kind}[away]
+        text = f"weights.transport is {transport}, but {away} is {found}, for generators of "
+        text += "other hosts, which cannot read this host's memory and files; leave the transport auto"
+        yield broken(f"weights.transport {away}", f"{text}, or drop {away}")
+    if transport == "tcp" and not away:
+        text = "weights.transport is tcp, but without control.bind the learner listens on no network; set it"
+        text += " for generators of other hosts, or leave the transport auto"
+        yield broken("weights.transport control.bind", text)
+    urls = {"control.bind": control.bind, "store.bind": run.store.bind, "store.url": run.store.url}
+    for key, where in urls.items():
+        if kind is not None and where is not None and stays_here(where):
+            text = f"{key} is {where}, which only this host reaches, but cluster.kind is {kind}; drop {key}"
+            yield broken(f"{key} cluster.kind", f"{text}, or give an address that the other hosts reach")
+
+
 def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
     control, weights, transport = run.control, run.weights, run.weights.transport
-    both = "weights.transport control.bind"
-    if transport in ("slot", "disk") and control.bind is not None:
-        text = f"weights.transport is {transport}, but control.bind is {control.bind}, for generators of "
-        text += "other hosts, which cannot read this host's memory and files; leave the transport auto"
-        yield broken(both, f"{text}, or drop control.bind")
-    if transport == "tcp" and control.bind is None:
-        text = "weights.transport is tcp, but without control.bind the learner listens on no network; set it"
-        yield broken(both, f"{text} for generators of other hosts, or leave the transport auto")
     if transport == "nccl" and weights.slots == "host":
         text = "weights.slots is host, but weights.transport is nccl, which sends from the learner's GPU"
         yield broken("weights.slots weights.transport", f"{text}; leave one of them auto")
@@ -209,9 +219,9 @@ def _asked_scorers_answer(run: RunFields) -> Iterator[Mistake]:
     for name in sorted(used - scorers.keys()):
         text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
         yield broken("reward.functions scorers", text)
-    if used and run.control.bind is not None:
-        text = "control.bind is for generators on other hosts, which cannot reach scorers; drop it, or serve"
-        yield broken("control.bind scorers", f"{text} the model behind an address (http_reward)")
+    if used and (away := run.leaves_host):
+        text = f"{away} is for generators on other hosts, which cannot reach scorers; drop it, or serve"
+        yield broken(f"{away} scorers", f"{text} the model behind an address (http_reward)")
 
 
 def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
@@ -294,6 +304,7 @@ def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
 
 
 RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
+    _hosts_reach_each_other,
     _processes_reach_each_other,
     _hosts_divide_the_work,
     _steps_take_whole_groups,

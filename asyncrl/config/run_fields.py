@@ -98,6 +98,16 @@ class RunFields(Root):
         return self.model_copy(update=found)
 
     @property
+    def leaves_host(self) -> str:
+        """The key by which generators may be on other hosts; empty if all are on this one.
+
+        With `cluster.kind` the run sets `control.bind` itself.
+        """
+        if self.control.bind is not None:
+            return "control.bind"
+        return "" if self.cluster.kind is None else "cluster.kind"
+
+    @property
     def tasks(self) -> Mapping[str, Self]:
         """The config of every source and set, by the key of each; prompts name theirs by its place."""
         return {key: self.of(one) for key, one in self.data.tasks.items()}

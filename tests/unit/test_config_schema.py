@@ -179,6 +179,7 @@ def optimized(kind: str, stage: int, dtype: str = "bfloat16") -> dict[str, Any]:
 SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
+ON_HOSTS = {"cluster": {"kind": "ray"}, "generator": {"count": 1}}
 LORA = {"model": {"path": "m", "lora": {}}}
 KL = {"coefficient": 0.1}
 DPO = {
@@ -266,6 +267,29 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "weights.transport is slot, but control.bind is tcp://10.0.0.1:5555",
     ),
     ({"weights": {"transport": "slot"}}, None),
+    *(
+        ({"weights": {"transport": how}} | ON_HOSTS, f"weights.transport is {how}, but cluster.kind is ray")
+        for how in ("slot", "disk")
+    ),
+    ({"weights": {"transport": "tcp"}} | ON_HOSTS, None),
+    (
+        algorithm(advantage="distill", reference={"path": "t", "scorers": 1}) | ON_HOSTS,
+        "algorithm.reference.scorers is 1, but cluster.kind is set, and other hosts cannot reach scorers",
+    ),
+    (
+        {
+            "reward": {"functions": [{"function": "model_score", "params": {"scorer": "rm"}}]},
+            "scorers": {"rm": {"model": "r"}},
+        }
+        | ON_HOSTS,
+        "cluster.kind is for generators on other hosts, which cannot reach scorers",
+    ),
+    (ON_HOSTS | {"store": {"url": "redis://localhost:1"}}, "store.url is redis://localhost:1, which only"),
+    (
+        ON_HOSTS | {"control": {"bind": "tcp://127.0.0.1:5555"}},
+        "which only this host reaches, but cluster.kind is ray; drop control.bind",
+    ),
+    (ON_HOSTS | {"control": {"bind": "auto"}, "store": {"bind": "tcp://auto:1"}}, None),
     # (parts, what must be said; None: allowed)
     ({"batch": {"group_size": 1}, **algorithm(advantage="gdpo")}, "compares rollouts of one group"),
     (
