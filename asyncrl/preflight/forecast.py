@@ -139,7 +139,8 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     # A group that is larger than the engine is sampled alone.
     per_group = config.batch.group_size + wants_greedy(config)
     per_generator = max(1, config.generator.max_running // per_group)
-    count = len(placement.generators) or config.generator.count or 1
+    hosts = 1 if config.cluster.kind is None else config.cluster.generator_hosts
+    count = len(placement.generators) or (config.generator.count or 1) * hosts
     formed = f"generators ({count}) x (max_running / group_size), at most"
     yield _count(part, "groups being sampled", count * per_generator, formed)
     if any(one.environment.is_used for one in config.training):
@@ -239,7 +240,8 @@ def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Pl
     generator = config.generator
     if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
         return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
-    share = min((seat.share for seat in placement.generators), default=GENERATORS_SHARE)
+    elsewhere = generator.gpu_memory_utilization or GENERATORS_SHARE
+    share = min((seat.share for seat in placement.generators), default=elsewhere)
     allowed_bytes = int(share * min(machine.gpu_bytes))
     return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
 
@@ -275,11 +277,12 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
 def _host_lines(
     config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine, placement: Placement
 ) -> Iterator[Line]:
-    ranks, count = config.learner.ranks, len(placement.generators)
+    ranks, count = config.ranks_per_host, len(placement.generators)
     weights = weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES
     host += 2 * published_bytes(shape, config.model) + exported_bytes(shape, config.model)
-    host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
+    offloaded = offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
+    host += offloaded // config.cluster.learner_hosts
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions, an export"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):

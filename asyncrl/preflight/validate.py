@@ -57,7 +57,7 @@ def validated_config(
     """Return the config after checking its files, functions, rows, sandbox and GPUs on this machine.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one. Without
-    `generators`, these are on other machines.
+    `generators`, and with `cluster.kind`, these are on other machines.
 
     Raises:
         ConfigError: its text lists every mistake with its line.
@@ -67,6 +67,7 @@ def validated_config(
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
+        generators = generators and config.cluster.kind is None
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]

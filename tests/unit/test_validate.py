@@ -185,6 +185,14 @@ def test_the_config_without_mistakes_is_fine():
     assert validated_config(Path("run.yaml")).batch.groups == 32
 
 
+def test_generators_of_other_hosts_are_not_judged_by_this_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    wide = ["learner.device=auto", "generator.tensor_parallel=2", "generator.count=1"]
+    (line,) = said_of(GOOD, *wide)
+    assert "found 2 GPUs per generator, but this machine shows 1 GPU" in line
+    validated_config(Path("run.yaml"), [*wide, "cluster.kind=slurm"])
+
+
 def test_there_are_twenty():
     assert len({(right, key) for right, _, key, _ in MISTAKES}) == 20
 
