@@ -137,11 +137,16 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
                 text = f"and metrics of the sets of data.eval begin with {known}; name one of these"
             yield broken(f"{key} data.eval", f"{key} is {metric}, {text}")
     best = data.set_of(checkpoint.best or "")
+    saved, steps, key = checkpoint.every, run.learner.steps, "eval.every"
+    if best and best.every:
+        key = next(f"{place}.every" for place, one in data.tasks.items() if one is best)
     every = best.every if best and best.every else run.eval.every
-    if best and math.lcm(checkpoint.every, every) > run.learner.steps:
-        text = f"checkpoint.best is {checkpoint.best}, but of {run.learner.steps} steps none but the last is "
-        text += f"both saved (every {checkpoint.every}) and evaluated (every {every}); set checkpoint.every: "
-        yield broken("checkpoint.best checkpoint.every eval.every learner.steps", f"{text}{every}")
+    if best and math.lcm(saved, every) > steps:
+        text = f"checkpoint.best is {checkpoint.best}, but of {steps} steps none but the last is both saved "
+        text += f"(every {saved}) and evaluated (every {every}); set "
+        text += f"checkpoint.every: {every}" if every <= steps else f"{key}: {min(saved, steps)}"
+        text += f", and checkpoint.every: {steps}" if saved > steps < every else ""
+        yield broken(f"checkpoint.best checkpoint.every {key} learner.steps", text)
     hub = checkpoint.hub
     if hub is not None and hub.every is not None and hub.every % checkpoint.every:
         text = f"checkpoint.hub.every is {hub.every}, and checkpoint.every is {checkpoint.every}: not every "

@@ -176,6 +176,12 @@ def optimized(kind: str, stage: int, dtype: str = "bfloat16") -> dict[str, Any]:
     return {"model": {"path": "m", "dtype": dtype}, "learner": learner}
 
 
+def best_of(steps: int, *, saved: int, evaluated: int) -> dict[str, Any]:
+    checkpoint = {"best": "eval/accuracy", "every": saved, "keep": 2}
+    parts = {"checkpoint": checkpoint, "eval": {"every": evaluated}, "learner": {"steps": steps}}
+    return parts | {"data": {"train": "t", "eval": "e"}}
+
+
 SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
@@ -538,6 +544,14 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (
         {"checkpoint": {"every": 20, "hub": {"repo": "a/b", "every": 30}}},
         "checkpoint.hub.every is 30, and checkpoint.every is 20: not every such step has a checkpoint",
+    ),
+    (best_of(40, saved=50, evaluated=50), "(every 50); set eval.every: 40, and checkpoint.every: 40"),
+    (best_of(40, saved=10, evaluated=50), "(every 50); set eval.every: 10"),
+    (best_of(50, saved=30, evaluated=20), "(every 20); set checkpoint.every: 20"),
+    (best_of(50, saved=20, evaluated=20), None),
+    (
+        best_of(40, saved=10, evaluated=5) | {"data": {"train": "t", "eval": [{"path": "e", "every": 41}]}},
+        "(every 41); set data.eval.0.every: 10",
     ),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
