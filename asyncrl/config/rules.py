@@ -9,7 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 
 from asyncrl.algo.ranges import MOST_KEPT
-from asyncrl.config.addresses import insecurities, stays_here
+from asyncrl.config.addresses import (
+    AUTO,
+    CONTROL_PORT,
+    STORE_PORT,
+    beside,
+    filled_in,
+    insecurities,
+    stays_here,
+)
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.data_section import prefix_of
@@ -44,6 +52,17 @@ def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
         if kind is not None and where is not None and stays_here(where):
             text = f"{key} is {where}, which only this host reaches, but cluster.kind is {kind}; drop {key}"
             yield broken(f"{key} cluster.kind", f"{text}, or give an address that the other hosts reach")
+
+
+def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
+    """Control plane and store have an address each; with `cluster.kind` they listen in any case."""
+    default = None if run.cluster.kind is None else AUTO
+    control = filled_in(run.control.bind or default, AUTO, CONTROL_PORT)
+    store = filled_in(run.store.bind or (None if run.store.url else default), AUTO, STORE_PORT)
+    meeting = beside(control) if control and run.cluster.learner_hosts > 1 else None
+    if store is not None and store in (control, meeting):
+        where = "control.bind is the same" if store == control else "hosts of the learner meet there"
+        yield broken("store.bind control.bind", f"store.bind is {store}, but {where}; set another port")
 
 
 def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
@@ -310,6 +329,7 @@ def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
 
 RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
     _hosts_reach_each_other,
+    _listeners_differ,
     _processes_reach_each_other,
     _hosts_divide_the_work,
     _steps_take_whole_groups,

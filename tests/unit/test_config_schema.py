@@ -553,6 +553,24 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         best_of(40, saved=10, evaluated=5) | {"data": {"train": "t", "eval": [{"path": "e", "every": 41}]}},
         "(every 41); set data.eval.0.every: 10",
     ),
+    (
+        {"control": {"bind": "tcp://10.0.0.1:1"}, "store": {"bind": "tcp://10.0.0.1:1"}},
+        "store.bind is tcp://10.0.0.1:1, but control.bind is the same; set another port",
+    ),
+    ({"control": {"bind": "tcp://auto:16379"}, "store": {"bind": "auto"}}, "but control.bind is the same"),
+    ({"control": {"bind": "auto"}, "store": {"bind": "auto"}}, None),
+    (ON_HOSTS | {"store": {"bind": "tcp://auto:16380"}}, "but control.bind is the same"),
+    (ON_HOSTS | {"control": {"bind": "tcp://auto:16379"}}, "store.bind is tcp://auto:16379, but"),
+    (ON_HOSTS | {"store": {"bind": "tcp://auto:16381"}}, None),
+    (
+        {
+            "cluster": {"kind": "slurm", "learner_hosts": 2},
+            "generator": {"count": 1},
+            "learner": {"ranks": 2},
+            "store": {"bind": "tcp://auto:16381"},
+        },
+        "store.bind is tcp://auto:16381, but hosts of the learner meet there",
+    ),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
 ]
@@ -658,6 +676,13 @@ def test_reward_parts_need_different_names() -> None:
         "f",
         "g",
     ]
+
+
+def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ours")
+    assert config(run={"name": "a", "root": "~/runs"}).run.root == Path("/home/ours/runs")
+    with pytest.raises(ValidationError, match="there is no such home; write the directory out"):
+        config(run={"name": "a", "root": "~nobody-here/runs"})
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -499,6 +499,12 @@ def test_the_rows_of_each_source_are_looked_at_up_to_its_limit():
     assert "data.train: found []; allowed is text or a list" in line
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_an_empty_text_is_no_data(key: str):
+    (line,) = said_of(GOOD, f"{key}=''")
+    assert f"  {key}: found an empty text; give a file of rows" in line
+
+
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
 def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
     (line,) = said_of(GOOD, f"data.train={path}")
