@@ -236,8 +236,10 @@ def _critic(config: Config) -> OptimizerConfig | None:
 
 
 def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> int:
-    """Return the KV cache of the generator that has least."""
+    """Return the KV cache of the generator that has least; transformers has that of one request at a time."""
     generator = config.generator
+    if generator.engine == "transformers":
+        return config.batch.group_size * sequence_kv_bytes(shape, config)
     if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
         return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
     elsewhere = generator.gpu_memory_utilization or GENERATORS_SHARE
@@ -260,7 +262,9 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
     sequence = sequence_kv_bytes(shape, config)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
-    if config.generator.kv_cache_gib is not None or not on_gpu:
+    if config.generator.engine == "transformers":
+        formed = f"batch.group_size ({config.batch.group_size}) x KV of a sequence: groups come one by one"
+    elif config.generator.kv_cache_gib is not None or not on_gpu:
         formed = "generator.kv_cache_gib"
     else:
         formed = "its share of the GPU - weights - 2 GiB for CUDA and graphs - logits of max_running x 3"
@@ -327,6 +331,7 @@ def _memory_warnings(
     config: Config, plan: Forecast, uses: Sequence[GpuUse], machine: Machine
 ) -> Iterator[str]:
     held = plan["full sequences in KV"]
+    cache = "generator.kv_cache_gib" if config.generator.engine == "vllm" else "batch.group_size"
     if held < 1 and not uses:
         yield _no_sequence(plan)
     elif 1 <= held < config.batch.group_size:
@@ -337,7 +342,7 @@ def _memory_warnings(
     if (share := plan["host memory"] / machine.memory_bytes) > TIGHT_HOST:
         yield (
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
-            f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
+            f"({share:.0%}); lower generator.count, {cache} or learner.tokens_per_microbatch"
         )
     of_learner = [use for use in uses if use.has_rank]
     if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:

@@ -436,6 +436,16 @@ def test_a_cache_that_the_user_has_set_is_added_to_what_the_engine_needs():
     assert plan.misfits and not plain.misfits
 
 
+@pytest.mark.parametrize("machine", [replace(CPU, memory_bytes=GIB), replace(GPU, gpu_bytes=(80 * GIB,))])
+def test_transformers_holds_one_group_and_is_advised_no_settings_of_vllm(machine):
+    config = config_of(generator={"engine": "transformers", "count": 1}, batch={"group_size": 8})
+    plan = planned(config, machine=machine)
+    assert plan["KV cache"] == 8 * plan["KV of a sequence"] and plan["full sequences in KV"] == 8
+    said = " ".join([*plan.warnings, *(line.formed for line in plan.lines)])
+    assert "host memory: " in said or machine.gpu_bytes
+    assert not [word for word in ("vLLM", "kv_cache_gib", "gpu_memory_utilization") if word in said]
+
+
 def test_a_learner_alone_is_judged_without_generators():
     config = config_of(model={"dtype": "bfloat16"}, generator={"count": 6})
     machine = replace(GPU, gpu_bytes=(10 * GIB,))
