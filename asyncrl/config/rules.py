@@ -309,9 +309,8 @@ def _store_holds_what_is_open(run: RunFields) -> Iterator[Mistake]:
 
 def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
     """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
-    steps, batch = run.staleness.max_lag + 1, run.batch
-    saved = min(run.checkpoint.keep * run.checkpoint.every, run.learner.steps)
-    groups = (steps + saved) * batch.groups
+    batch, steps, saved = run.batch, run.staleness.max_lag + 1, run.unsaved_steps
+    groups = run.open_groups + saved * batch.groups
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > run.store.max_gib:
         keys = "store.max_gib staleness.max_lag checkpoint.keep checkpoint.every batch.groups learner.steps "

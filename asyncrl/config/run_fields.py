@@ -116,6 +116,16 @@ class RunFields(Root):
         return "" if self.cluster.kind is None else "cluster.kind"
 
     @property
+    def open_groups(self) -> int:
+        """Most groups that are under way or waiting at the same time: (L + 1) B."""
+        return (self.staleness.max_lag + 1) * self.batch.groups
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Most steps that the oldest checkpoint lacks, whose groups the store keeps."""
+        return min(self.checkpoint.keep * self.checkpoint.every, self.learner.steps)
+
+    @property
     def tasks(self) -> Mapping[str, Self]:
         """The config of every source and set, by the key of each; prompts name theirs by its place."""
         return {key: self.of(one) for key, one in self.data.tasks.items()}

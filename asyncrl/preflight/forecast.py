@@ -106,9 +106,13 @@ def forecast(
     return replace(plan, warnings=(*estimates(shape), *warnings), misfits=misfits)
 
 
+def _per_episode(config: Config) -> int:
+    return max(one.environment.sequences for one in config.training)
+
+
 def _step(config: Config) -> Iterator[Line]:
     batch, sampling, learner = config.batch, config.sampling, config.learner
-    per_episode = max(one.environment.sequences for one in config.training)
+    per_episode = _per_episode(config)
     sequences = batch.sequences * per_episode
     tokens = sequences * sampling.max_tokens
     budget = learner.tokens_per_microbatch * learner.shares
@@ -127,14 +131,13 @@ def _step(config: Config) -> Iterator[Line]:
 
 
 def _store(config: Config, placement: Placement) -> Iterator[Line]:
-    lag, groups, checkpoint = config.staleness.max_lag, config.batch.groups, config.checkpoint
-    part = "staleness and store"
-    opened = (lag + 1) * groups
+    lag, groups, shards = config.staleness.max_lag, config.batch.groups, config.store.shards
+    part, opened, saved = "staleness and store", config.open_groups, config.unsaved_steps
     formed = f"(max_lag {lag} + 1) x groups: under way or waiting"
     yield _count(part, "open groups, at most", opened, formed)
     formed = "window_groups, or 0.3 x open groups: those that may be overtaken"
     yield _count(part, "window", config.window_groups, formed)
-    formed = "max_lag + ceil((window - 1) / groups)"
+    formed = f"max_lag + ceil((window - {shards}) / groups)"
     yield _count(part, "oldest group, in steps", config.lag_bound, formed)
     # A group that is larger than the engine is sampled alone.
     per_group = config.batch.group_size + wants_greedy(config)
@@ -146,12 +149,12 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
     if any(one.environment.is_used for one in config.training):
         formed = "groups being sampled / open groups: with less time in the model, engines wait for tickets"
         yield _ratio(part, LEAST_DUTY, count * per_generator / opened, formed)
-        formed = "(window - 1) / groups: until then other groups overtake the one that waits for it"
-        yield _ratio(part, LONGEST_EPISODE, (config.window_groups - 1) / groups, formed)
+        formed = f"(window - {shards}) / groups: until then other groups overtake the one that waits for it"
+        yield _ratio(part, LONGEST_EPISODE, (config.window_groups - shards) / groups, formed)
     frame = max(map(frame_bytes, config.training))
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
-    held = opened + checkpoint.keep * checkpoint.every * groups
-    formed = f"(open groups + checkpoint.keep x every x groups = {held:,}) x a group: kept for checkpoints"
+    held = opened + saved * groups
+    formed = f"(open groups + {saved} steps that a checkpoint lacks x groups = {held:,}) x a group"
     yield _size(part, "store, at most", held * frame, formed)
 
 
@@ -159,7 +162,7 @@ def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
     steps, groups, part = config.learner.steps, config.batch.groups, "the run"
     yield _count(part, "steps", steps, "learner.steps")
     formed = "steps x sequences, without what filters reject"
-    yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
+    yield _count(part, "sequences in all", steps * config.batch.sequences * _per_episode(config), formed)
     if rows is not None:
         named = ", ".join(one.path for one in config.data.train)
         yield _count(part, "prompts", sum(rows), f"rows of {named}")
@@ -298,7 +301,7 @@ def _host_lines(
 
 
 def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
-    sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
+    sampled, opened, shards = plan["groups being sampled"], plan["open groups, at most"], config.store.shards
     if sampled > opened:
         yield (
             f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
@@ -307,7 +310,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     if any(one.environment.is_used for one in config.training) and plan[LONGEST_EPISODE] < 1:
         yield (
             f"the learner waits for an episode that lasts longer than {plan[LONGEST_EPISODE]:.2g} steps: for "
-            "episodes of k steps set staleness.window_groups to at least batch.groups x k + 1, and "
+            f"episodes of k steps set staleness.window_groups to at least batch.groups x k + {shards}, and "
             "staleness.max_lag so that so many groups are open"
         )
 
