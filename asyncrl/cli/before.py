@@ -100,7 +100,8 @@ def doctor(
     from asyncrl.preflight.doctor import examine, summary, to_values
 
     console, outcomes = Console(highlight=False), []
-    for outcome in examine(*(required_config(words, config) if words or config else (None, ()))):
+    given: tuple[Path | None, list[str]] = required_config(words, config) if words or config else (None, [])
+    for outcome in examine(*given):
         found = replace(outcome.finding, found=named(outcome.finding.found))
         outcomes.append(replace(outcome, finding=found))
         if not as_json:

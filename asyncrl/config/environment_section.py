@@ -102,6 +102,6 @@ def source_of(module: str) -> str | None:
     package, *names = accumulate(module.split("."), "{}.{}".format)
     spec = package_spec(package)
     for name in names:
-        places = spec and spec.submodule_search_locations
+        places = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(name, list(places)) if places else None
-    return spec and spec.origin
+    return spec.origin if spec else None
