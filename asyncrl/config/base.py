@@ -55,7 +55,7 @@ class Choice(Part):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
     # JSON has no number for .inf and .nan: a saved config would have null in their place.
-    __pydantic_extra__: dict[str, Annotated[JsonValue, WithJsonSchema({})]]
+    __pydantic_extra__: dict[str, Annotated[JsonValue, WithJsonSchema({})]] = Field(init=False)
 
     name: str
     """A registered name or `package.module:function`."""
