@@ -6,6 +6,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +42,17 @@ def load(target: str) -> Callable[..., Any]:
         known = [key for key, value in own.items() if getattr(value, "__module__", "") == module.__name__]
         raise ImportError(f"{place} has no function `{name}`{what}; it has {known}")
     return found  # type: ignore[no-any-return]
+
+
+def package_spec(name: str) -> ModuleSpec | None:
+    """Return the spec of a module or package at the top, at last in the working directory; import nothing.
+
+    Every finder is asked: an editable install may bring its own.
+    """
+    with suppress(ValueError):  # the main module may have none
+        if spec := importlib.util.find_spec(name):
+            return spec
+    return PathFinder.find_spec(name, [str(Path.cwd())])
 
 
 def described(error: BaseException) -> str:

@@ -40,6 +40,11 @@ Words = Annotated[
 ]
 
 
+def named(text: object) -> str:
+    """Return a text in which `NO_FILE` is called the command line."""
+    return str(text).replace(str(NO_FILE), "the command line")
+
+
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
     """Return the command line with every override as KEY=VALUE."""
     rest, plain = list(arguments), []

@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from asyncrl.cli.arguments import ConfigOption, Json, Words, config_and_overrides, required_config
+from asyncrl.cli.arguments import ConfigOption, Json, Words, named, required_config
 from asyncrl.errors import ConfigError
 
 app = typer.Typer()
@@ -80,7 +80,7 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
     for source, share in zip(found.data.train, found.data.shares, strict=True):
         if share != 1:
             typer.echo(f"data.train: {float(share):.1%} of the tickets from {source.path}, `{source.label}`")
-    typer.echo(f"{file}: fine")
+    typer.echo(f"{named(file)}: fine")
 
 
 @app.command()
@@ -100,10 +100,12 @@ def doctor(
     from asyncrl.preflight.doctor import examine, summary, to_values
 
     console, outcomes = Console(highlight=False), []
-    for outcome in examine(*config_and_overrides(words, config)):
-        outcomes.append(outcome)
+    given: tuple[Path | None, list[str]] = required_config(words, config) if words or config else (None, [])
+    for outcome in examine(*given):
+        found = replace(outcome.finding, found=named(outcome.finding.found))
+        outcomes.append(replace(outcome, finding=found))
         if not as_json:
-            show_outcome(outcome, console)
+            show_outcome(outcomes[-1], console)
     if as_json:
         typer.echo(json.dumps([to_values(outcome) for outcome in outcomes], indent=1))
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from asyncrl.cli.arguments import NO_FILE
+from asyncrl.cli.arguments import named
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import AsyncRLError
 from asyncrl.files import CURES, with_cure
@@ -40,7 +40,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, USAGE):
         text = usage_text(error, arguments)
     elif isinstance(error, AsyncRLError):
-        text = f"{type(error).__name__}: {error}".replace(str(NO_FILE), "the command line")
+        text = named(f"{type(error).__name__}: {error}")
     elif isinstance(error, OSError) and error.errno and error.errno in CURES:
         text = with_cure(error, "the system")
     elif isinstance(error, typer.Abort):

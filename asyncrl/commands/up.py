@@ -5,14 +5,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.users import GENERATOR, LEARNER, with_user
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.stopping import announce
-from asyncrl.config.addresses import is_loopback
+from asyncrl.config.addresses import stays_here
 from asyncrl.config.base import Root
 from asyncrl.config.named_files import is_stage
 from asyncrl.config.resolved import dump_config
@@ -231,8 +230,7 @@ def require_password(store: StoreConfig) -> None:
     """Raise RunError for a store on another host if this process has no password for it."""
     if store.url is None or store.insecure or os.environ.get(store.password_env):
         return
-    where = urlsplit(store.url)
-    if where.scheme == "unix" or is_loopback(where.hostname or ""):
+    if stays_here(store.url):
         return
     raise RunError(
         f"store.url is {store.url}, on another host, and {store.password_env} holds no password: anybody who "

@@ -20,6 +20,12 @@ def is_loopback(host: str) -> bool:
     return address is not None and (address.is_loopback or _mapped(address).is_loopback)
 
 
+def stays_here(url: str) -> bool:
+    """Return whether only this machine reaches a store's URL, or an address that a process listens on."""
+    parts = urlsplit(url)
+    return parts.scheme == "unix" or is_loopback(parts.hostname or "")
+
+
 def is_everywhere(host: str) -> bool:
     """Return whether the address means every interface: "", "*", 0.0.0.0, :: and their other spellings."""
     if host in ("", "*"):
@@ -69,9 +75,9 @@ def beside(bind: str) -> str:
 
 def insecurities(url: str) -> Iterator[str]:
     """Yield each reason why a store is not safe for a run's frames and password; a local store has none."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix" or is_loopback(parts.hostname or ""):
+    if stays_here(url):
         return
+    parts = urlsplit(url)
     if parts.scheme != "rediss":
         yield "it is on another host and redis:// is not encrypted: use rediss://"
     asked = parse_qs(parts.query, keep_blank_values=True)

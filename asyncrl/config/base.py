@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 
 # The path to a value: keys of sections and indices of lists.
@@ -45,6 +54,8 @@ class Choice(Part):
     """A registered or user-supplied function: its name and its keyword arguments."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    # JSON has no number for .inf and .nan: a saved config would have null in their place.
+    __pydantic_extra__: dict[str, Annotated[JsonValue, WithJsonSchema({})]] = Field(init=False)
 
     name: str
     """A registered name or `package.module:function`."""

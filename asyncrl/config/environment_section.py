@@ -1,8 +1,6 @@
 """The section `environment` of a config."""
 
 import ast
-import sys
-from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -14,6 +12,7 @@ from pydantic import AfterValidator, Field
 from asyncrl.algo.ranges import MOST_SEQUENCES, NonNegativeInt, Positive, PositiveInt
 from asyncrl.config.addresses import one_interface
 from asyncrl.config.base import Part
+from asyncrl.plugins import package_spec
 
 ENVIRONMENT_PART = "environment"  # the name of the part of the reward that the environment gives
 
@@ -100,11 +99,9 @@ def _is_rollout(uses: str | tuple[str, ...]) -> bool:
 
 def source_of(module: str) -> str | None:
     """Return the file of a module, found without importing the packages that it is in."""
-    places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
-    source = None
-    for name in accumulate(module.split("."), "{}.{}".format):
+    package, *names = accumulate(module.split("."), "{}.{}".format)
+    spec = package_spec(package)
+    for name in names:
+        places = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(name, list(places)) if places else None
-        if spec is None:
-            return None
-        source, places = spec.origin, spec.submodule_search_locations
-    return source
+    return spec.origin if spec else None

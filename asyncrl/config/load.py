@@ -20,7 +20,7 @@ from asyncrl.config.base import SECTIONS_ONLY, Keys, Mistake, Mistakes, Root
 from asyncrl.config.document import Node, Problem, keys_of, merge, override, placed, read
 from asyncrl.config.outline import all_paths, default_name, kind_at, known_keys, schema_at
 from asyncrl.config.schema import Config
-from asyncrl.config.wording import Schema, describe, did_you_mean, shown
+from asyncrl.config.wording import Schema, describe, did_you_mean, shown, wanted
 from asyncrl.errors import ConfigError
 
 R = TypeVar("R", bound=Root)
@@ -89,8 +89,8 @@ def read_draft(model: type[R], path: Path, overrides: Sequence[str] = ()) -> Dra
     try:
         return Draft(path, root, problems, model.model_validate(root.plain()))
     except ValidationError as error:
-        found = (problem for detail in error.errors() for problem in _problems_of(model, detail, root))
-        wrong = [problem for problem in found if problem.keys not in reported]
+        found = [problem for detail in error.errors() for problem in _problems_of(model, detail, root)]
+        wrong = [problem for problem in _told_once(found) if problem.keys not in reported]
     problems += wrong
     draft = Draft(path, root, problems, _repaired(model, root, [problem.keys for problem in problems]))
     # Defaults took the place of values of a wrong type, so no rule may judge these sections.
@@ -147,7 +147,7 @@ def _repaired(model: type[R], root: Node, wrong: Iterable[Keys]) -> R | None:
             return model.model_validate(values, context=SECTIONS_ONLY)
         except ValidationError as error:
             for detail in error.errors():
-                _repair(model, values, tuple(detail["loc"]), missing=detail["type"] == "missing")
+                _repair(model, values, _written(detail, values), missing=detail["type"] == "missing")
     return None
 
 
@@ -168,6 +168,33 @@ def _take_out(values: Any, keys: Keys) -> None:
         del _parent(values, keys)[keys[-1]]
 
 
+def _told_once(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Yield the problems, of values of a wrong type only the first of each key, and none of their lists.
+
+    Each member of a union complains, one about a list as a whole and another about an item of it.
+    """
+    told = {one.keys[:length] for one in problems if one.replaced for length in range(len(one.keys))}
+    for one in problems:
+        if one.replaced and one.keys in told:
+            continue
+        told |= {one.keys} if one.replaced else set()
+        yield one
+
+
+def _written(detail: Any, values: Any) -> Keys:
+    """Return where an error of pydantic is in `values`, without its names for the members of a union.
+
+    A key that is missing comes last.
+    """
+    keys, last = list[str | int](), detail["loc"][-1:] if detail["type"] == "missing" else ()
+    for key in detail["loc"]:
+        if isinstance(values, dict | list):
+            with suppress(LookupError, TypeError):
+                values = values[key]
+                keys.append(key)
+    return (*keys, *last)
+
+
 def _parent(values: Any, keys: Keys) -> Any:
     return functools.reduce(operator.getitem, keys[:-1], values)
 
@@ -181,7 +208,7 @@ def panel(problems: Iterable[Problem | str], *, title: str) -> str:
 
 def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
     """Convert an error of pydantic to problems with places."""
-    keys: Keys = tuple(detail["loc"])
+    keys = _written(detail, root.plain())
     place, schema = root.nearest(keys).place, schema_at(model, keys)
     match detail["type"]:
         case "too_short" if detail["input"]:
@@ -212,7 +239,7 @@ def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
 
 
 def _allowed(schema: Schema, detail: Any) -> str:
-    text = f"allowed is {describe(schema)}"
+    text = f"allowed is {wanted(schema, detail['type'])}"
     found = detail["input"]
     choices = schema.get("enum", ()) if isinstance(found, str) else ()
     if meant := did_you_mean(str(found), map(str, choices)):

@@ -65,8 +65,10 @@ def data_problems(places: Mapping[str, str | None]) -> Iterator[Mistake]:
 
 
 def _no_data(source: str | None) -> str:
-    """Say why the source has no rows; return an empty text if it may have some."""
-    if not source or not (is_local(source) or Path(source).exists()):
+    """Say why the source has no rows; return an empty text if it may have some, or is not set."""
+    if source == "":
+        return "found an empty text"
+    if source is None or not (is_local(source) or Path(source).exists()):
         return ""
     path = Path(source)
     if not path.is_dir():

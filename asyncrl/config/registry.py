@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from asyncrl import algo, plugins
 from asyncrl.algo import ranges
 from asyncrl.config.base import Mistake
-from asyncrl.config.wording import describe, did_you_mean
+from asyncrl.config.wording import did_you_mean, wanted
 from asyncrl.errors import ConfigError
 
 KINDS = ("advantage", "policy_loss", "correction", "aggregation", "kl", "filter", "shaping")
@@ -141,7 +141,9 @@ def parameters(kind: str, name: str) -> type[BaseModel]:
         for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         if argument.arg not in (*SUPPLIED.get(kind, ()), *ON_REQUEST)
     }
-    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    return create_model(
+        name, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields
+    )
 
 
 @functools.cache
@@ -196,7 +198,7 @@ def complaint(model: type[BaseModel], key: str, found: str, value: Any) -> str:
     """Say what is wrong with a parameter, from the type of pydantic's error."""
     if found == "extra_forbidden":
         return f" has no parameter `{key}`{_hint(key, model.model_fields)}"
-    allowed = describe(model.model_json_schema()["properties"][key])
+    allowed = wanted(model.model_json_schema()["properties"][key], found)
     if found == "missing":
         return f" needs `{key}`, {allowed}; set it next to the name"
     return f": `{key}` is {value!r}; it must be {allowed}"

@@ -9,7 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 
 from asyncrl.algo.ranges import MOST_KEPT
-from asyncrl.config.addresses import insecurities
+from asyncrl.config.addresses import (
+    AUTO,
+    CONTROL_PORT,
+    STORE_PORT,
+    beside,
+    filled_in,
+    insecurities,
+    stays_here,
+)
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.data_section import prefix_of
@@ -28,16 +36,37 @@ KEPT_ID_BYTES = 4  # of a token that one of a response could have been, and of t
 TURN_BYTES = 64  # of an episode's turn: its end, reward and state, and its spans of versions
 
 
+def _hosts_reach_each_other(run: RunFields) -> Iterator[Mistake]:
+    control, transport, away, kind = run.control, run.weights.transport, run.leaves_host, run.cluster.kind
+    if transport in ("slot", "disk") and away:
+        found = {"control.bind": control.bind, "cluster.kind": kind}[away]
+        text = f"weights.transport is {transport}, but {away} is {found}, for generators of "
+        text += "other hosts, which cannot read this host's memory and files; leave the transport auto"
+        yield broken(f"weights.transport {away}", f"{text}, or drop {away}")
+    if transport == "tcp" and not away:
+        text = "weights.transport is tcp, but without control.bind the learner listens on no network; set it"
+        text += " for generators of other hosts, or leave the transport auto"
+        yield broken("weights.transport control.bind", text)
+    urls = {"control.bind": control.bind, "store.bind": run.store.bind, "store.url": run.store.url}
+    for key, where in urls.items():
+        if kind is not None and where is not None and stays_here(where):
+            text = f"{key} is {where}, which only this host reaches, but cluster.kind is {kind}; drop {key}"
+            yield broken(f"{key} cluster.kind", f"{text}, or give an address that the other hosts reach")
+
+
+def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
+    """Control plane and store have an address each; with `cluster.kind` they listen in any case."""
+    default = None if run.cluster.kind is None else AUTO
+    control = filled_in(run.control.bind or default, AUTO, CONTROL_PORT)
+    store = filled_in(run.store.bind or (None if run.store.url else default), AUTO, STORE_PORT)
+    meeting = beside(control) if control and run.cluster.learner_hosts > 1 else None
+    if store is not None and store in (control, meeting):
+        where = "control.bind is the same" if store == control else "hosts of the learner meet there"
+        yield broken("store.bind control.bind", f"store.bind is {store}, but {where}; set another port")
+
+
 def _processes_reach_each_other(run: RunFields) -> Iterator[Mistake]:
     control, weights, transport = run.control, run.weights, run.weights.transport
-    both = "weights.transport control.bind"
-    if transport in ("slot", "disk") and control.bind is not None:
-        text = f"weights.transport is {transport}, but control.bind is {control.bind}, for generators of "
-        text += "other hosts, which cannot read this host's memory and files; leave the transport auto"
-        yield broken(both, f"{text}, or drop control.bind")
-    if transport == "tcp" and control.bind is None:
-        text = "weights.transport is tcp, but without control.bind the learner listens on no network; set it"
-        yield broken(both, f"{text} for generators of other hosts, or leave the transport auto")
     if transport == "nccl" and weights.slots == "host":
         text = "weights.slots is host, but weights.transport is nccl, which sends from the learner's GPU"
         yield broken("weights.slots weights.transport", f"{text}; leave one of them auto")
@@ -127,11 +156,16 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
                 text = f"and metrics of the sets of data.eval begin with {known}; name one of these"
             yield broken(f"{key} data.eval", f"{key} is {metric}, {text}")
     best = data.set_of(checkpoint.best or "")
+    saved, steps, key = checkpoint.every, run.learner.steps, "eval.every"
+    if best and best.every:
+        key = next(f"{place}.every" for place, one in data.tasks.items() if one is best)
     every = best.every if best and best.every else run.eval.every
-    if best and math.lcm(checkpoint.every, every) > run.learner.steps:
-        text = f"checkpoint.best is {checkpoint.best}, but of {run.learner.steps} steps none but the last is "
-        text += f"both saved (every {checkpoint.every}) and evaluated (every {every}); set checkpoint.every: "
-        yield broken("checkpoint.best checkpoint.every eval.every learner.steps", f"{text}{every}")
+    if best and math.lcm(saved, every) > steps:
+        text = f"checkpoint.best is {checkpoint.best}, but of {steps} steps none but the last is both saved "
+        text += f"(every {saved}) and evaluated (every {every}); set "
+        text += f"checkpoint.every: {every}" if every <= steps else f"{key}: {min(saved, steps)}"
+        text += f", and checkpoint.every: {steps}" if saved > steps < every else ""
+        yield broken(f"checkpoint.best checkpoint.every {key} learner.steps", text)
     hub = checkpoint.hub
     if hub is not None and hub.every is not None and hub.every % checkpoint.every:
         text = f"checkpoint.hub.every is {hub.every}, and checkpoint.every is {checkpoint.every}: not every "
@@ -209,9 +243,9 @@ def _asked_scorers_answer(run: RunFields) -> Iterator[Mistake]:
     for name in sorted(used - scorers.keys()):
         text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
         yield broken("reward.functions scorers", text)
-    if used and run.control.bind is not None:
-        text = "control.bind is for generators on other hosts, which cannot reach scorers; drop it, or serve"
-        yield broken("control.bind scorers", f"{text} the model behind an address (http_reward)")
+    if used and (away := run.leaves_host):
+        text = f"{away} is for generators on other hosts, which cannot reach scorers; drop it, or serve"
+        yield broken(f"{away} scorers", f"{text} the model behind an address (http_reward)")
 
 
 def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
@@ -275,9 +309,8 @@ def _store_holds_what_is_open(run: RunFields) -> Iterator[Mistake]:
 
 def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
     """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
-    steps, batch = run.staleness.max_lag + 1, run.batch
-    saved = min(run.checkpoint.keep * run.checkpoint.every, run.learner.steps)
-    groups = (steps + saved) * batch.groups
+    batch, steps, saved = run.batch, run.staleness.max_lag + 1, run.unsaved_steps
+    groups = run.open_groups + saved * batch.groups
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > run.store.max_gib:
         keys = "store.max_gib staleness.max_lag checkpoint.keep checkpoint.every batch.groups learner.steps "
@@ -294,6 +327,8 @@ def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
 
 
 RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
+    _hosts_reach_each_other,
+    _listeners_differ,
     _processes_reach_each_other,
     _hosts_divide_the_work,
     _steps_take_whole_groups,

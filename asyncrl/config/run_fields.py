@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Part, Root, marked
@@ -32,6 +32,14 @@ from asyncrl.config.sections import (
 from asyncrl.config.store import StoreConfig
 
 
+def _expanded(root: Path) -> Path:
+    """Return a directory with a home in place of `~`, as a shell writes it. Raises ValueError."""
+    try:
+        return root.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"found {root}, but there is no such home; write the directory out") from error
+
+
 class RunConfig(Part):
     """Name and place of the run."""
 
@@ -43,7 +51,7 @@ class RunConfig(Part):
         ),
     ]
     """Name of the run directory and of the keys in the store."""
-    root: Path = Path("runs")
+    root: Annotated[Path, AfterValidator(_expanded)] = Path("runs")
     """Directory that holds the run directories."""
     environment: tuple[str, ...] = ()
     """Environment variables that the run's processes inherit too, such as `X_*`."""
@@ -96,6 +104,26 @@ class RunFields(Root):
             given = {key: value for key, value in given.items() if value is not None}
             found["eval"] = self.eval.model_copy(update=given)
         return self.model_copy(update=found)
+
+    @property
+    def leaves_host(self) -> str:
+        """The key by which generators may be on other hosts; empty if all are on this one.
+
+        With `cluster.kind` the run sets `control.bind` itself.
+        """
+        if self.control.bind is not None:
+            return "control.bind"
+        return "" if self.cluster.kind is None else "cluster.kind"
+
+    @property
+    def open_groups(self) -> int:
+        """Most groups that are under way or waiting at the same time: (L + 1) B."""
+        return (self.staleness.max_lag + 1) * self.batch.groups
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Most steps that the oldest checkpoint lacks, whose groups the store keeps."""
+        return min(self.checkpoint.keep * self.checkpoint.every, self.learner.steps)
 
     @property
     def tasks(self) -> Mapping[str, Self]:

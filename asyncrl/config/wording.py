@@ -39,10 +39,16 @@ def describe(schema: Schema) -> str:
     return " ".join(words)
 
 
+def wanted(schema: Schema, error: str) -> str:
+    """Say what a schema allows, in answer to an error of pydantic of this type; an empty one allows all."""
+    text = describe(schema) if schema else "a number"
+    return text.replace("a number", "a finite number") if error == "finite_number" else text
+
+
 def _bounds(schema: Schema) -> list[str]:
     if {"minimum", "maximum"} <= schema.keys():
         return [f"from {schema['minimum']} to {schema['maximum']}"]
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     return [f"{sign} {schema[key]}" for key, sign in signs.items() if key in schema]
 
 

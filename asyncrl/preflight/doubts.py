@@ -28,11 +28,17 @@ ODD = 0.1  # share of rows whose value in a column may be of another type by mis
 
 
 def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: bool = True) -> list[str]:
-    """Return warnings about a valid config, one line each; without `generators`, these are on other hosts."""
+    """Return warnings about a valid config, one line each.
+
+    Without `generators`, these are on other hosts, and this is the learner's. With `cluster.kind` they are on
+    other hosts, too, but which one this is, is not known.
+    """
     root = read_draft(Config, path, overrides).root
     found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
-    found += (*_endless(config), *_rows(config), *missing_device(config), *_cores(config), *idle_keys(config))
-    return [*found, *_idle(config, generators=generators)]
+    found += (*_endless(config), *_rows(config), *missing_device(config), *idle_keys(config))
+    has_all = generators and config.cluster.kind is None
+    idle = _idle(config, generators=generators) if has_all or not generators else ()
+    return [*found, *_cores(config, generators=has_all), *idle]
 
 
 def require_device(config: Config) -> None:
@@ -58,13 +64,14 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     idle, width = idle_gpus(placement, gpus), config.generator.tensor_parallel
     if not idle:
         return
-    ranks, free = config.learner.ranks, gpus - config.ranks_per_host
+    free = gpus - config.ranks_per_host
+    ranks = config.learner.ranks + len(idle) * config.cluster.learner_hosts
     cures = []
     if generators and len(placement.generators) < free // width:
         cures.append(f"leave generator.count null, which means {free // width}")
     else:
-        if (ranks + len(idle)) % config.learner.sequence_parallel == 0 and not has_instances():
-            cures.append(f"set learner.ranks={ranks + len(idle)} (a resumed run keeps its number)")
+        if ranks % config.learner.sequence_parallel == 0 and not has_instances():
+            cures.append(f"set learner.ranks={ranks} (a resumed run keeps its number)")
         if generators:
             cures.append(f"choose a generator.tensor_parallel that divides {free}")
     named = f"GPU{'s' * (len(idle) > 1)} {', '.join(map(str, idle))} of {gpus}"
@@ -72,12 +79,16 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     yield f"no process would use {named}: {', or '.join(cures)}"
 
 
-def _cores(config: Config) -> Iterator[str]:
-    """Warn of more processes of one kind than this machine has cores, without GPUs."""
+def _cores(config: Config, *, generators: bool) -> Iterator[str]:
+    """Warn of more processes of one kind than this machine has cores, without GPUs.
+
+    Without `generators`, these are on other hosts.
+    """
     if count_gpus() and config.learner.device != "cpu":
         return
     cores = len(os.sched_getaffinity(0))
-    counts = {"learner.ranks": config.ranks_per_host, "generator.count": config.generator.count or 0}
+    counts = {"learner.ranks": config.ranks_per_host}
+    counts |= {"generator.count": config.generator.count or 0} if generators else {}
     for key, count in counts.items():
         if count > cores:
             yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"

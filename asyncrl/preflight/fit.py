@@ -27,15 +27,20 @@ HOST_SLOTS = (
 
 
 def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
-    """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError."""
+    """Forecast a run on this machine, with the doubts about its config. Raises ConfigError and DataError.
+
+    With `cluster.kind`, it is the host of the learner's first ranks.
+    """
     config = validated_config(config_path, overrides)
     try:
         rows = DataFiles(config).train_rows
     except DataError:
         rows = None
-    shape, placed = read_trained_shape(config.model, config.learner), with_slots(config)
-    machine = this_machine(config.learner.device)
-    plan = forecast(placed, shape, machine, rows=rows, teacher=_teacher(config))
+    has_generators = config.cluster.kind is None
+    placed = with_slots(config, generators=has_generators)
+    shape, machine = read_trained_shape(config.model, config.learner), this_machine(config.learner.device)
+    seats = placement_of(config, len(machine.gpu_bytes), generators=None if has_generators else 0)
+    plan = forecast(placed, shape, machine, rows=rows, teacher=_teacher(config), placement=seats)
     found = (*doubts(config, config_path, overrides), *[HOST_SLOTS] * (placed != config))
     return replace(plan, warnings=(*found, *plan.warnings))
 

@@ -106,9 +106,13 @@ def forecast(
     return replace(plan, warnings=(*estimates(shape), *warnings), misfits=misfits)
 
 
+def _per_episode(config: Config) -> int:
+    return max(one.environment.sequences for one in config.training)
+
+
 def _step(config: Config) -> Iterator[Line]:
     batch, sampling, learner = config.batch, config.sampling, config.learner
-    per_episode = max(one.environment.sequences for one in config.training)
+    per_episode = _per_episode(config)
     sequences = batch.sequences * per_episode
     tokens = sequences * sampling.max_tokens
     budget = learner.tokens_per_microbatch * learner.shares
@@ -127,30 +131,30 @@ def _step(config: Config) -> Iterator[Line]:
 
 
 def _store(config: Config, placement: Placement) -> Iterator[Line]:
-    lag, groups, checkpoint = config.staleness.max_lag, config.batch.groups, config.checkpoint
-    part = "staleness and store"
-    opened = (lag + 1) * groups
+    lag, groups, shards = config.staleness.max_lag, config.batch.groups, config.store.shards
+    part, opened, saved = "staleness and store", config.open_groups, config.unsaved_steps
     formed = f"(max_lag {lag} + 1) x groups: under way or waiting"
     yield _count(part, "open groups, at most", opened, formed)
     formed = "window_groups, or 0.3 x open groups: those that may be overtaken"
     yield _count(part, "window", config.window_groups, formed)
-    formed = "max_lag + ceil((window - 1) / groups)"
+    formed = f"max_lag + ceil((window - {shards}) / groups)"
     yield _count(part, "oldest group, in steps", config.lag_bound, formed)
     # A group that is larger than the engine is sampled alone.
     per_group = config.batch.group_size + wants_greedy(config)
     per_generator = max(1, config.generator.max_running // per_group)
-    count = len(placement.generators) or config.generator.count or 1
+    hosts = 1 if config.cluster.kind is None else config.cluster.generator_hosts
+    count = len(placement.generators) or (config.generator.count or 1) * hosts
     formed = f"generators ({count}) x (max_running / group_size), at most"
     yield _count(part, "groups being sampled", count * per_generator, formed)
     if any(one.environment.is_used for one in config.training):
         formed = "groups being sampled / open groups: with less time in the model, engines wait for tickets"
         yield _ratio(part, LEAST_DUTY, count * per_generator / opened, formed)
-        formed = "(window - 1) / groups: until then other groups overtake the one that waits for it"
-        yield _ratio(part, LONGEST_EPISODE, (config.window_groups - 1) / groups, formed)
+        formed = f"(window - {shards}) / groups: until then other groups overtake the one that waits for it"
+        yield _ratio(part, LONGEST_EPISODE, (config.window_groups - shards) / groups, formed)
     frame = max(map(frame_bytes, config.training))
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
-    held = opened + checkpoint.keep * checkpoint.every * groups
-    formed = f"(open groups + checkpoint.keep x every x groups = {held:,}) x a group: kept for checkpoints"
+    held = opened + saved * groups
+    formed = f"(open groups + {saved} steps that a checkpoint lacks x groups = {held:,}) x a group"
     yield _size(part, "store, at most", held * frame, formed)
 
 
@@ -158,7 +162,7 @@ def _run(config: Config, rows: Sequence[int] | None) -> Iterator[Line]:
     steps, groups, part = config.learner.steps, config.batch.groups, "the run"
     yield _count(part, "steps", steps, "learner.steps")
     formed = "steps x sequences, without what filters reject"
-    yield _count(part, "sequences in all", steps * config.batch.sequences, formed)
+    yield _count(part, "sequences in all", steps * config.batch.sequences * _per_episode(config), formed)
     if rows is not None:
         named = ", ".join(one.path for one in config.data.train)
         yield _count(part, "prompts", sum(rows), f"rows of {named}")
@@ -235,11 +239,14 @@ def _critic(config: Config) -> OptimizerConfig | None:
 
 
 def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> int:
-    """Return the KV cache of the generator that has least."""
+    """Return the KV cache of the generator that has least; transformers has that of one request at a time."""
     generator = config.generator
+    if generator.engine == "transformers":
+        return config.batch.group_size * sequence_kv_bytes(shape, config)
     if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
         return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
-    share = min((seat.share for seat in placement.generators), default=GENERATORS_SHARE)
+    elsewhere = generator.gpu_memory_utilization or GENERATORS_SHARE
+    share = min((seat.share for seat in placement.generators), default=elsewhere)
     allowed_bytes = int(share * min(machine.gpu_bytes))
     return max(0, generator_kv_bytes(shape, config.model, generator, allowed_bytes=allowed_bytes))
 
@@ -258,7 +265,9 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     weights, token = weights_bytes(shape, config.model), kv_bytes_per_token(shape, config.model)
     sequence = sequence_kv_bytes(shape, config)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
-    if config.generator.kv_cache_gib is not None or not on_gpu:
+    if config.generator.engine == "transformers":
+        formed = f"batch.group_size ({config.batch.group_size}) x KV of a sequence: groups come one by one"
+    elif config.generator.kv_cache_gib is not None or not on_gpu:
         formed = "generator.kv_cache_gib"
     else:
         formed = "its share of the GPU - weights - 2 GiB for CUDA and graphs - logits of max_running x 3"
@@ -275,11 +284,12 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
 def _host_lines(
     config: Config, shape: ModelShape, rank: int, kv_bytes: int, machine: Machine, placement: Placement
 ) -> Iterator[Line]:
-    ranks, count = config.learner.ranks, len(placement.generators)
+    ranks, count = config.ranks_per_host, len(placement.generators)
     weights = weights_bytes(shape, config.model)
     host = ranks * LEARNER_LIBRARIES_BYTES + count * GENERATOR_LIBRARIES_BYTES
     host += 2 * published_bytes(shape, config.model) + exported_bytes(shape, config.model)
-    host += offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
+    offloaded = offloaded_bytes(shape, config.learner) * (2 if _needs(config, "values_T") else 1)
+    host += offloaded // config.cluster.learner_hosts
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions, an export"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
     if not _on_gpu(config, machine):
@@ -291,7 +301,7 @@ def _host_lines(
 
 
 def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
-    sampled, opened = plan["groups being sampled"], plan["open groups, at most"]
+    sampled, opened, shards = plan["groups being sampled"], plan["open groups, at most"], config.store.shards
     if sampled > opened:
         yield (
             f"generators could sample {sampled:,.0f} groups at a time, but only {opened:,.0f} may be open: "
@@ -300,7 +310,7 @@ def _flow_warnings(config: Config, plan: Forecast) -> Iterator[str]:
     if any(one.environment.is_used for one in config.training) and plan[LONGEST_EPISODE] < 1:
         yield (
             f"the learner waits for an episode that lasts longer than {plan[LONGEST_EPISODE]:.2g} steps: for "
-            "episodes of k steps set staleness.window_groups to at least batch.groups x k + 1, and "
+            f"episodes of k steps set staleness.window_groups to at least batch.groups x k + {shards}, and "
             "staleness.max_lag so that so many groups are open"
         )
 
@@ -324,6 +334,7 @@ def _memory_warnings(
     config: Config, plan: Forecast, uses: Sequence[GpuUse], machine: Machine
 ) -> Iterator[str]:
     held = plan["full sequences in KV"]
+    cache = "generator.kv_cache_gib" if config.generator.engine == "vllm" else "batch.group_size"
     if held < 1 and not uses:
         yield _no_sequence(plan)
     elif 1 <= held < config.batch.group_size:
@@ -334,7 +345,7 @@ def _memory_warnings(
     if (share := plan["host memory"] / machine.memory_bytes) > TIGHT_HOST:
         yield (
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
-            f"({share:.0%}); lower generator.count, generator.kv_cache_gib or learner.tokens_per_microbatch"
+            f"({share:.0%}); lower generator.count, {cache} or learner.tokens_per_microbatch"
         )
     of_learner = [use for use in uses if use.has_rank]
     if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:

@@ -66,7 +66,8 @@ def gpu_uses(
         for use in (uses[index] for index in seat.gpus):
             allowed = int(seat.share * use.total_bytes)
             left = generator_kv_bytes(shape, config.model, config.generator, allowed_bytes=allowed)
-            more = max(0, kv_bytes - max(0, left))  # kv_cache_gib may ask for more
+            is_vllm = config.generator.engine == "vllm"
+            more = max(0, kv_bytes - max(0, left)) if is_vllm else 0  # kv_cache_gib may ask for more
             use.parts += [
                 Part("generators", allowed, cures=["lower generator.gpu_memory_utilization"]),
                 Part("KV cache beyond their share", more, cures=["lower generator.kv_cache_gib"]),

@@ -7,7 +7,6 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,7 @@ from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
+from asyncrl.preflight.definitions import Definition, Missing, definition
 from asyncrl.preflight.outside import outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
@@ -43,12 +43,7 @@ from asyncrl.rewards.sandbox import sandbox_of
 if TYPE_CHECKING:
     from asyncrl.data.prompts import RowRenderer
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SHOWN = 3  # rows that a message names
-
-
-class Missing(Exception):
-    """A function was not found; the text is the message for the user."""
 
 
 def validated_config(
@@ -57,7 +52,7 @@ def validated_config(
     """Return the config after checking its files, functions, rows, sandbox and GPUs on this machine.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one. Without
-    `generators`, these are on other machines.
+    `generators`, and with `cluster.kind`, these are on other machines.
 
     Raises:
         ConfigError: its text lists every mistake with its line.
@@ -67,6 +62,7 @@ def validated_config(
     draft = read_draft(Config, path, overrides)
     if draft.config:
         config, root = draft.config, draft.root
+        generators = generators and config.cluster.kind is None
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
         found += [*_function_problems(config, root), *_row_problems(config)]
@@ -149,15 +145,16 @@ def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
             own_names.append((".".join(map(str, (*keys, "name"))), chosen.value))
     for key, name in own_names:
         try:
-            _definition(name)
+            definition(name)
         except Missing as missing:
             yield Mistake((key,), str(missing))
 
 
 def _environment_problems(config: Config) -> Iterator[Mistake]:
-    """Find names that the environment's file lacks, and a class of tools for a model that cannot call any."""
+    """Find names that the environment's file lacks, and tools for a model that cannot call any."""
     for key, name, environment in config.environment_names:
         if is_named(name):
+            yield from _unshown_tools(config, key, name, None)
             continue
         if ":" not in name:
             allowed = f"`path.py:Name`, `module:Name`, `library:NAME`, {', '.join(TOOLS)}"
@@ -166,16 +163,26 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
         if environment.python and not name.partition(":")[0].endswith(".py"):
             continue  # a module of another Python, which finds it or says what it lacks
         try:
-            node = _definition(name)
+            node = definition(name)
         except Missing as missing:
             yield Mistake((key,), str(missing))
             continue
-        methods = {one.name for one in node.body if isinstance(one, Definition)} if node else set()
-        has_tools = isinstance(node, ast.ClassDef) and not node.bases and "step" not in methods
-        if has_tools and not config.model.chat_template:
-            found = f"the public methods of `{name}` are tools, but model.chat_template is false"
-            text = f"{found}; set it to true, or add a method `step`, with which it takes plain text"
-            yield Mistake((key, "model.chat_template"), text)
+        yield from _unshown_tools(config, key, name, node)
+
+
+def _unshown_tools(config: Config, key: str, name: str, node: Definition | None) -> Iterator[Mistake]:
+    """Find tools that no template shows to the model; decorators of a function may make anything of it."""
+    if isinstance(node, ast.ClassDef):
+        methods = {one.name for one in node.body if isinstance(one, Definition)}
+        found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
+    else:
+        is_rollout = node and [one.arg for one in node.args.args[:1]] == ["session"]
+        is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout)
+        found = f"`{name}` is a tool" if is_tool else ""
+    if found and not config.model.chat_template:
+        cure = "set it to true, or name a class with `reset` and `step`, which takes plain text"
+        text = f"{found}, but model.chat_template is false; {cure}"
+        yield Mistake((key, "model.chat_template"), text)
 
 
 def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mistake]:
@@ -185,11 +192,14 @@ def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mist
         found = f"found {python}, which is no program" if python.is_file() else unusable(str(python))
         cure = "give the path of a Python interpreter that may be executed, or a name on PATH"
         yield Mistake((f"{key}.python",), f"{found}; {cure}")
-    elif environment.command and shutil.which(program := environment.program) is None:
-        text = f"found no program `{program}`; give its path, or a name on PATH"
+    elif environment.command and shutil.which(environment.program) is None:
+        text = f"found no program `{environment.program}`; give its path, or a name on PATH"
         yield Mistake((f"{key}.command",), text)
-    script = next((one for one in environment.command[1:] if one.endswith(".py")), None)
-    if script is not None and not Path(script).is_file():
+    program, *words = environment.command or ("",)
+    # What the arguments of another program mean, such as the script of a shell, only that program knows.
+    is_python = Path(program).name.startswith("python")
+    script = next((one for one in words if not one.startswith("-")), "") if is_python else ""
+    if script.endswith(".py") and not Path(script).is_file():
         cure = f"paths are relative to {Path.cwd()}"
         yield Mistake((f"{key}.command",), f"{unusable(script)}; {cure}; give the path of the script")
 
@@ -220,7 +230,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
         if lacking := obstacle(name):
             raise Missing(lacking)
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
-    node = _definition(name)
+    node = definition(name)
     if isinstance(node, ast.ClassDef):
         found = f"`{node.name}` is a class, and calling it makes an object, not a number"
         raise Missing(f"{found}; name a function, or an object: `{node.name.lower()}_ = {node.name}()`")
@@ -250,45 +260,6 @@ def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
         for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     return found + ([kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else [])
-
-
-def _definition(name: str) -> Definition | None:
-    """Return the definition of `path.py:name`; None for modules and for names without a `def` or `class`."""
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py"):
-        if "/" in place:
-            raise Missing(f"found no file {place}; a file needs its suffix; write `{place}.py:{attribute}`")
-        package = place.partition(".")[0]
-        if PathFinder.find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
-            cure = f"install it, run from its directory, or give `path.py:{attribute}`"
-            raise Missing(f"found no module `{package}`; {cure}")
-        place = f"{place.replace('.', '/')}.py"
-        if not Path(place).is_file():
-            return None
-    file = Path(place)
-    if not file.is_file():
-        raise Missing(f"{unusable(place)}; give `path.py:{attribute}`")
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
-    found = {node.name: node for node in tree.body if isinstance(node, Definition)}
-    if attribute not in found and not _is_bound(tree, attribute):
-        hint = did_you_mean(attribute, found, "correct the name")
-        raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
-    return found.get(attribute)
-
-
-def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Return whether a module imports or assigns a name, or defines it below its top level."""
-    return any(
-        (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
-        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
-        or (isinstance(node, Definition) and node.name == name and node not in tree.body)
-        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-        for node in ast.walk(tree)
-    )
 
 
 def _row_problems(config: Config) -> Iterator[Mistake]:

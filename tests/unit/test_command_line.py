@@ -327,6 +327,18 @@ def test_keys_alone_are_a_config_and_a_reward_needs_only_its_name(typed, project
     assert [one.function for one in draft.config.reward.functions] == ["math", "length"]
 
 
+def test_keys_alone_are_checked_by_every_command(typed, monkeypatch):
+    for kind in ("machine_checks", "run_checks"):
+        monkeypatch.setattr(f"asyncrl.preflight.doctor.{kind}", lambda config: [])
+    keys = "model.path=./model data.train=train.jsonl reward.functions='[score.py:right]'"
+    keys += " sampling.max_prompt_tokens=64 sampling.max_response_tokens=64"
+    assert typed(f"validate {keys}") == (0, "the command line: fine\n", "")
+    status, out, _ = typed(f"doctor {keys}")
+    assert status == 0 and "the command line: every key, file and function is as it should be" in out
+    status, out, _ = typed(f"doctor {keys} learner.stepz=5")
+    assert status == 1 and "1 problem in the command line" in out and "did you mean `steps`?" in out
+
+
 def test_the_shell_is_told_what_a_word_can_become(project):
     asking = {"_ASYNCRL_COMPLETE": "complete_bash", "COMP_WORDS": "asyncrl va", "COMP_CWORD": "1"}
     found = subprocess.run(

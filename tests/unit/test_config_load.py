@@ -76,7 +76,25 @@ MISTAKES = [
     ("telemetry:\n  wandb: true", 8, "telemetry.wandb", "found true; allowed is one of off, online, offline"),
     ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
     ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
-    ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a number >= 0.01"),
+    ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a finite number >= 0.01"),
+    (
+        "algorithm:\n  advantage:\n    name: mine.py:advantage\n    scales: [1, .inf]",
+        10,
+        "algorithm.advantage.scales.1",
+        "found inf; allowed is a finite number",
+    ),
+    (
+        "learner:\n  hooks:\n    - name: mine.py:Hook\n      limit: .nan",
+        10,
+        "learner.hooks.0.limit",
+        "found nan; allowed is a finite number",
+    ),
+    (
+        "algorithm:\n  correction: {cap: .inf}",
+        8,
+        "algorithm.correction.cap",
+        "`cap` is inf; it must be a finite number > 0",
+    ),
     ("sampling:\n  top_p: 0.9", 8, "sampling.top_p", "set sampling.top_k, 1 to 256"),
     ("sampling: {stop: END}", 7, "sampling.stop", "found 'END'; allowed is a list of text"),
     ("sampling:\n  stop: [a,\n    3]", 9, "sampling.stop.1", 'allowed is text; write it in quotes: "3"'),
@@ -488,6 +506,10 @@ def test_an_engine_that_is_not_installed_is_said_with_the_way_to_install_it(
         ("environment={command: 'python a.py', max_turns: 3}", "environment.command", 1),
         ("batch.group_size=one", "batch.group_size", 1),
         ("staleness.max_lag=none", "staleness.max_lag", 1),
+        ("learner.optimizer.warmup_steps=-1", "learner.optimizer.warmup_steps", 1),
+        ("environment.uses=[3]", "environment.uses.0", 1),
+        ("environment.uses=3", "environment.uses", 1),
+        ("generator.vllm.seed=.nan", "generator.vllm.seed", 1),
     ],
 )
 def test_a_value_of_a_wrong_type_is_the_only_problem_of_its_section(
@@ -498,6 +520,11 @@ def test_a_value_of_a_wrong_type_is_the_only_problem_of_its_section(
         load_config(write(tmp_path, GOOD), ["reward.functions=[]"] * ("command" in override) + [override])
     _, *lines = str(caught.value).splitlines()
     assert len(lines) == count and f"  {key}: found " in lines[0]
+
+
+def test_members_of_a_union_are_described_in_words(tmp_path: Path) -> None:
+    said = complaint(write(tmp_path, GOOD), "learner.optimizer.warmup_steps=1.5")
+    assert "found 1.5; allowed is a whole number >= 0 or a number > 0 < 1; correct the value" in said
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,16 @@ def optimized(kind: str, stage: int, dtype: str = "bfloat16") -> dict[str, Any]:
     return {"model": {"path": "m", "dtype": dtype}, "learner": learner}
 
 
+def best_of(steps: int, *, saved: int, evaluated: int) -> dict[str, Any]:
+    checkpoint = {"best": "eval/accuracy", "every": saved, "keep": 2}
+    parts = {"checkpoint": checkpoint, "eval": {"every": evaluated}, "learner": {"steps": steps}}
+    return parts | {"data": {"train": "t", "eval": "e"}}
+
+
 SEVERAL = {"batch": {"minibatches": 4}}
 FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
+ON_HOSTS = {"cluster": {"kind": "ray"}, "generator": {"count": 1}}
 LORA = {"model": {"path": "m", "lora": {}}}
 KL = {"coefficient": 0.1}
 DPO = {
@@ -266,6 +273,29 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "weights.transport is slot, but control.bind is tcp://10.0.0.1:5555",
     ),
     ({"weights": {"transport": "slot"}}, None),
+    *(
+        ({"weights": {"transport": how}} | ON_HOSTS, f"weights.transport is {how}, but cluster.kind is ray")
+        for how in ("slot", "disk")
+    ),
+    ({"weights": {"transport": "tcp"}} | ON_HOSTS, None),
+    (
+        algorithm(advantage="distill", reference={"path": "t", "scorers": 1}) | ON_HOSTS,
+        "algorithm.reference.scorers is 1, but cluster.kind is set, and other hosts cannot reach scorers",
+    ),
+    (
+        {
+            "reward": {"functions": [{"function": "model_score", "params": {"scorer": "rm"}}]},
+            "scorers": {"rm": {"model": "r"}},
+        }
+        | ON_HOSTS,
+        "cluster.kind is for generators on other hosts, which cannot reach scorers",
+    ),
+    (ON_HOSTS | {"store": {"url": "redis://localhost:1"}}, "store.url is redis://localhost:1, which only"),
+    (
+        ON_HOSTS | {"control": {"bind": "tcp://127.0.0.1:5555"}},
+        "which only this host reaches, but cluster.kind is ray; drop control.bind",
+    ),
+    (ON_HOSTS | {"control": {"bind": "auto"}, "store": {"bind": "tcp://auto:1"}}, None),
     # (parts, what must be said; None: allowed)
     ({"batch": {"group_size": 1}, **algorithm(advantage="gdpo")}, "compares rollouts of one group"),
     (
@@ -515,6 +545,32 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         {"checkpoint": {"every": 20, "hub": {"repo": "a/b", "every": 30}}},
         "checkpoint.hub.every is 30, and checkpoint.every is 20: not every such step has a checkpoint",
     ),
+    (best_of(40, saved=50, evaluated=50), "(every 50); set eval.every: 40, and checkpoint.every: 40"),
+    (best_of(40, saved=10, evaluated=50), "(every 50); set eval.every: 10"),
+    (best_of(50, saved=30, evaluated=20), "(every 20); set checkpoint.every: 20"),
+    (best_of(50, saved=20, evaluated=20), None),
+    (
+        best_of(40, saved=10, evaluated=5) | {"data": {"train": "t", "eval": [{"path": "e", "every": 41}]}},
+        "(every 41); set data.eval.0.every: 10",
+    ),
+    (
+        {"control": {"bind": "tcp://10.0.0.1:1"}, "store": {"bind": "tcp://10.0.0.1:1"}},
+        "store.bind is tcp://10.0.0.1:1, but control.bind is the same; set another port",
+    ),
+    ({"control": {"bind": "tcp://auto:16379"}, "store": {"bind": "auto"}}, "but control.bind is the same"),
+    ({"control": {"bind": "auto"}, "store": {"bind": "auto"}}, None),
+    (ON_HOSTS | {"store": {"bind": "tcp://auto:16380"}}, "but control.bind is the same"),
+    (ON_HOSTS | {"control": {"bind": "tcp://auto:16379"}}, "store.bind is tcp://auto:16379, but"),
+    (ON_HOSTS | {"store": {"bind": "tcp://auto:16381"}}, None),
+    (
+        {
+            "cluster": {"kind": "slurm", "learner_hosts": 2},
+            "generator": {"count": 1},
+            "learner": {"ranks": 2},
+            "store": {"bind": "tcp://auto:16381"},
+        },
+        "store.bind is tcp://auto:16381, but hosts of the learner meet there",
+    ),
     # what the registry refuses with a better message is no crash here
     (algorithm(advantage={"name": "gdpo", "weights": 3}, correction={"name": "mask", "low": "x"}), None),
 ]
@@ -620,6 +676,13 @@ def test_reward_parts_need_different_names() -> None:
         "f",
         "g",
     ]
+
+
+def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ours")
+    assert config(run={"name": "a", "root": "~/runs"}).run.root == Path("/home/ours/runs")
+    with pytest.raises(ValidationError, match="there is no such home; write the directory out"):
+        config(run={"name": "a", "root": "~nobody-here/runs"})
 
 
 def test_a_config_cannot_be_changed() -> None:

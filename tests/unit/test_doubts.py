@@ -167,6 +167,14 @@ def test_gpus_of_the_learner_alone(monkeypatch) -> None:
     )
 
 
+def test_generators_of_other_hosts_use_nothing_of_this_one(monkeypatch) -> None:
+    hosts = ("cluster.kind=slurm", "generator.count=4")
+    assert said_of(OWN, *hosts) == [], "more than the cores of this host"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
+    assert said_of(OWN, *hosts) == [], "whether this host has generators is not known"
+
+
 def test_data_of_ones_own_with_limits_of_an_example() -> None:
     limits = OWN.replace("sampling: {max_prompt_tokens: 64, max_response_tokens: 64}\n", "")
     first, second = said_of("extends: configs/quickstart.yaml\n" + limits)

@@ -117,6 +117,25 @@ def test_the_arithmetic_of_a_batch():
     assert plan["store, at most"] == (128 + 2 * 10 * 32) * plan["a group, at most"]
 
 
+def test_formulas_are_those_of_the_rules():
+    """Of shards, of a run that ends before its second checkpoint, and of episodes with several sequences."""
+    plan = planned(
+        config_of(
+            batch={"groups": 32, "group_size": 2},
+            staleness={"max_lag": 3, "window_groups": 36},
+            store={"shards": 4},
+            checkpoint={"every": 50, "keep": 2},
+            learner={"steps": 60},
+            environment={"command": ["agent"], "max_turns": 3},
+        )
+    )
+    assert plan["oldest group, in steps"] == 3 + 1 and plan["longest episode, in steps"] == 1
+    assert plan["sequences"] == 32 * 2 * 3 and plan["sequences in all"] == 60 * plan["sequences"]
+    assert plan["store, at most"] == (4 + 60) * 32 * plan["a group, at most"]
+    lag, window = next(line.formed for line in plan.lines if "oldest" in line.name).split(" + ")
+    assert (lag, window) == ("max_lag", "ceil((window - 4) / groups)")
+
+
 def test_each_source_has_epochs_of_its_own():
     train = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl"}]
     config = config_of(batch={"groups": 32, "group_size": 8}, data={"train": train}, learner={"steps": 50})
@@ -434,6 +453,16 @@ def test_a_cache_that_the_user_has_set_is_added_to_what_the_engine_needs():
     assert plan["KV cache"] == 75 * GIB
     assert plan["GPU 0"] - plain["GPU 0"] == 75 * GIB - plain["KV cache"]
     assert plan.misfits and not plain.misfits
+
+
+@pytest.mark.parametrize("machine", [replace(CPU, memory_bytes=GIB), replace(GPU, gpu_bytes=(80 * GIB,))])
+def test_transformers_holds_one_group_and_is_advised_no_settings_of_vllm(machine):
+    config = config_of(generator={"engine": "transformers", "count": 1}, batch={"group_size": 8})
+    plan = planned(config, machine=machine)
+    assert plan["KV cache"] == 8 * plan["KV of a sequence"] and plan["full sequences in KV"] == 8
+    said = " ".join([*plan.warnings, *(line.formed for line in plan.lines)])
+    assert "host memory: " in said or machine.gpu_bytes
+    assert not [word for word in ("vLLM", "kv_cache_gib", "gpu_memory_utilization") if word in said]
 
 
 def test_a_learner_alone_is_judged_without_generators():

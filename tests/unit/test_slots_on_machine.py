@@ -47,4 +47,8 @@ def test_what_is_published_on_the_host_is_counted_there(machine, tmp_path, monke
         assert plan["published versions"] == 0 and HOST_SLOTS in plan.warnings
         plan = plan_of(path, ["learner.device=auto", "weights.slots=gpu"])
         assert plan["published versions"] > 0 and HOST_SLOTS not in plan.warnings
+        hosts = ["cluster={kind: local, generator_hosts: 2}", "generator={count: 3, max_running: 8}"]
+        plan = plan_of(path, ["learner.device=auto", "batch.group_size=4", *hosts])
+        assert not [line for line in plan.lines if "for a generator" in line.formed], "they are elsewhere"
+        assert HOST_SLOTS not in plan.warnings and plan["groups being sampled"] == 2 * 3 * 8 // 4
         require_fit(with_slots(load_config(path, ["learner.device=auto"])), generators=True)

@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.errors import ConfigError
 from asyncrl.preflight.validate import validated_config
 from tests.support.model_files import model_files
@@ -185,6 +187,14 @@ def test_the_config_without_mistakes_is_fine():
     assert validated_config(Path("run.yaml")).batch.groups == 32
 
 
+def test_generators_of_other_hosts_are_not_judged_by_this_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    wide = ["learner.device=auto", "generator.tensor_parallel=2", "generator.count=1"]
+    (line,) = said_of(GOOD, *wide)
+    assert "found 2 GPUs per generator, but this machine shows 1 GPU" in line
+    validated_config(Path("run.yaml"), [*wide, "cluster.kind=slurm"])
+
+
 def test_there_are_twenty():
     assert len({(right, key) for right, _, key, _ in MISTAKES}) == 20
 
@@ -342,6 +352,23 @@ def test_functions_that_may_well_be_there_are_no_mistake(code: str):
     )
 
 
+def test_an_editable_install_is_found_by_its_own_finder(monkeypatch):
+    Path("src").mkdir()
+    Path("src/editable.py").write_text("def a(prompt, response): return 0\nasync def play(session): ...\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            return spec_from_file_location(name, "src/editable.py") if name == "editable" else None
+
+    Path("run.yaml").write_text(GOOD)
+    own = ["reward.functions=[editable:a]", "learner.hooks=[editable:Hook]"]
+    assert "found no module `editable`" in str(said_of(GOOD, *own))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert validated_config(Path("run.yaml"), own).learner.hooks
+    assert EnvironmentConfig(uses="editable:play", max_turns=9).sequences == 9
+
+
 def test_functions_of_the_algorithm_and_hooks_are_looked_for():
     (line,) = said_of(GOOD, "algorithm.policy_loss=own.py:loss")
     assert "algorithm.policy_loss.name: found no own.py" in line
@@ -472,6 +499,12 @@ def test_the_rows_of_each_source_are_looked_at_up_to_its_limit():
     assert "data.train: found []; allowed is text or a list" in line
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_an_empty_text_is_no_data(key: str):
+    (line,) = said_of(GOOD, f"{key}=''")
+    assert f"  {key}: found an empty text; give a file of rows" in line
+
+
 @pytest.mark.parametrize("path", ["~/train.jsonl", "${HOME}/train.jsonl", "$HOME/train.jsonl"])
 def test_what_a_shell_would_expand_is_said_not_to_be(path: str):
     (line,) = said_of(GOOD, f"data.train={path}")
@@ -589,6 +622,9 @@ ENVIRONMENT = """\
 def add(a: int, b: int) -> int:
     "Add."
 
+async def rollout(session): ...
+async def look(what: str) -> str: ...
+
 class Tools:
     def reset(self, answer): ...
     def add(self, a: int, b: int) -> int: ...
@@ -607,7 +643,10 @@ class Steps:
     [
         ("play.py:Steps", None),
         ("play.py:Text", None),  # its base may have `step`
-        ("python", None),
+        ("play.py:rollout", None),
+        ("python", "`python` is a tool, but model.chat_template is false; set it to true, or name a class"),
+        ("play.py:add", "`play.py:add` is a tool, but model.chat_template is false"),
+        ("play.py:look", "`play.py:look` is a tool, but model.chat_template is false"),
         ("openenv:http://127.0.0.1:8000", None),
         ("gem:game:Guess-v0", None),  # the library may be in the environment's own Python
         ("absent_library:Game", "found no module `absent_library`"),
@@ -644,6 +683,13 @@ def test_the_program_of_an_agent_must_be_there(monkeypatch):
     found = str(said_of(GOOD, *command))
     assert "environment.command" in found and "found no program `python`" in found
     assert "no program" not in str(said_of(GOOD, *command, f"environment.python={sys.executable}"))
+
+
+def test_what_the_arguments_of_a_shell_mean_is_left_to_it():
+    Path("run.yaml").write_text(GOOD)
+    chat = ["model.chat_template=true", "model.path=owner/model"]
+    for command in ("[bash, -c, 'exec python /there/agent.py']", "[env, A=1, python, /there/agent.py]"):
+        validated_config(Path("run.yaml"), [*chat, f"environment.command={command}"])
 
 
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
