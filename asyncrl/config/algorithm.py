@@ -37,7 +37,7 @@ class KLConfig(Part):
     bias_corrected: bool = False
     """True multiplies the KL in the loss by the current / behaviour ratio (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
-    """In the loss, or subtracted from the reward of every token."""
+    """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: Positive | None = None
     """KL in nats per token that an adaptive coefficient aims at."""
     horizon: Positive = 10000.0
@@ -72,9 +72,9 @@ class AlgorithmConfig(Part):
             ),
         ),
     ] = Choice(name="grpo")
-    """From rewards to the advantage of each token."""
+    """Function from rewards to the advantage of each token."""
     policy_loss: Annotated[Choice, marked(kind="policy_loss")] = Choice(name="ppo_clip")
-    """From advantage and probabilities to the loss of a token."""
+    """Function from advantage and probabilities to the loss of a token."""
     correction: Annotated[Choice, marked(kind="correction")] = Choice(name="truncate")
     """Importance weights of stale tokens."""
     rejections: tuple[Annotated[Choice, marked(kind="correction")], ...] = ()
@@ -82,7 +82,7 @@ class AlgorithmConfig(Part):
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
     """Proximal policy: a forward pass, an interpolation, or the behaviour policy."""
     aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
-    """From the losses of all tokens to one loss."""
+    """Function from the losses of all tokens to one loss."""
     reference: ReferenceConfig | None = None
     """A teacher in place of the initial policy wherever a reference is used."""
     kl: KLConfig = KLConfig()
