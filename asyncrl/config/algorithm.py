@@ -18,7 +18,7 @@ class ReferenceConfig(Part):
     """The reference model, where it is not the initial policy: a teacher."""
 
     path: Annotated[str, _TEACHER]
-    """Its directory or hub name; the tokenizer must be that of model.path."""
+    """Its directory or hub name, with the tokenizer of model.path."""
     revision: Annotated[str | None, _TEACHER] = None
     """Hub revision; pin it for repeatable runs."""
     scorers: NonNegativeInt = 0
@@ -28,31 +28,31 @@ class ReferenceConfig(Part):
 
 
 class KLConfig(Part):
-    """Penalty for distance from the reference model, which is the initial policy or `algorithm.reference`."""
+    """Penalty for distance from the initial policy or `algorithm.reference`."""
 
     coefficient: NonNegative = 0.0
-    """Strength of the penalty; 0 loads no reference, unless the advantage needs it."""
+    """Strength; 0 loads no reference, unless the advantage needs it."""
     estimator: Annotated[Choice, marked(kind="kl")] = Choice(name="k3")
     """Estimator of a token's divergence."""
     bias_corrected: bool = False
-    """True multiplies the KL in the loss by the current / behaviour probability ratio (DeepSeek-V3.2)."""
+    """True multiplies the KL in the loss by the current / behaviour ratio (DeepSeek-V3.2)."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL to the loss; `reward` subtracts it from the reward of every token."""
     target: Positive | None = None
-    """KL in nats per token that an adaptive coefficient aims at; null keeps the coefficient fixed."""
+    """KL in nats per token that an adaptive coefficient aims at."""
     horizon: Positive = 10000.0
-    """Number of sequences over which the coefficient may change by a fifth."""
+    """Sequences over which the coefficient may change by a fifth."""
     reference_decay: Share = 1.0
-    """Share of itself that the reference keeps after a step; the rest is the policy's. 1 freezes it."""
+    """Share of itself that the reference keeps after a step; 1 freezes it."""
 
 
 class EntropyConfig(Part):
     """Bonus for the entropy of the token distribution."""
 
     coefficient: float = 0.0
-    """Coefficient of the bonus; with `target` its initial value."""
+    """Coefficient; with `target` its initial value."""
     target: Positive | None = None
-    """Entropy in nats per token below which the coefficient grows by `step` per batch and acts."""
+    """Entropy in nats per token below which the coefficient grows and acts."""
     step: Positive = 0.005
     """Change of the adaptive coefficient after a batch."""
     maximum: Positive = 1.0
@@ -76,25 +76,25 @@ class AlgorithmConfig(Part):
     policy_loss: Annotated[Choice, marked(kind="policy_loss")] = Choice(name="ppo_clip")
     """Function from advantage and probabilities to the loss of a token."""
     correction: Annotated[Choice, marked(kind="correction")] = Choice(name="truncate")
-    """Importance weights of stale tokens, from the behaviour to the proximal policy."""
+    """Importance weights of stale tokens."""
     rejections: tuple[Annotated[Choice, marked(kind="correction")], ...] = ()
-    """Further corrections that only reject tokens; the weights are those of `correction`."""
+    """Further corrections that only reject tokens."""
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
-    """Proximal policy: by a forward pass, by interpolation, or the behaviour policy."""
+    """Proximal policy: a forward pass, an interpolation, or the behaviour policy."""
     aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
     """Function from the losses of all tokens to one loss."""
     reference: ReferenceConfig | None = None
-    """A teacher in place of the initial policy, for `distill` and every other use of a reference."""
+    """A teacher in place of the initial policy wherever a reference is used."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()
-    """Group filters, such as `zero_variance` (dynamic sampling); rejected groups are replaced."""
+    """Group filters, such as `zero_variance`; rejected groups are replaced."""
     max_refills: PositiveInt = 10
-    """Limit of rejected groups per step, in batches; above it the run stops with the reason."""
+    """Limit of rejected groups per step, in batches, above which the run stops."""
     shaping: tuple[Annotated[Choice, marked(kind="shaping")], ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
-    """True masks rollouts that were cut off; they count for the baseline."""
+    """True masks rollouts that were cut off, except in the baseline."""
 
 
 Optimizer = Literal["adamw", "adamw_8bit", "muon", "adafactor"]
@@ -114,20 +114,20 @@ class OptimizerConfig(Part):
     """The optimizer of a model and its learning rate."""
 
     kind: Annotated[Optimizer, refused("the checkpoint holds the state of this optimizer")] = "adamw"
-    """`adamw_8bit` keeps AdamW's moments in 8 bits. `muon` steps the matrices of layers, and AdamW the rest.
-    It and `adafactor` need `zero_stage` 0."""
+    """`adamw_8bit` keeps AdamW's moments in 8 bits. `muon` steps the matrices of layers, AdamW the rest. It
+    and `adafactor` need `zero_stage` 0."""
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the first and second moments; `adafactor` has its own."""
+    """Decay of both moments; `adafactor` has its own."""
     eps: Positive = 1e-8
     """Added to the root of the second moment; `adafactor` has its own."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, as in AdamW."""
     warmup_steps: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 0
-    """Optimizer steps of linear rise to `lr`; below 1 a share of the run's."""
+    """Steps of linear rise to `lr`; below 1 a share of the run's."""
     schedule: Schedule = "constant"
-    """Learning rate after the warm-up, by its name in transformers, until `learner.steps`."""
+    """Schedule after the warm-up until `learner.steps`, by its name in transformers."""
     schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(
         default_factory=dict
     )
@@ -147,10 +147,10 @@ class OptimizerConfig(Part):
 
 
 class CriticConfig(Part):
-    """Value model, which starts with the policy's backbone. It exists only if the advantage needs values."""
+    """Value model, which exists only if the advantage needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a new value from that of the advantages; null is unlimited."""
+    """Largest distance of a new value from the old one; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
     """Steps during which only the critic is trained."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

@@ -19,23 +19,23 @@ class HubConfig(Part):
     ]
     """Repository `OWNER/NAME`; the token is that of `hf auth login`, or HF_TOKEN."""
     every: PositiveInt | None = None
-    """Steps between pushes, of those with a checkpoint. Null: only the last step is pushed."""
+    """Steps between pushes, of those with a checkpoint; null: only the last one."""
     private: bool = True
-    """Whether a repository that is made is private."""
+    """Whether a new repository is private."""
 
 
 class CheckpointConfig(Part):
     """Saving and resuming of runs."""
 
     every: PositiveInt = 50
-    """Steps between checkpoints; the last step always saves one."""
+    """Steps between checkpoints; the last step saves one."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """Number of checkpoints kept. A damaged newest checkpoint then costs steps but no group."""
+    """Checkpoints kept; a damaged one then costs steps but no group."""
     keep_every: PositiveInt | None = None
     """N: every Nth checkpoint is kept for good."""
     best: Metric | None = None
-    """Metric such as `eval/accuracy`. The checkpoint with its best value is kept, and `asyncrl export RUN
-    --best` and `asyncrl eval RUN --best` take it."""
+    """Metric such as `eval/accuracy`. The checkpoint with its best value is kept, for `asyncrl export RUN
+    --best` and `asyncrl eval RUN --best`."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of that metric is the best."""
     hub: HubConfig | None = None
@@ -55,6 +55,6 @@ class StopConfig(Part):
     reaches: float | None = None
     """Value at which the training ends."""
     patience: PositiveInt | None = None
-    """Values in a row without a new best one after which the training ends."""
+    """Values in a row without a new best one that end the training."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value is the best; with `lowest`, `reaches` is a value from above."""
+    """Which value is the best; with `lowest`, `reaches` is met from above."""

@@ -29,7 +29,7 @@ class CurriculumConfig(Part):
     floor: Annotated[
         Annotated[float, Field(gt=0, le=0.5)] | None, refused("it decides which prompt a ticket means")
     ] = None
-    """Share of tickets that try a skipped prompt again; null skips nothing."""
+    """Share of tickets that retry a skipped prompt; null skips nothing."""
     solved: float = 1.0
     """Reward from which a response counts as solved."""
 
@@ -45,11 +45,11 @@ class Task(Part):
     map: str | None = None
     """Function that makes these rows, in place of `data.map`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
-    """Name in metrics; by default that of the file, without suffixes."""
+    """Name in metrics; by default the file's."""
     reward: Functions | None = None
     """Reward functions of these prompts, in place of `reward.functions`."""
     environment: EnvironmentConfig | None = None
-    """Keys of `environment` that differ for these prompts; `{uses: []}` plays single responses."""
+    """Keys of `environment` that differ; `{uses: []}` plays single responses."""
 
     @property
     def label(self) -> str:
@@ -68,11 +68,11 @@ class DataSource(Task):
     """One of several sources of prompts. A text in place of the section is its `path`."""
 
     path: Annotated[str, marked(resume=_ROWS)]
-    """Rows, in one of the forms of `data.train`."""
+    """Rows, as in `data.train`."""
     weight: Annotated[Positive, TICKET] = 1.0
-    """Share of the tickets, relative to the other weights."""
+    """Relative share of the tickets."""
     limit: Annotated[PositiveInt | None, TICKET] = None
-    """Most rows that are used, from the first one; null uses all."""
+    """Most rows used, from the first; null uses all."""
     system: Annotated[str | None, PROMPT] = None
     """System message of these prompts, in place of `data.system`."""
 
@@ -81,7 +81,7 @@ class EvalSet(Task):
     """One of several sets of held-out prompts. A text in place of the section is its `path`."""
 
     path: str
-    """Rows, in one of the forms of `data.train`."""
+    """Rows, as in `data.train`."""
     split: str | None = None
     """Split of a Hugging Face dataset, in place of `data.eval_split`."""
     limit: PositiveInt | None = None
@@ -120,10 +120,10 @@ class DataConfig(Part):
         BeforeValidator(_as_sources, json_schema_input_type=str | tuple[DataSource, ...]),
         marked(stand_in="no/data", resume=_ROWS),
     ]
-    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, pattern of files that are read in
-    the order of their names (`data/part-*.jsonl`), or Hugging Face dataset: `owner/name`, `owner/name:config`
-    or `owner/name@revision`. `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment
-    that makes its tasks. A list mixes sources."""
+    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, pattern of files
+    (`data/part-*.jsonl`), or Hugging Face dataset: `owner/name`, `owner/name:config` or
+    `owner/name@revision`. `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment that
+    makes its tasks. A list mixes sources."""
     eval: Annotated[
         tuple[EvalSet, ...],
         Field(max_length=64),
@@ -139,22 +139,21 @@ class DataConfig(Part):
     system: Annotated[str | None, PROMPT] = None
     """System message; needs `model.chat_template`."""
     images_key: Annotated[str | None, PROMPT] = None
-    """Column with the images of a row: paths relative to the data file, or mappings with `bytes` or `path`.
-    Needs `model.chat_template`."""
+    """Column with images: paths relative to the data file, or mappings with `bytes` or `path`. Needs
+    `model.chat_template`."""
     filter: str | None = None
-    """Function of a row, as `path.py:function` or `module:function`; the rows for which it returns True are
-    used."""
+    """Function of a row (`path.py:function` or `module:function`); True keeps the row."""
     map: str | None = None
-    """Function that returns the row to use in place of one that `filter` keeps."""
+    """Function that returns the row to use in place of a kept one."""
     split: Annotated[str, TICKET] = "train"
-    """Split of a Hugging Face dataset, or a slice of one, such as `train[:1000]`."""
+    """Split of a Hugging Face dataset, or a slice such as `train[:1000]`."""
     eval_split: str = "test"
     """Split of `eval`, if it is a Hugging Face dataset."""
     shuffle: Annotated[bool, TICKET] = True
     """True draws a new order for each epoch from `run.seed`."""
     long_prompts: Annotated[Literal["refuse", "drop", "truncate"], TICKET] = "refuse"
-    """Prompts of more than `sampling.max_prompt_tokens` tokens: `refuse` ends the run before it begins,
-    `drop` leaves out their rows, and `truncate` keeps their last tokens."""
+    """Prompts above `sampling.max_prompt_tokens`: `refuse` ends the run before it begins, `drop` leaves out
+    their rows, `truncate` keeps their last tokens."""
     curriculum: CurriculumConfig = CurriculumConfig()
 
     @property

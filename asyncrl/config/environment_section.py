@@ -26,40 +26,36 @@ class EnvironmentConfig(Part):
     command: tuple[str, ...] = ()
     """Program and arguments of an agent, instead of `uses`; one process plays one episode."""
     address: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
-    """Address at which agents call the endpoint, without encryption: one that every generator's host has."""
+    """Address of the endpoint that agents call, unencrypted; every generator's host has it."""
     frozen: tuple[str, ...] = ()
-    """Names of models that an agent calls without being trained on the answers, such as a judge's; the policy
-    answers."""
+    """Names of models, such as a judge's, whose answers are not trained; the policy answers."""
     constraints: Literal["refuse", "ignore"] = "refuse"
-    """Calls of an agent that ask for JSON or force a tool: `refuse` answers 400, and `ignore` samples
-    freely."""
+    """An agent's calls that ask for JSON or force a tool: `refuse` answers 400, `ignore` samples freely."""
     python: Path | None = None
-    """Python interpreter of the environment's processes, and the program `python` in `command`; it needs
-    neither asyncrl nor vLLM."""
+    """Python interpreter of the environment's processes and of `python` in `command`; it needs no asyncrl."""
     max_turns: PositiveInt = 16
-    """Most answers of the model in an episode; `sampling.max_response_tokens` is the budget of all
-    together."""
+    """Most answers in an episode; `sampling.max_response_tokens` is their common budget."""
     step_s: Positive = 10.0
     """Time limit of one reset, step or tool call."""
     episode_s: Positive = 600.0
-    """Time limit of an episode, after which it is cut off and counts as truncated."""
+    """Time limit of an episode, which then counts as truncated."""
     episodes_per_slot: PositiveInt = 4
-    """Most episodes that a generator holds for each of its `generator.max_running` slots; with slow tools
-    more keep the engine busy."""
+    """Most episodes for each of the `generator.max_running` slots; with slow tools more keep the engine
+    busy."""
     replays: NonNegativeInt = 2
     """Further attempts at an episode whose environment failed; then its ticket fails, or its group goes
     without it (`batch.missing_episodes`)."""
     weight: float = 1.0
     """Factor of the environment's own reward."""
     workers: PositiveInt = 1
-    """Processes per generator that load the environment; each runs many episodes."""
+    """Processes per generator that load the environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each process of the environment, in GiB."""
+    """Address-space limit of each such process, in GiB."""
     max_observation_characters: PositiveInt = 16384
-    """Length to which a tool's result or an observation is cut."""
+    """Length to which an observation is cut."""
     history: Literal["exact", "template"] = "exact"
-    """`exact` keeps what was sampled where the chat template would rewrite earlier turns; `template` begins
-    another sequence."""
+    """Where the chat template would rewrite earlier turns, `exact` keeps what was sampled and `template`
+    begins another sequence."""
 
     @property
     def is_used(self) -> bool:

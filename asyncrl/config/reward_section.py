@@ -134,11 +134,11 @@ class RewardFunctionConfig(Part):
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
-    """Arguments of a function by name, in place of columns, or the parameters of a service."""
+    """Arguments by name, in place of columns, or the parameters of a service."""
     weight: float = 1.0
-    """Factor of this part in the sum that is trained on."""
+    """Factor of this part in the sum."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
-    """Name of the part in metrics; the function's name by default."""
+    """Name in metrics; by default the function's."""
 
     @property
     def part(self) -> str:
@@ -194,18 +194,18 @@ class RewardConfig(Part):
     """Scoring of rollouts."""
 
     functions: Annotated[Functions, marked(stand_in=[{"function": "exact_match"}])]
-    """Parts of the reward, which is their weighted sum; `[]` only with an environment that gives rewards."""
+    """Parts of the reward, a weighted sum; `[]` only with an environment that gives rewards."""
     timeout_s: Positive = 10.0
     """Time limit of a call, with its repetitions."""
     workers: PositiveInt = 1
     """Reward processes per generator."""
     attempts: PositiveInt = 3
-    """Failures after which a ticket is counted as dead."""
+    """Failures after which a ticket is dead."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """`bubblewrap` isolates rewards that run programs of the model (security.md). It needs `memory_gib` and
-    the program `bwrap`."""
+    """`bubblewrap` isolates rewards that run programs of the model (security.md); needs `memory_gib` and
+    `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each reward process, in GiB; leave it unset for rewards that use a GPU."""
+    """Address-space limit of each reward process, in GiB; unset for rewards on a GPU."""
 
     @property
     def judgement_bytes(self) -> int:

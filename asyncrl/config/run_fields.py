@@ -50,13 +50,13 @@ class RunConfig(Part):
             stand_in="unnamed", resume=(OTHER_RUN, "it names the run directory and the keys in the store")
         ),
     ]
-    """Name of the run directory and of the keys in the store."""
+    """Name of run directory and keys in the store."""
     root: Annotated[Path, AfterValidator(_expanded)] = Path("runs")
     """Directory that holds the run directories."""
     environment: tuple[str, ...] = ()
-    """Environment variables that the run's processes inherit too, such as `X_*`."""
+    """Further environment variables that processes inherit, such as `X_*`."""
     seed: Annotated[int, TICKET] = 0
-    """Seed of the prompts' order and of the learner."""
+    """Seed of the prompts' order and the learner."""
 
     @property
     def directory(self) -> Path:
@@ -72,7 +72,7 @@ class RunFields(Root):
     data: DataConfig
     reward: RewardConfig
     scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
-    """Reward models of the run by name, which `model_score` asks."""
+    """Reward models by name, which `model_score` asks."""
     environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()

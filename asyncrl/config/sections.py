@@ -30,11 +30,11 @@ class LoraConfig(Part):
     alpha: Annotated[Positive, _ADAPTER] = 32.0
     """Their product is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], _ADAPTER] = ()
-    """Last names of the layers with an adapter, such as `q_proj`; by default all of the blocks."""
+    """Last names of layers with an adapter, such as `q_proj`; by default all of the blocks."""
     start: Annotated[Path | None, _ADAPTER] = None
-    """Directory of PEFT's adapter to begin with; by default one that changes nothing."""
+    """Directory of PEFT's adapter to begin with."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """What generators get: the small adapter, or whole weights, which sample faster."""
+    """What generators get: the adapter, or whole weights, which sample faster."""
 
 
 def _template(value: Any) -> Any:
@@ -61,22 +61,22 @@ class ModelConfig(Part):
     dtype: Annotated[
         Literal["float32", "bfloat16"], refused("parameters and optimizer state are stored in it")
     ] = "bfloat16"
-    """Data type of generators and of the learner's passes."""
+    """Data type of generators and learner."""
     chat_template: Annotated[bool | str, BeforeValidator(_template), PROMPT] = False
-    """True renders prompts as chat messages with the tokenizer's template; the path of a Jinja file, or its
-    text, with that one, which exports then have."""
+    """True renders prompts as chat messages with the tokenizer's template; the path or text of a Jinja file,
+    with that one, which exports then have."""
     tool_parser: str | None = None
     """vLLM's parser of tool calls, such as `hermes`; a tokenizer with a `response_template` needs none."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, such as `qwen3`: what the model thinks is not in its answer."""
+    """vLLM's parser of reasoning, such as `qwen3`: thoughts are not in the answer."""
     trust_remote_code: bool = False
-    """True runs Python code that comes with the model; read it first."""
+    """True runs the model's own Python code; read it first."""
     lora: LoraConfig | None = None
-    """An adapter that is trained in place of the model's own weights; `{}` takes the defaults."""
+    """An adapter that is trained in place of all weights; `{}` takes the defaults."""
     router_replay: Annotated[bool, refused("stored groups have, or lack, the experts of their tokens")] = (
         False
     )
-    """True trains each token of a mixture of experts with the experts that the engine chose for it. Needs
+    """True trains each token of a mixture of experts with the experts that the engine chose. Needs
     `generator.engine: transformers`."""
 
     def templated(self, tokenizer: Any) -> Any:
@@ -104,11 +104,11 @@ class BatchConfig(Part):
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts per group (G)."""
     minibatches: PositiveInt = 1
-    """Optimizer steps per batch; the policy version counts batches."""
+    """Optimizer steps per batch."""
     epochs: PositiveInt = 1
     """Passes over each batch."""
     missing_episodes: NonNegativeInt = 0
-    """Most failed episodes that a group may go without; leaving them out selects."""
+    """Most failed episodes that a group may lack."""
 
     @property
     def sequences(self) -> int:
@@ -125,23 +125,23 @@ class SamplingConfig(Part):
     """Sampling of rollouts for training."""
 
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Temperature of the policy, in generators and learner."""
+    """Temperature, in generators and learner."""
     max_prompt_tokens: PositiveInt = 512
     """Token limit of prompts."""
     max_response_tokens: PositiveInt = 512
-    """Token limit of responses; longer ones are cut off."""
+    """Token limit of responses."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, in addition to the model's end token."""
+    """Texts that end a response, besides the end token."""
     top_k: Annotated[
         int,
         Field(ge=-1, le=MOST_KEPT),
         refused("stored groups have, or lack, the tokens that each of their tokens could have been"),
     ] = -1
-    """Samples and trains each token among so many most probable ones; -1 or 0 among all."""
+    """Most probable tokens to sample and train among; -1 or 0 is all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Samples among the most probable of these tokens that have this share of the probability."""
+    """Samples among the most probable of these tokens with this share of the probability."""
     min_p: Share = 0.0
-    """Share of the largest probability below which a token is not sampled. Both need `top_k`."""
+    """Share of the largest probability below which no token is sampled. Both need `top_k`."""
 
     @property
     def max_tokens(self) -> int:
@@ -165,13 +165,13 @@ class StalenessConfig(Part):
     """Limit of the age of tokens when they are trained."""
 
     max_lag: NonNegativeInt = 4
-    """L: steps by which sampling may run ahead; 0 is synchronous on-policy training."""
+    """L: steps by which sampling may run ahead; 0 is on-policy."""
     window_groups: PositiveInt | None = None
-    """W: ids within which younger groups may overtake the oldest unfinished one; by default 0.3 (L + 1) B, or
-    1 at L = 0."""
+    """W: ids within which younger groups may overtake the oldest one; by default 0.3 (L + 1) B, or 1 at L =
+    0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Tokens older than L: only corrected by importance weights, masked out of the loss, or the group
-    rejected. The last two affect mostly long answers."""
+    """Tokens older than L: only corrected, masked out of the loss, or the group rejected. The last two affect
+    mostly long answers."""
 
 
 class LearnerConfig(Part):
@@ -180,7 +180,7 @@ class LearnerConfig(Part):
     steps: PositiveInt = 100
     """Batches to train on in the whole run."""
     stop_when: StopConfig | None = None
-    """An earlier end, as at the last step; by default there is none."""
+    """An earlier end; by default none."""
     ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
     """Processes of the learner, one GPU each."""
     backend: Annotated[Literal["deepspeed"], refused("it decides how the whole checkpoint is stored")] = (
@@ -188,28 +188,27 @@ class LearnerConfig(Part):
     )
     """Library that shards the model and steps the optimizer."""
     sequence_parallel: PositiveInt = 1
-    """P: ranks that divide each long sequence (Ulysses); it must divide `ranks` and the attention heads."""
+    """P: ranks that divide each sequence (Ulysses); divides `ranks` and the attention heads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda if there is a GPU. `cpu` is for generators too, unless vLLM is built for GPUs."""
+    """`auto` is cuda if there is a GPU. `cpu` holds for generators too, unless vLLM is built for GPUs."""
     zero_stage: Annotated[
         Literal[0, 1, 2, 3], refused("it decides how parameters and optimizer state are stored")
     ] = 0
     """ZeRO stage: ranks divide the optimizer state (1), also gradients (2), also parameters (3)."""
     offload_optimizer: Annotated[bool, refused("it decides how the optimizer state is stored")] = False
-    """True keeps the optimizer state in host memory and steps there, which is slower; needs `zero_stage` 3,
-    and no compiler."""
+    """True keeps the optimizer state in host memory and steps there, slower; needs `zero_stage` 3."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Token budget of one packed forward and backward pass; `sequence_parallel` ranks divide it."""
+    """Token budget of a packed pass; `sequence_parallel` ranks divide it."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at the same time."""
+    """Tokens with logits at the same time."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """The backward pass computes activations again, of whole layers (`true`) or only of their MLPs
-    (`selective`), which saves more than half as much in less time."""
+    """Whether the backward pass computes activations again, of whole layers (`true`) or only of their MLPs
+    (`selective`), which saves more than half as much."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
-    """Your own classes, called before and after each step: `path.py:Class`, with keyword arguments."""
+    """Classes that are called before and after each step: `path.py:Class`, with keyword arguments."""
 
     @property
     def shares(self) -> int:
@@ -221,50 +220,49 @@ class GeneratorConfig(Part):
     """The generators."""
 
     engine: Literal["vllm", "transformers"] = "vllm"
-    """`transformers` samples with `transformers.generate`, many times slower; it needs no vLLM."""
+    """`transformers` needs no vLLM and is many times slower."""
     count: PositiveInt | None = None
     """Generators that `asyncrl up` starts; by default as many as the GPUs have room for (gpu.md), on a CPU
     2."""
     tensor_parallel: PositiveInt = 1
-    """GPUs per generator; must divide the number of attention heads."""
+    """GPUs per generator; must divide the attention heads."""
     max_running: PositiveInt = 256
-    """Sequences in flight per generator; of episodes, more while others wait for their environment
-    (`environment.episodes_per_slot`)."""
+    """Sequences in flight per generator; of episodes more (`environment.episodes_per_slot`)."""
     gpu_memory_utilization: Share | None = None
-    """Share of a GPU for each generator. By default a GPU's generators divide 0.85, or 0.4 next to the
+    """Share of a GPU for each generator; by default a GPU's generators divide 0.85, or 0.4 next to the
     learner."""
     kv_cache_gib: Positive | None = None
-    """KV cache per generator. By default 1 on a CPU; on a GPU what the weights leave of its share."""
+    """KV cache; by default 1 on a CPU, on a GPU what the weights leave."""
     enforce_eager: bool = False
-    """True disables CUDA graphs: the engine starts faster and samples slower."""
+    """True disables CUDA graphs: a faster start, slower sampling."""
     threads: PositiveInt | None = None
     """CPU threads per generator; by default the supervisor divides the cores."""
     recompute_kv: bool = False
-    """True prefills running requests again after every weight update."""
+    """True prefills running requests again after each update."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """Time after which a lease that was not renewed expires."""
+    """Time after which an unrenewed lease expires."""
     vllm: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, such as `quantization: fp8`; config.md lists the refused ones."""
+    """Further arguments of vLLM's engine, such as `quantization: fp8`."""
 
 
 class WeightsConfig(Part):
     """Transfer of weights from the learner to the generators."""
 
     transport: Literal["auto", "slot", "tcp", "nccl", "disk"] = "auto"
-    """`slot` reads the learner's memory, on one host. `tcp` fetches it. `nccl` brings it from GPU to GPU.
+    """`slot` reads the learner's memory on one host, `tcp` fetches it, `nccl` brings it from GPU to GPU.
     `auto` is slot on one host, else tcp."""
     slots: Literal["auto", "gpu", "host"] = "auto"
-    """Where a learner on GPUs publishes: on rank 0's GPU, or in memory of the host, for which training waits
+    """Where a learner on GPUs publishes: rank 0's GPU, or memory of the host, for which training waits
     longer. `auto` is gpu where generators can read it."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer."""
     bucket_mib: PositiveInt = 64
-    """Largest piece that `nccl` sends, rounded down to a multiple of 16, at least 16."""
+    """Largest piece that `nccl` sends, rounded down to a multiple of 16."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
-    """Length of the fixed sequence that learner and generator score after every update."""
+    """Length of the sequence that learner and generator score after every update."""
     probe_limit: Positive = 0.05
-    """Difference of log-probabilities between generator and learner on that sequence that is always allowed.
-    bfloat16 or quantised, it follows the first difference."""
+    """Difference of log-probabilities on it that is always allowed. In bfloat16 or quantised, the limit
+    follows the first difference."""
 
 
 class ControlConfig(Part):
@@ -278,29 +276,29 @@ class ControlConfig(Part):
         ]
         | None
     ) = None
-    """tcp://HOST:PORT for generators on other hosts, as `store.bind`; `auto` alone has port 16380."""
+    """Address for generators on other hosts, as `store.bind`; `auto` alone has port 16380."""
     heartbeat_s: Positive = 1.0
     """Interval between two heartbeats of a generator."""
     timeout_s: Positive = 15.0
     """Silence after which a generator is counted as dead."""
     stall_s: Positive = 1800.0
-    """Time without a new group after which the learner stops with an explanation."""
+    """Time without a new group after which the learner stops."""
     hang_s: Annotated[float, Field(ge=60)] = 300.0
-    """Time without progress after which a process is killed and restarted."""
+    """Time without progress after which a process is restarted."""
     slow_s: Annotated[float, Field(ge=60)] = 1800.0
-    """The same limit while a process starts, loads a model, writes a checkpoint or runs your hooks."""
+    """The same while a process starts, loads, saves or runs your hooks."""
     max_restarts: NonNegativeInt = 5
-    """Restarts of one process within ten minutes; after more, the run stops."""
+    """Most restarts of a process within ten minutes; then the run stops."""
 
 
 class ClusterConfig(Part):
     """The hosts of a run."""
 
     kind: Literal["local", "ray", "slurm", "kubernetes"] | None = None
-    """Engine that places hosts: `local` on this machine as a rehearsal, `ray` on the cluster at RAY_ADDRESS,
-    `slurm` in a job; for `kubernetes`, `asyncrl up` prints manifests. By default there is one host."""
+    """What places hosts: `local` on this machine, `ray` on the cluster at RAY_ADDRESS, `slurm` in a job; for
+    `kubernetes`, `asyncrl up` prints manifests. By default there is one host."""
     learner_hosts: PositiveInt = 1
-    """Hosts of the learner, which divide `learner.ranks` and share the run directory."""
+    """Hosts that divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1
     """Hosts with `generator.count` generators each."""
     pending_s: Positive = 300.0
@@ -308,24 +306,24 @@ class ClusterConfig(Part):
     image: Annotated[str, Field(min_length=1, examples=["ghcr.io/you/asyncrl:0.1.0"])] | None = None
     """Image of every pod; Kubernetes needs one."""
     claim: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the persistent volume claim for the learner's run directory; by default one is made."""
+    """Persistent volume claim for the run directory; by default one is made."""
     claim_gib: PositiveInt = 100
-    """Size in GiB of the claim that is made; `asyncrl plan` says what checkpoints take."""
+    """Size in GiB of the claim that is made."""
     sbatch: tuple[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")], ...] = ()
     """Options of sbatch for each job, such as `--partition=gpu`."""
 
 
 class EvalConfig(Part):
-    """Held-out evaluation by the generators during training."""
+    """Held-out evaluation during training."""
 
     every: PositiveInt = 10
     """Steps between evaluations; needs `data.eval`."""
     prompts: PositiveInt = 128
     """Number of prompts, from the start of `data.eval`."""
     samples: PositiveInt = 1
-    """Samples per prompt; several give pass@k, best@k and maj@k."""
+    """Samples per prompt, for pass@k, best@k and maj@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Temperature of evaluation; 0 is greedy and allows only one sample."""
+    """Temperature; 0 is greedy and allows one sample."""
 
 
 class TelemetryConfig(Part):
@@ -334,17 +332,17 @@ class TelemetryConfig(Part):
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases; offline writes files for `wandb sync`."""
     wandb_project: str = "asyncrl"
-    """Project in Weights & Biases; the run has the name `run.name`."""
+    """Project in Weights & Biases."""
     tensorboard: bool = False
     """Event files in RUN/tensorboard; needs asyncrl[tensorboard]."""
     trace: bool = True
-    """Timeline in RUN/trace_events.json; with the previous file at most 64 MiB."""
+    """Timeline in RUN/trace_events.json."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of the learner's /metrics, plus 1 + i for generator i; 0: any free, null: off."""
     prometheus_host: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
-    """Interface on which these ports listen. Every client that reaches it may read the metrics."""
+    """Interface of these ports; every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
     """Rollouts that each step writes to samples.jsonl."""
     pairs: bool = False
-    """True appends best and worst of each trained group to RUN/pairs.jsonl, as TRL's preferences; `asyncrl
-    samples --pairs` prints them."""
+    """True appends best and worst of each trained group to RUN/pairs.jsonl; `asyncrl samples --pairs` prints
+    them as TRL's preferences."""
