@@ -175,13 +175,14 @@ def _unshown_tools(config: Config, key: str, name: str, node: Definition | None)
     if isinstance(node, ast.ClassDef):
         methods = {one.name for one in node.body if isinstance(one, Definition)}
         found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
+        cure = "add a method `step`, with which it takes plain text"
     else:
         is_rollout = node and [one.arg for one in node.args.args[:1]] == ["session"]
         is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout)
         found = f"`{name}` is a tool" if is_tool else ""
+        cure = "name a class with `reset` and `step`, which takes plain text"
     if found and not config.model.chat_template:
-        cure = "set it to true, or name a class with `reset` and `step`, which takes plain text"
-        text = f"{found}, but model.chat_template is false; {cure}"
+        text = f"{found}, but model.chat_template is false; set it to true, or {cure}"
         yield Mistake((key, "model.chat_template"), text)
 
 

@@ -165,7 +165,7 @@ def test_what_one_task_uses_need_not_be_used_by_the_others(sections: Any, unused
 def test_the_interval_of_the_named_set_decides_whether_a_best_checkpoint_can_be_found() -> None:
     best = ["learner.steps=12", "checkpoint.every=4"]
     assert load_config(Path("run.yaml"), [*best, "checkpoint.best=eval/test/accuracy", "data.eval.0.every=3"])
-    with pytest.raises(ConfigError, match=r"evaluated \(every 20\); set checkpoint.every: 20"):
+    with pytest.raises(ConfigError, match=r"evaluated \(every 20\); set data.eval.1.every: 4"):
         load_config(Path("run.yaml"), [*best, "checkpoint.best=eval/math/accuracy"])
 
 
