@@ -11,7 +11,7 @@ first step whose score is that of TRL, less one standard error, or higher; the r
 until then.
 
     python -m asyncrl.quickstart.stories build/stories15m
-    python -m bench.peers [--seeds 0 1 2] [--steps 20] [--show] [--json bench/results/peers.json]
+    python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 20] [--show] [--json FILE]
 
 It needs asyncrl[stages], which brings TRL. TRL samples by transformers, as it does by default.
 """
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class Ran(NamedTuple):
     weights: Path
 
 
-def ours(task: Path, seed: int, steps: int, at: Path) -> list[str]:
+def ours(task: Path, seed: int, steps: int, at: Path, further: Sequence[str] = ()) -> list[str]:
     """Return the command of asyncrl. What it does not name is as in `CONFIG` and by default."""
     steps = round(steps * LONGER / EVERY) * EVERY
     values = {
@@ -70,7 +71,7 @@ def ours(task: Path, seed: int, steps: int, at: Path) -> list[str]:
         "checkpoint.keep": steps // EVERY,
     }
     overrides = [f"{key}={value}" for key, value in values.items()]
-    return module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(CONFIG), *overrides)
+    return module_argv("asyncrl.cli.main", "up", "--plain", "--config", str(CONFIG), *overrides, *further)
 
 
 def theirs(seed: int, steps: int, at: Path) -> dict[str, Any]:
@@ -126,11 +127,11 @@ def train_by_trl(task: Path, settings: dict[str, Any]) -> None:
     (at / "seconds.json").write_text(json.dumps(took_s))
 
 
-def run(name: str, task: Path, seed: int, steps: int, at: Path) -> list[Ran]:
+def run(name: str, task: Path, seed: int, steps: int, at: Path, further: Sequence[str] = ()) -> list[Ran]:
     """Run one of the two to its end; return what it was at each step whose weights it has kept."""
     at = at.resolve()
     if name == "asyncrl":
-        command, directory = ours(task, seed, steps, at), at / f"asyncrl-{seed}"
+        command, directory = ours(task, seed, steps, at, further), at / f"asyncrl-{seed}"
     else:
         settings = theirs(seed, steps, at)
         command, directory = module_argv("bench.peers", "--by-trl", json.dumps(settings)), at / f"trl-{seed}"
@@ -199,6 +200,7 @@ def judged(name: str, seed: int, ran: Ran, task: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("further", nargs="*", metavar="KEY=VALUE", help="further settings of asyncrl")
     parser.add_argument("--task", type=Path, default=Path("build/stories15m"), help="model and rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)
@@ -211,7 +213,7 @@ def main() -> None:
     if options.show:
         at = Path("OUT")
         print(
-            " ".join(ours(options.task, 0, options.steps, at)[1:]),
+            " ".join(ours(options.task, 0, options.steps, at, options.further)[1:]),
             json.dumps(theirs(0, options.steps, at), indent=2),
             sep="\n",
         )
@@ -223,7 +225,7 @@ def main() -> None:
             [peer] = run("trl", options.task, seed, options.steps, Path(directory))
             rows.append(judged("trl", seed, peer, options.task))
             wanted = rows[-1]["score"] - rows[-1]["score_error"]
-            for ran in run("asyncrl", options.task, seed, options.steps, Path(directory)):
+            for ran in run("asyncrl", options.task, seed, options.steps, Path(directory), options.further):
                 if ran.step < options.steps / LONGER:
                     continue
                 rows.append(judged("asyncrl", seed, ran, options.task))
