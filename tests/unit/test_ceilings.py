@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54559,
+    "lines of the package": 54570,
     "modules": 417,
     "public functions and classes": 1478,
     "modules of ours that a module imports, at most": 34,
