@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54570,
+    "lines of the package": 54641,
     "modules": 417,
     "public functions and classes": 1478,
     "modules of ours that a module imports, at most": 34,
-    "private functions that are used once": 649,
+    "private functions that are used once": 650,
 }
 
 
