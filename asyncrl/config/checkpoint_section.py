@@ -10,6 +10,57 @@ from asyncrl.config.base import Part, marked
 # As the learner logs it; the pattern refuses a name without its kind.
 Metric = Annotated[str, Field(pattern=r"^\w+/\S+$", examples=["eval/accuracy"])]
 
+# Kinds of metrics of steps and evaluations, and the names of each kind; `*` stands for any text.
+_NAMES = """
+reward: mean std min max */mean
+group: reward_std zero_variance majority singleton
+advantage: mean abs std min max positive
+preference: pairs margin accuracy chosen_logprob rejected_logprob
+eval: accuracy pass@* best@* maj@* answered_share reward_mean se/* prompts length_mean dead_groups
+eval: newest_version
+completions: length_mean length_max truncated_share answered_share masked_share
+groups: trained takes rejected_* rejected_untrainable rejected_deadly length_rejected_*
+groups: collapsed_at_0 collapsed_at_1 collapsed_below_0
+groups: collapsed_between collapsed_above_1
+episodes: turns_mean turns_max sequences_mean ended_share/* missing/* stateless_turn_share
+sequences: duplicate_share
+environment: *
+mismatch: turn/first turn/middle turn/last
+tokens: first middle last short medium long
+staleness: mean max in_flight in_queue in_flight/* in_queue/* masked_share masked_share/short
+staleness: masked_share/medium masked_share/long masked_share/turn/first masked_share/turn/middle
+staleness: masked_share/turn/last
+policy: loss entropy logprob grad_norm lr skipped_steps empty_steps kl_reference kl_coefficient entropy_coefficient
+policy: clipped_low clipped_high dual_clipped left_out capped penalised
+policy: left_out/short left_out/medium left_out/long
+mismatch policy drift: k1 k3 ratio ratio/max ratio/min abs_log_ratio/max ess tail_high tail_low chi2_token
+mismatch policy drift: chi2_sequence perplexity_ratio
+reference: k3 nll
+perplexity: behaviour proximal current
+weight: mean max zero zero/short zero/medium zero/long truncated rejected
+critic: loss explained_variance value_mean value_min value_max return_mean return_min return_max
+critic: value_clipped grad_norm lr skipped_steps
+hook: *
+alarm: entropy ess moved probe skipped length truncated no_signal chosen untrainable deadly audit
+lag: mean max stale
+buffer: audit_mismatch recoveries
+curriculum: always never
+weights: version updates updates_failed moved probe_max probe_mean floor_max floor_mean probe_limit
+weights: transfer_gb_per_s paused_s joined left died messages_rejected
+time: wait_groups plan measure critic hooks train publish checkpoint step sampling_s reward_s
+telemetry: failed
+checkpoint: failed
+perf: learner_tokens_per_s learner_tflops_per_s mfu
+idle: learner
+memory: allocated_bytes/rank* reserved_bytes/rank* planned_bytes/rank*
+"""
+METRICS = frozenset(
+    f"{kind}/{name}"
+    for kinds, _, names in (line.partition(":") for line in _NAMES.strip().splitlines())
+    for kind in kinds.split()
+    for name in names.split()
+)
+
 
 class HubConfig(Part):
     """Where the model of checkpoints is pushed on the Hugging Face hub, next to training."""

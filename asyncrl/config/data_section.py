@@ -133,7 +133,10 @@ class DataConfig(Part):
     ] = ()
     """Held-out prompts, in the same formats, or a list of sets."""
     prompt_field: Annotated[str, PROMPT] = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages in OpenAI's form or in ShareGPT's."""
+    last_answer: Annotated[Literal["take", "continue"], PROMPT] = "take"
+    """A last message of the assistant: `take` takes it off the prompt, as the column `answer` if the row has
+    none; `continue` lets the model continue it."""
     template: Annotated[str | None, PROMPT] = None
     """Text with {column} placeholders that replaces `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None

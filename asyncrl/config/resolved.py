@@ -22,8 +22,8 @@ from asyncrl.config.sections import SamplingConfig
 _SHARED = {
     "run": "seed",
     "model": "path revision dtype chat_template tool_parser reasoning_parser lora router_replay",
-    "data": "train eval prompt_field template system images_key filter map split eval_split shuffle "
-    "long_prompts curriculum",
+    "data": "train eval prompt_field last_answer template system images_key filter map split eval_split "
+    "shuffle long_prompts curriculum",
     "reward": "functions",
     "environment": "uses command frozen constraints max_turns weight max_observation_characters history",
     "batch": "groups group_size missing_episodes",

@@ -7,6 +7,7 @@ cannot have the effect which its author expects is a mistake, too.
 import math
 import re
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 
 from asyncrl.algo.ranges import MOST_KEPT
 from asyncrl.config.addresses import (
@@ -20,12 +21,13 @@ from asyncrl.config.addresses import (
 )
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
+from asyncrl.config.checkpoint_section import METRICS
 from asyncrl.config.data_section import prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import ModelScore, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.vllm_settings import engine_takes_the_settings
-from asyncrl.config.wording import divisors
+from asyncrl.config.wording import did_you_mean, divisors
 
 LAST_PORT = 65535
 # Upper bounds of the bytes that a group takes in the store: per token, per rollout and per group. Those of
@@ -150,11 +152,15 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
         yield broken("learner.stop_when.reaches learner.stop_when.patience", text)
     metrics = {"checkpoint.best": checkpoint.best, "learner.stop_when.metric": stop and stop.metric}
     for key, metric in metrics.items():
+        names = _metrics(run, metric or "")
         if metric and metric.startswith("eval/") and data.set_of(metric) is None:
             text = "but without data.eval nothing is evaluated; set data.eval"
             if known := ", ".join(map(prefix_of, data.sets)):
                 text = f"and metrics of the sets of data.eval begin with {known}; name one of these"
             yield broken(f"{key} data.eval", f"{key} is {metric}, {text}")
+        elif metric and not any(fnmatchcase(metric, name) for name in names):
+            hint = did_you_mean(metric, names, "name one of docs/metrics.md")
+            yield broken(key, f"{key} is {metric}, which this run will not have{hint}")
     best = data.set_of(checkpoint.best or "")
     saved, steps, key = checkpoint.every, run.learner.steps, "eval.every"
     if best and best.every:
@@ -171,6 +177,20 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
         text = f"checkpoint.hub.every is {hub.every}, and checkpoint.every is {checkpoint.every}: not every "
         text += "such step has a checkpoint; set a multiple of checkpoint.every"
         yield broken("checkpoint.hub.every checkpoint.every", text)
+
+
+def _metrics(run: RunFields, metric: str) -> list[str]:
+    """Return the metrics, or patterns of them, of the set to which `metric` belongs, or else of steps."""
+    if held_out := run.data.set_of(metric):
+        prefix = next(prefix_of(name) for name, one in run.data.sets.items() if one is held_out)
+        samples = held_out.samples or run.eval.samples
+        found = sorted(one.replace("pass@*", f"pass@{samples}") for one in METRICS if one.startswith("eval/"))
+        return [prefix + one.removeprefix("eval/") for one in found]
+    algorithm = run.algorithm
+    own = {"policy/*": [algorithm.policy_loss], "weight/*": [algorithm.correction, *algorithm.rejections]}
+    own["hook/*"] = [*run.learner.hooks]
+    found = [kind for kind, choices in own.items() if any(":" in choice.name for choice in choices)]
+    return [*sorted(METRICS - own.keys()), *found]
 
 
 def _prompts_are_rendered(run: RunFields) -> Iterator[Mistake]:

@@ -1,5 +1,6 @@
 """Reads the text or the chat messages of a prompt from a row, without a tokenizer."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -8,12 +9,20 @@ from string import Formatter
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
+from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_sources
 from asyncrl.data.row_files import Row
 from asyncrl.errors import DataError
 from asyncrl.session.chat_messages import Message, is_begun, plain, text_of
 
 MOST_WIDTH = 1000  # of a template's field; with a larger one a prompt would be far longer than its row
+# Roles of ShareGPT's messages, which have `from` and `value`.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("function", "tool", "observation"), "tool"),
+}
 
 
 class _Template(Formatter):
@@ -45,10 +54,10 @@ class PromptReader:
         if (key := self.data.images_key) is not None:
             given = value if isinstance(value, list) else [{"role": "user", "content": value}]
             _require_unicode(json.dumps(given, ensure_ascii=False, default=str), where=where)
-            messages = self._with_system(_messages(given, where, in_parts))
+            messages = self._with_system(self._messages(given, where, in_parts))
             return with_images(messages, len(image_sources(row, key, where)), where)
         if self.chat_template and not isinstance(value, str):
-            messages = _messages(value, where)
+            messages = self._messages(value, where)
             _require_unicode(json.dumps(messages, ensure_ascii=False, default=str), where=where)
             return self._with_system(messages)
         if not isinstance(value, str):
@@ -61,6 +70,29 @@ class PromptReader:
             raise DataError(f"{where}: the prompt is empty; remove the row")
         _require_unicode(value, where=where)
         return self._with_system([{"role": "user", "content": value}]) if self.chat_template else value
+
+    def _messages(self, value: Any, where: str, form: Callable[[Message], Message] = plain) -> list[Message]:
+        messages = value if isinstance(value, list) else []
+        if not messages or not all(_has_form(message) for message in messages):
+            said = f"found `{str(value)[:80]}`; a chat prompt is text or a list of messages with `role` and "
+            said += "`content`, which is text or a list of parts of type `text`; correct the row"
+            if strange := next((one["from"] for one in messages if _is_shared(one)), None):
+                said = f"found a message from `{str(strange)[:40]}`; allowed are {', '.join(ROLES)}"
+                said += "; correct or remove the row"
+            raise DataError(f"{where}: {said}")
+        try:
+            found: list[Message] = [form(message) for message in messages]
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{where}: the messages cannot be used: {error}; correct or remove the row"
+            ) from error
+        if found[-1]["role"] == "assistant" and not is_begun(found):
+            cure = "add the message with the tool's result, or remove the row"
+            raise DataError(f"{where}: the prompt ends with a tool call of the assistant; {cure}")
+        if is_begun(found) and self.data.last_answer == "take":  # `with_messages` has taken what it can
+            cure = "correct the row, or set data.last_answer: continue"
+            raise DataError(f"{where}: the prompt is an answer, or ends with two of them; {cure}")
+        return found
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         system = self.data.system
@@ -81,6 +113,48 @@ class PromptReader:
         except (ValueError, IndexError, AttributeError, TypeError) as error:
             cure = "write {column}, and {{ for a brace"
             raise DataError(f"data.template is not a valid template ({error}); {cure}") from error
+
+
+def with_messages(row: Row, data: DataConfig) -> Row:
+    """Return the row with a prompt of chat messages in OpenAI's form, from which the last answer is taken.
+
+    The answer becomes the column `answer` if it has text, and the row has none. With `data.last_answer:
+    continue` it stays. What is no message stays, too: `PromptReader` refuses it.
+    """
+    given = row.get(data.prompt_field)
+    if data.template is not None or not isinstance(given, list):
+        return row
+    messages = [_renamed(message) for message in given]
+    found = {**row, data.prompt_field: messages}
+    if data.last_answer == "take" and all(map(_has_form, messages)) and is_begun(messages[1:]):
+        with contextlib.suppress(ValueError):  # of an image, for example, which is no text
+            text = text_of(messages[-1]["content"])
+            messages.pop()
+            if text.strip() and row.get("answer") is None:
+                found["answer"] = text
+    return found
+
+
+def taken_answers(rows: Rows, data: DataConfig) -> str:
+    """Say from how many of `rows.checked` `with_messages` takes the last answer; empty if from none."""
+    taken = named = 0
+    for row in (rows[index] for index in rows.checked):
+        found = with_messages(row, data)
+        if found is not row and len(found[data.prompt_field]) < len(row[data.prompt_field]):
+            taken += 1
+            named += found.get("answer") is not row.get("answer")
+    said = f"the last answer is taken off the prompt of {taken:,} of {len(rows.checked):,} rows, and is now "
+    return f"{said}the column `answer` of {named:,} (data.last_answer)" if taken else ""
+
+
+def _is_shared(message: Any) -> bool:
+    return isinstance(message, dict) and "from" in message and "role" not in message
+
+
+def _renamed(message: Any) -> Any:
+    """Return a message of ShareGPT in OpenAI's form, if its role is known; others as they are."""
+    role = ROLES.get(str(message["from"])) if _is_shared(message) else None
+    return {"role": role, "content": message.get("value")} if role else message
 
 
 def in_parts(message: Message) -> dict[str, Any]:
@@ -110,26 +184,6 @@ def with_images(messages: list[Message], images: int, where: str) -> list[Messag
         found = f"found {images} images in the row, and {parts} parts of type `image` in its messages"
         raise DataError(f"{where}: {found}; write one part for each image, or no part")
     return messages
-
-
-def _messages(value: Any, where: str, form: Callable[[Message], Message] = plain) -> list[Message]:
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(_has_form(message) for message in messages):
-        allowed = "a chat prompt is text or a list of messages with `role` and `content`, which is text"
-        is_shared = any(isinstance(one, dict) and {"from", "value"} <= one.keys() for one in messages)
-        cure = "rename `from` to `role` and `value` to `content`" if is_shared else "correct the row"
-        said = f"found `{str(value)[:80]}`; {allowed} or a list of parts of type `text`"
-        raise DataError(f"{where}: {said}; {cure}")
-    try:
-        found: list[Message] = [form(message) for message in messages]
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{where}: the messages cannot be used: {error}; correct or remove the row"
-        ) from error
-    if found[-1]["role"] == "assistant" and not is_begun(found):
-        cure = "add the message with the tool's result, or remove the row"
-        raise DataError(f"{where}: the prompt ends with a tool call of the assistant; {cure}")
-    return found
 
 
 def _has_form(message: Any) -> bool:

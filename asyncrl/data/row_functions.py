@@ -13,6 +13,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ import msgpack
 
 from asyncrl.config.data_section import DataConfig, DataSource, EvalSet
 from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.data.row_files import Lazy, Row
 from asyncrl.errors import DataError, as_unicode
 from asyncrl.hosting.processes import die_with_parent
@@ -42,10 +44,18 @@ def load_parts(data: DataConfig, parts: Iterable[DataSource | EvalSet]) -> list[
 
 
 def load_part(data: DataConfig, source: str, split: str, limit: int | None = None) -> Rows:
-    """Return the rows of a source that `data.filter` keeps, as `data.map` makes them, at most `limit`.
+    """Return at most `limit` rows that `data.filter` keeps, as `data.map` and `with_messages` make them.
 
     Raises DataError that names function and row.
     """
+    rows = _chosen(data, source, split, limit)
+    if said := taken_answers(rows, data):
+        log.info("%s: %s", rows.source, said)
+    size, made = len(rows), partial(with_messages, data=data)
+    return rows.only(range(size), Lazy(size, lambda index: made(rows[index]), lambda: map(made, rows)))
+
+
+def _chosen(data: DataConfig, source: str, split: str, limit: int | None) -> Rows:
     rows = load_rows(source, split)
     if data.filter is None and data.map is None:
         return rows if limit is None else rows.only(range(min(limit, len(rows))))

@@ -16,6 +16,7 @@ from asyncrl.config.named_files import local_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.data.reader import taken_answers
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
@@ -140,6 +141,9 @@ def _rows(config: Config) -> Iterator[str]:
             which = "which" if len(rows) == len(every) else f"the {len(rows)} that were looked at"
             found = f"{key} ({source}) has {len(every)} rows, of {which} {distinct} are different"
             yield f"{found}; remove the repetitions, or give it rows of its own"
+        data = config.data.of(task)
+        if data.map is None and (said := taken_answers(rows, data)):
+            yield f"{key} ({source}): {said}; set data.last_answer: continue to have it continued"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)
 

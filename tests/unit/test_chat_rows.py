@@ -11,18 +11,24 @@ from pyarrow import Table, parquet
 from transformers import AutoTokenizer
 
 from asyncrl.config.data_section import DataConfig
+from asyncrl.config.load import load_config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
+from asyncrl.data.data_files import DataFiles
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.prompts import PromptSource, RowRenderer
 from asyncrl.data.reader import PromptReader
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.preflight.doubts import doubts
+from asyncrl.preflight.reward_trial import generic_cases
 from asyncrl.preflight.validate import validated_config
 from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.session.tree import Session
 from tests.support.characters import character_tokenizer
 from tests.support.chat_templates import STOPS, renderer_of, tokenizer_of
+from tests.support.model_files import model_files, safetensors
 from tests.support.public_templates import TEMPLATES
 from tests.support.talks import rollout_of, user
+from tests.support.task_config import config_of
 
 
 def said(text, **more):
@@ -40,6 +46,10 @@ def parts(*texts):
 def called(arguments, content="", **more):
     function = {"name": "look", "arguments": arguments}
     return said(content, tool_calls=[{"id": "call00001", "type": "function", "function": function}], **more)
+
+
+def shared(*messages):
+    return [{"from": role, "value": text} for role, text in messages]
 
 
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "France"}
@@ -132,7 +142,8 @@ def with_text_arguments(message):
 def outcomes(tokenizer, rows: Rows, expected) -> Counter:
     """Compare each row's prompt with what transformers renders; both or none may refuse."""
     counts: Counter[str] = Counter()
-    render = RowRenderer(PromptReader(DataConfig(train="t"), True), TemplateRenderer(tokenizer), tokenizer)
+    reader = PromptReader(DataConfig(train="t", last_answer="continue"), True)
+    render = RowRenderer(reader, TemplateRenderer(tokenizer), tokenizer)
     for index, messages in enumerate(expected):
         text = rendered_by_transformers(tokenizer, messages)
         if text is None:  # a template that wants arguments as text
@@ -190,6 +201,18 @@ def test_rows_are_what_transformers_renders(tmp_path, suffix):
         ([user("a"), said("", tool_calls=["f"])], 'found the tool call "f"; allowed is {"function"'),
         ([user("a"), said("", tool_calls=7)], "the messages cannot be used"),
         ([user("a"), called({})], "the prompt ends with a tool call of the assistant; add the message"),
+        (
+            [user("a"), said("b"), said("c")],
+            "the prompt is an answer, or ends with two of them; correct the row, or",
+        ),
+        ([said("b")], "the prompt is an answer, or ends with two of them"),
+        ([user("a"), called({}), said("c")], "the prompt ends with a tool call of the assistant"),
+        ([user("a"), said([{"type": "image"}])], "found the content part .*only parts of type `text`"),
+        (
+            shared(("human", "a"), ("claude", "b")),
+            "found a message from `claude`; allowed are human, user, gpt, ",
+        ),
+        ([{"from": "human", "value": None}], "a chat prompt is text or a list of messages"),
         ([user("a"), called('{"a": "\\ud83d"}'), RESULT], r"the prompt holds \\ud83d, half of a character"),
         ([user([{"type": "text", "text": "\ud83d"}])], r"the prompt holds \\ud83d, half of a character"),
     ],
@@ -198,6 +221,100 @@ def test_messages_that_have_no_text_are_refused_with_the_row(tmp_path, messages,
     model = character_tokenizer(tmp_path / "m", template=TEMPLATES["chatml"])
     with pytest.raises(DataError, match=rf"t.jsonl:2: .*{found}"):
         source(model, write(tmp_path / "t.jsonl", "fine", messages))
+
+
+ASKED = [system("s"), user("a"), said("b"), user("c")]
+# Messages of a row, its other columns, the messages of its prompt, and its answer.
+ENDING = {
+    "a question": (ASKED, {}, ASKED, None),
+    "an answer": ([*ASKED, said(" 4\n")], {}, ASKED, " 4\n"),
+    "an answer in parts": ([*ASKED, said(parts("4", "2"))], {}, ASKED, "42"),
+    "an answer of its own": ([*ASKED, said("4")], {"answer": "5"}, ASKED, "5"),
+    "an answer that is null": ([*ASKED, said("4")], {"answer": None}, ASKED, "4"),
+    "an empty answer": ([*ASKED, said("")], {}, ASKED, None),
+    "keys of nulls": ([{**one, "name": None} for one in [*ASKED, said("4")]], {}, ASKED, "4"),
+    "ShareGPT": (
+        shared(("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "4")), {}, ASKED, "4"
+    ),
+    "ShareGPT's question": (shared(("human", "a"), ("bard", "b"), ("user", "c")), {}, ASKED[1:], None),
+    "ShareGPT's tool": (
+        shared(("human", "a"), ("observation", "r"), ("chatgpt", "4")),
+        {},
+        [user("a"), {"role": "tool", "content": "r"}],
+        "4",
+    ),
+    "ShareGPT with more keys": (
+        [{**one, "weight": None, "name": "x"} for one in shared(("human", "a"), ("gpt", "4"))], {}, [user("a")], "4"
+    ),
+}  # fmt: skip
+
+
+def given_files(directory: Path, suffix: str) -> tuple[str, list[str]]:
+    """Rows that `ENDING` names; a column of parquet has messages of one form."""
+    names = [
+        name for name in ENDING if suffix == ".jsonl" or not name.startswith(("ShareGPT", "an answer in"))
+    ]
+    if suffix == ".shared.parquet":
+        names = [name for name in ENDING if name.startswith("ShareGPT")]
+    rows = [{"talk": ENDING[name][0], **ENDING[name][1]} for name in names]
+    path = directory / f"t{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        parquet.write_table(Table.from_pylist([{"answer": None, **row} for row in rows]), path)
+    return str(path), names
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".shared.parquet"])
+def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_renders(tmp_path, suffix, caplog):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATES["chatml"])
+    tokenizer, (train, names) = AutoTokenizer.from_pretrained(model), given_files(tmp_path, suffix)
+    with caplog.at_level("INFO"):
+        prompts = source(model, train, eval=train, prompt_field="talk", shuffle=False)
+    for index, name in enumerate(names):
+        _, _, messages, answer = ENDING[name]
+        for prompt in (prompts.prompt(index + 1), prompts.eval_prompts(len(names))[index]):
+            assert prompt.text == rendered_by_transformers(tokenizer, messages), name
+            assert [*prompt.messages] == messages
+            assert (len(prompt.row["talk"]), prompt.row.get("answer")) == (len(messages), answer)
+    ends = [name for name in names if "question" not in name]
+    named = [name for name in ends if ENDING[name][3] and not ENDING[name][1].get("answer")]
+    said_of = f"taken off the prompt of {len(ends)} of {len(names)} rows, and is now the column `answer` of"
+    assert f"{train}: the last answer is {said_of} {len(named)} (data.last_answer)" in caplog.messages
+    # Processes that render nothing count the same rows; without the answer they are others.
+    config = DataConfig(train=train, eval=train, prompt_field="talk")
+    files = DataFiles(config_of(data=config.model_dump(mode="json")))
+    continued = config_of(data={**config.model_dump(mode="json"), "last_answer": "continue"})
+    assert files.fingerprint == prompts.fingerprint != DataFiles(continued).fingerprint
+
+
+def test_a_last_answer_may_be_continued(tmp_path, caplog):
+    model, begun = character_tokenizer(tmp_path / "m", template=TEMPLATES["chatml"]), [user("a"), said("b")]
+    train = write(tmp_path / "t.jsonl", begun, shared(("human", "a"), ("gpt", "b")))
+    prompts = source(model, train, last_answer="continue")
+    for prompt in prompts:
+        assert prompt.text == rendered_by_transformers(AutoTokenizer.from_pretrained(model), begun)
+        assert prompt.row == {"prompt": begun}
+    assert "answer" not in caplog.text
+
+
+def test_what_is_done_with_answers_is_said_before_a_run(tmp_path):
+    model = character_tokenizer(model_files(tmp_path / "m", vocab_size=99), template=TEMPLATES["chatml"])
+    safetensors(Path(model, "model.safetensors"), {"model.embed_tokens.weight": (99, 4)})
+    path = config_file(tmp_path, model, write(tmp_path / "t.jsonl", [user("a"), said("b")], "c"))
+    (tmp_path / "task.py").write_text("def right(prompt, response, answer):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match="1 of 2 rows lack column `answer`, which"):
+        validated_config(path)
+    write(tmp_path / "t.jsonl", [user("a"), said("b")])
+    validated_config(path)
+    (line,) = [one for one in doubts(load_config(path), path, ()) if "answer" in one]
+    assert "prompt of 1 of 1 rows, and is now the column `answer` of 1 (data.last_answer)" in line
+    continued = ["data.last_answer=continue"]
+    assert "answer" not in " ".join(doubts(load_config(path, continued), path, continued))
+    with pytest.raises(ConfigError, match="wants column `answer`, which"):
+        validated_config(path, continued)
+    (case, *_) = generic_cases(load_config(path), 1)
+    assert (case.kind, case.given.response, case.given.row["answer"]) == ("reference", "b", "b")
 
 
 REFUSING = [

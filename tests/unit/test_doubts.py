@@ -223,6 +223,7 @@ IDLE = {
     "model.tool_parser=hermes": ((), (GAME,)),
     "model.reasoning_parser=qwen3": ((), (AGENT,)),
     "data.prompt_field=answer": (("data.template='{prompt}'",), ()),
+    "data.last_answer=continue": ((), ("model.chat_template=true",)),
     "data.curriculum.solved=0.5": ((), ("data.curriculum.floor=0.1",)),
     "data.eval_split=other": (("data.eval=null",), ()),
     "reward.timeout_s=3": (UNSCORED, ()),

@@ -5,12 +5,13 @@ import re
 
 import torch
 
-from asyncrl.algo.metrics import finish, group_metrics, merge, policy_metrics
+from asyncrl.algo.metrics import BANDS, TURNS, finish, group_metrics, merge, policy_metrics
+from asyncrl.config.checkpoint_section import METRICS
 from asyncrl.report.step_metrics import step_metrics, usage_metrics
 from asyncrl.telemetry.alarms import ALARMS, PREFIX
 from asyncrl.trainer.base import Usage
 from tests.support.algo_cases import make_case, make_rewards
-from tests.support.metric_guide import ELSEWHERE, ROOT, documented, first_column
+from tests.support.metric_guide import ELSEWHERE, GUIDE, ROOT, documented, first_column
 from tests.support.steps import group, rollout, step
 
 SOURCES = [
@@ -82,6 +83,24 @@ def test_what_the_learners_gpus_did_is_documented() -> None:
 
 def test_every_alarm_is_documented_and_watches_a_documented_metric() -> None:
     assert {PREFIX + name for name in ALARMS} | {alarm.metric for alarm in ALARMS.values()} <= documented()
+
+
+def test_the_names_that_a_config_may_give_are_those_documented() -> None:
+    kinds = GUIDE.replace("### Memory", "## Memory").split("\n## ")
+    names = {
+        name
+        for kind in kinds
+        if not kind.startswith(("Generators", "Trackers"))
+        for name in first_column(kind)
+    }
+    for holder, values in {"pair": ("mismatch", "policy", "drift"), "band": BANDS, "turn": TURNS}.items():
+        names = {name.replace(f"<{holder}>", value) for name in names for value in values}
+    found = {re.sub(r"<\w+>", "*", name) for name in names if "/" in name and not name.startswith("asyncrl_")}
+    of_losses = {"clipped_low", "clipped_high", "dual_clipped", "left_out", "capped", "penalised"}
+    # The first is of a stage, and the second is a case of the third.
+    found -= {"eval/loss", "environment/chat/text", "eval/*/accuracy"}
+    found = {name for name in found if not name.startswith("environment/")} | {"environment/*"}
+    assert METRICS - {f"policy/{name}" for name in of_losses} == found
 
 
 def test_the_table_of_other_names_speaks_of_documented_ones() -> None:

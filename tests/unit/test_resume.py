@@ -94,6 +94,7 @@ CHANGES = {
     "sampling.top_k": ["sampling.top_k=50"],
     "data.train": ["data.train=other.jsonl"],
     "data.prompt_field": ["data.prompt_field=answer"],
+    "data.last_answer": ["data.last_answer=continue"],
     "data.template": ["data.template='{prompt}'"],
     "data.system": ["data.system=think", "model.chat_template=true"],
     "data.split": ["data.split=test"],

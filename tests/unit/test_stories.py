@@ -1,6 +1,7 @@
 """The storyteller of the tutorial: wider heads change nothing, and no training row has a held-out word."""
 
 import json
+import runpy
 
 import pytest
 import torch
@@ -87,3 +88,18 @@ def test_a_model_that_cannot_be_loaded_is_said_with_the_way_out(tmp_path, monkey
     with pytest.raises(DataError, match=r"cannot load \S+/nothing: .*give a directory with a copy"):
         make_stories(tmp_path / "made", str(tmp_path / "nothing"))
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "stories"])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "the following arguments are required: DIRECTORY"), (["full"], "error: ")]
+)
+def test_what_a_command_lacks_is_said_with_its_usage(tmp_path, monkeypatch, capsys, name, arguments, said):
+    """`full` is not empty; the packages of a model may be missing, too."""
+    (tmp_path / "full" / "file").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "asyncrl" / "quickstart" / f"{name}.py"), run_name="__main__")
+    found = capsys.readouterr().err
+    assert ended.value.code == 2 and f"usage: python -m asyncrl.quickstart.{name} " in found and said in found

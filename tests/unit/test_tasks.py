@@ -114,6 +114,14 @@ def test_a_task_has_one_environment_or_none(section, own, uses, command) -> None
         ("data.train.1.environment.uses=[]", "data.train.1.reward: reward.functions is [] and there is no"),
         ("data.train.1.name=right", "data.train.1: right is also the name of a part of the reward"),
         ("checkpoint.best=eval/accuracy", "begin with eval/test/, eval/math/; name one of these"),
+        ("checkpoint.best=eval/test/acuracy", "did you mean `eval/test/accuracy`?"),
+        ("checkpoint.best=eval/math/pass@1", "did you mean `eval/math/pass@4`?"),
+        (
+            "learner.stop_when={metric: reward/men, patience: 1}",
+            "stop_when.metric: is reward/men, which this run will not have; did you mean `reward/mean`?",
+        ),
+        ("checkpoint.best=hook/length", "checkpoint.best: is hook/length, which this run will not have"),
+        ("checkpoint.best=policy/mine", "checkpoint.best: is policy/mine, which this run will not have"),
         (
             'data.train.0.reward=[{"function": "llm_judge", "params": {"url": "http://a", "prompt": "p"}}]',
             "data.train.0.reward.0: params of `llm_judge` needs `model`",
@@ -125,6 +133,15 @@ def test_a_mistake_of_a_task_is_named_at_its_own_key(change: str, said: str) -> 
     with pytest.raises(ConfigError) as refused:
         validated_config(Path("run.yaml"), [change])
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("metric", ["reward/right/mean", "environment/moves", "eval/math/best@4", "groups/rejected_own",
+                                    "hook/length", "policy/mine", "policy/ratio/max", "eval/math/se/accuracy"])  # fmt: skip
+def test_a_metric_may_be_of_a_part_an_environment_a_hook_or_a_loss(metric: str) -> None:
+    own = ["learner.hooks=[task.py:right]", "algorithm.policy_loss=task.py:right"]
+    assert load_config(
+        Path("run.yaml"), [*own, f"checkpoint.best={metric}", "checkpoint.every=20", "learner.steps=99"]
+    )
 
 
 ASKED = {"function": "model_score", "params": {"scorer": "judge"}}
