@@ -21,10 +21,10 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
 from asyncrl.sandbox.programs import python_result
+from tests.support.machine import skip_for
 from tests.support.waiting import HANG, until
 
-PROBLEM = Box()._view.problem()
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
+pytestmark = [pytest.mark.integration, skip_for(Box()._view.problem())]
 CANARY = "canary-51c8"
 OUTPUT = 4096
 MEMORY_GIB = 0.5
