@@ -11,13 +11,34 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.sandbox.base import OUTPUT_BYTES
+from asyncrl.errors import EnvironmentFault
+from asyncrl.sandbox.base import OUTPUT_BYTES, Result
 from asyncrl.sandbox.programs import python_result
 
 # Seconds for one program of the model.
 _PROGRAM_S = 5.0
+PYTHON = "python"
+# Interpreter -> languages of fenced blocks with its programs, besides its own name.
+_LANGUAGES = {
+    PYTHON: ("py", "python3"),
+    "bash": ("sh", "shell"),
+    "node": ("javascript", "js"),
+    "perl": ("pl",),
+    "ruby": ("rb",),
+}
+# Python that runs a program of another interpreter. A file that is left in a sandbox would cost the sandbox.
+_STARTER = """
+import os, signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+with open("/tmp/program", "w") as file:
+    file.write({program!r})
+status = os.spawnlp(os.P_WAIT, {interpreter!r}, {interpreter!r}, "/tmp/program")
+if os.path.lexists("/tmp/program"):
+    os.unlink("/tmp/program")
+sys.exit(status != 0)
+"""
 _BOXED = "\\boxed{"
-_FENCED = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([\w+-]*)\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -100,7 +121,7 @@ def json_schema(prompt: str, response: str, schema: Mapping[str, Any] | str) -> 
     except SchemaError as error:
         raise ValueError(f"`schema` is no JSON schema: {error.message}") from error
     try:
-        found = json.loads(([response, *_FENCED.findall(response)])[-1])
+        found = json.loads([response, *(text for _, text in _FENCED.findall(response))][-1])
     except (ValueError, RecursionError):
         return 0.0
     return float(kind(wanted).is_valid(found))
@@ -136,22 +157,31 @@ def repetition(prompt: str, response: str, n: int = 3) -> float:
     return len(runs) / runs.total() - 1 if runs else 0.0
 
 
-def code(prompt: str, response: str, tests: list[Any], share: bool = False) -> float:
+def code(
+    prompt: str, response: str, tests: list[Any], share: bool = False, interpreter: str = PYTHON
+) -> float:
     """1 if the program of the response passes column `tests`; with `share` the share that passes.
 
-    A test is Python that raises where the program is wrong, such as `assert f(2) == 4`, and runs behind the
-    program, or `{input, output}` of standard input and output. The program is the last fenced block of the
-    response, else all of it. Each test runs in a sandbox of its own for at most 5 seconds.
+    A test is `{input, output}` of standard input and output, or Python that raises where the program is
+    wrong, such as `assert f(2) == 4`, and runs behind the program. The program is the last fenced block of
+    the response in the language of `interpreter` or without one, else the last block, else all of it. Each
+    test runs in a sandbox of its own for at most 5 seconds. Raises EnvironmentFault for an interpreter that
+    does not run there.
     """
     if not isinstance(tests, list) or not tests:
         raise ValueError("column `tests` must be a list of at least one test")
-    program = ([response, *_FENCED.findall(response)])[-1]
-    passed = [_passes(program, test) for test in tests]
+    blocks, languages = _FENCED.findall(response), ("", interpreter, *_LANGUAGES.get(interpreter, ()))
+    own = [text for language, text in blocks if language.lower() in languages]
+    program = (own or [text for _, text in blocks] or [response])[-1]
+    passed = [_passes(program, test, interpreter) for test in tests]
     return sum(passed) / len(tests) if share else float(all(passed))
 
 
-def _passes(program: str, test: Any) -> bool:
+def _passes(program: str, test: Any, interpreter: str) -> bool:
     if isinstance(test, str):
+        if interpreter != PYTHON:
+            found = f"a test of {interpreter} has `input` and `output`, found {test[:80]!r}"
+            raise ValueError(f"{found}; Python text needs a program of Python")
         # Without it, a program that ends before the test would pass.
         proof = secrets.token_hex(16)
         proving = f"{program}\n\n{test}\nimport sys\nsys.stderr.write({proof!r})\n"
@@ -162,8 +192,20 @@ def _passes(program: str, test: Any) -> bool:
     if len(str(test["output"]).encode()) > OUTPUT_BYTES:
         kept = f"{OUTPUT_BYTES >> 10} KiB, which is what is kept of a program's output"
         raise ValueError(f"the `output` of a test has more than {kept}; leave the row out")
-    result = python_result(program, stdin=str(test["input"]), seconds=_PROGRAM_S)
+    result = _result(program, str(test["input"]), interpreter)
+    if result.status != "ok" and interpreter != PYTHON:
+        # The program is wrong only where an empty one ends well.
+        empty = _result("", "", interpreter)
+        if empty.status != "ok":
+            said = empty.stderr.strip()[-200:] or empty.status
+            cure = "install it below /usr, of which the sandbox shows the programs"
+            raise EnvironmentFault(f"`{interpreter}` runs no program in the sandbox ({said}); {cure}")
     return result.status == "ok" and result.stdout.split() == str(test["output"]).split()
+
+
+def _result(program: str, stdin: str, interpreter: str) -> Result:
+    started = program if interpreter == PYTHON else _STARTER.format(program=program, interpreter=interpreter)
+    return python_result(started, stdin=stdin, seconds=_PROGRAM_S)
 
 
 # Names in configs.
