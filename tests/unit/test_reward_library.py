@@ -1,8 +1,8 @@
 """The rewards that other trainers also ship, against references, their own formulas, and hostile texts."""
 
 import json
-import random
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,18 +19,19 @@ WAYS = (r"So we get $\boxed{%s}$.", "The final answer is $%s$. I hope it is corr
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the data in ../shared/data")
-def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours():
+def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours(monkeypatch):
     from math_verify import parse, verify
 
-    rows = [json.loads(line) for line in (SHARED / "math500" / "math500.jsonl").open()]
-    some = random.Random(0).sample(rows, 60)
-    for row, other in zip(some, some[1:] + some[:1], strict=True):
+    # Its limit is by the clock; other work on the machine ends no comparison here.
+    alarm = signal.alarm
+    monkeypatch.setattr(signal, "alarm", lambda seconds: alarm(20 * seconds))
+    rows = [json.loads(line)["answer"] for line in (SHARED / "math500" / "math500.jsonl").open()]
+    for answer, other in zip(rows, rows[1:] + rows[:1], strict=True):
         for way in WAYS:
-            assert maths("", way % row["answer"], row["answer"])[0] == 1, (way, row)
-        wrong = rf"\boxed{{{other['answer']}}}"
-        says = verify(parse(rf"\boxed{{{row['answer']}}}"), parse(wrong))
-        assert maths("", wrong, row["answer"])[0] == says
-    for line in (SHARED / "gsm8k" / "test.jsonl").open().readlines()[:60]:
+            assert maths("", way % answer, answer)[0] == 1, (way, answer)
+        wrong = rf"\boxed{{{other}}}"
+        assert maths("", wrong, answer)[0] == verify(parse(rf"\boxed{{{answer}}}"), parse(wrong)), answer
+    for line in (SHARED / "gsm8k" / "test.jsonl").open().readlines()[:200]:
         answer = json.loads(line)["answer"]
         number = answer.rpartition("#### ")[2]
         assert maths("", rf"\boxed{{{number}}}", answer)[0] == 1
