@@ -7,6 +7,7 @@ import json
 import math
 import re
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox.base import OUTPUT_BYTES, Result
 from asyncrl.sandbox.programs import python_result
 
+# Limit of math-verify, by the clock.
+_DECISION_S = 5.0
 # Seconds for one program of the model.
 _PROGRAM_S = 5.0
 PYTHON = "python"
@@ -55,17 +58,21 @@ def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None
 
     Both may be LaTeX: fractions, sets, intervals, percentages and units are compared as such. The answer of a
     row may end in `#### answer`, as in GSM8K. What math-verify cannot decide within 5 seconds is not equal.
+    Raises TimeoutError if other work on the machine took these seconds.
     """
     from math_verify import parse, verify
 
+    started_s, used_s = time.monotonic(), time.process_time()
     text = str(answer).rpartition("####")[2].strip()
     expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
     if not expected:
         raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
     found = parse(response, raise_on_error=False)
-    if not found:
-        return 0.0, None
-    return float(verify(expected, found, raise_on_error=False)), _normal_form(found[0])
+    score = float(verify(expected, found, raise_on_error=False)) if found else 0.0
+    own_s = time.process_time() - used_s
+    if not score and time.monotonic() - started_s >= _DECISION_S > 4 * own_s:
+        raise TimeoutError(f"the machine left math-verify {own_s:.1f} s of {_DECISION_S:g} s for an answer")
+    return score, _normal_form(found[0]) if found else None
 
 
 def _normal_form(found: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54535,
+    "lines of the package": 54542,
     "modules": 417,
     "public functions and classes": 1476,
     "modules of ours that a module imports, at most": 34,

@@ -3,14 +3,16 @@
 import json
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards import builtin, functions
+from asyncrl.rewards import builtin, functions, library
 from asyncrl.rewards.functions import bind, load_function
 from asyncrl.rewards.library import boxed, choice, json_schema, length, maths, pattern, repetition, tags
 
@@ -50,6 +52,15 @@ def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours(monk
 def test_equal_numbers_are_one_answer_for_votes(equal):
     found = [maths("", rf"\boxed{{{text}}}", equal[0]) for text in equal]
     assert {score for score, _ in found} == {1.0} and len({answer for _, answer in found}) == 1, found
+
+
+@pytest.mark.parametrize(("own_s", "is_failure"), [(0.3, True), (4.9, False)])
+def test_math_that_a_busy_machine_did_not_finish_is_a_failure_and_no_0(monkeypatch, own_s, is_failure):
+    clock = SimpleNamespace(monotonic=iter([0.0, 5.1]).__next__, process_time=iter([0.0, own_s]).__next__)
+    monkeypatch.setattr(library, "time", clock)
+    monkeypatch.setattr("math_verify.verify", lambda *given, **options: False)  # as after its time-out
+    with pytest.raises(TimeoutError, match=r"0\.3 s of 5 s") if is_failure else nullcontext():
+        assert maths("", r"$\pi$", r"\pi")[0] == 0
 
 
 def test_math_says_0_to_nothing_and_refuses_a_row_without_an_answer():
