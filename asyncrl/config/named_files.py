@@ -30,8 +30,9 @@ EXPORT = "hf"
 # Switch in `telemetry`, which is also the name of our extra and of the module -> the value that means off.
 TRACKERS = {"wandb": "off", "tensorboard": False}
 
-# Modules of the extra `judge`.
+# Modules of the extra `judge`; a service without a limit needs the first one only.
 JUDGES = ("openai", "aiolimiter")
+LIMITS = {"requests_per_minute", "tokens_per_minute"}
 
 
 def file_problems(config: Config) -> Iterator[Mistake]:
@@ -245,10 +246,12 @@ def _division(config: Config) -> Iterator[Mistake]:
 
 def _judges(config: Config) -> Iterator[Mistake]:
     for key, one in config.reward_functions.items():
-        missing = [name for name in JUDGES if importlib.util.find_spec(name) is None]
-        if isinstance(one.remote, HttpReward) and missing:
-            found = f"is {one.function}, but {' and '.join(missing)} is not installed"
-            yield Mistake((f"{key}.function",), f"{found}; {install_command('judge')}")
+        if isinstance(one.remote, HttpReward):
+            has_limit = any(one.remote.model_dump(include=LIMITS).values())
+            needed = JUDGES if has_limit else JUDGES[:1]
+            if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+                found = f"is {one.function}, but {' and '.join(missing)} is not installed"
+                yield Mistake((f"{key}.function",), f"{found}; {install_command('judge')}")
 
 
 def tracker_problems(telemetry: TelemetryConfig) -> Iterator[Mistake]:

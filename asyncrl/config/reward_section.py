@@ -68,6 +68,8 @@ class HttpReward(Remote):
         Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(KEY|TOKEN)$", examples=["JUDGE_API_KEY"])] | None
     ) = None
     """Environment variable that holds the key of the service; from its name logs know that they hide it."""
+    requests_per_minute: PositiveInt | None = None
+    """Most requests of each generator per minute."""
 
 
 class LlmJudge(HttpReward):
@@ -89,8 +91,6 @@ class LlmJudge(HttpReward):
     """
     both_orders: bool = True
     """Whether a comparison (`against`) is asked for in both orders, because judges prefer a position."""
-    requests_per_minute: PositiveInt | None = None
-    """Most requests of each generator per minute."""
     tokens_per_minute: PositiveInt | None = None
     """Most tokens of each generator per minute, counted as the service reports them."""
     request: dict[str, JsonValue] = Field(default_factory=dict)

@@ -228,7 +228,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
             known = (*BUILTINS, *REMOTE)
             hint = did_you_mean(name, known, "name your own as `path.py:function`")
             raise Missing(f"found no built-in `{name}`; allowed are {', '.join(known)}{hint}")
-        if lacking := obstacle(name):
+        if lacking := obstacle(name, function.params):
             raise Missing(lacking)
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = definition(name)

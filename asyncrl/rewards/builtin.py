@@ -4,12 +4,14 @@ Functions that look for one answer also return it, in a normal form: equal numbe
 """
 
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
-from asyncrl.rewards.library import LIBRARY, NEEDS
+from asyncrl.rewards.library import LIBRARY, NEEDS, PYTHON
 
 _NUMBER = re.compile(
     r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+"
@@ -70,8 +72,11 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 }
 
 
-def obstacle(name: str) -> str:
-    """Say what a built-in function needs and this Python lacks; empty if nothing."""
+def obstacle(name: str, params: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Say what a built-in function with these `params` needs and this machine lacks; empty if nothing."""
+    interpreter = str(params.get("interpreter", PYTHON)) if name == "code" else PYTHON
+    if interpreter != PYTHON and shutil.which(interpreter) is None:
+        return f"`{name}` needs the interpreter `{interpreter}`, which is no program on PATH; install it"
     needed = NEEDS.get(name)
     if needed is None or find_spec(needed) is not None:
         return ""

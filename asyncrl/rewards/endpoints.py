@@ -44,6 +44,7 @@ class HttpService:
         self._url = settings.url + place
         self._key = key_of(settings)
         self._client: Any = None
+        self._limits: list[tuple[AsyncLimiter, Callable[[Question], float]]] = []
         self.remembers = settings.cache
 
     async def start(self) -> None:
@@ -53,6 +54,8 @@ class HttpService:
         # The client of httpx with openai's many connections. openai's own repetitions would not be counted.
         # The address of a redirect was not allowed by anybody.
         self._client = DefaultAsyncHttpxClient(follow_redirects=False, timeout=None, headers=headers)
+        if rate := self._settings.requests_per_minute:
+            self._limit(rate, lambda _: 1.0)
 
     def questions(self, one: RewardInput) -> list[Question]:
         columns = {name: [value] for name, value in one.row.items()}
@@ -60,7 +63,8 @@ class HttpService:
         return [Question(request=request, read=_reward)]
 
     async def admit(self, question: Question) -> None:
-        """There is no limit."""
+        for limiter, amount in self._limits:
+            await limiter.acquire(amount(question))
 
     async def ask(self, question: Question) -> Any:
         """The JSON of the answer. Its size is limited."""
@@ -91,6 +95,12 @@ class HttpService:
         if self._client is not None:
             await self._client.aclose()
 
+    def _limit(self, rate: int, amount: Callable[[Question], float]) -> None:
+        """Admit questions whose amounts add up to at most `rate` per minute."""
+        with from_extra("judge"):
+            from aiolimiter import AsyncLimiter
+        self._limits.append((AsyncLimiter(rate), amount))
+
     def _refusal(self, status: int, retry_after: str | None, text: str) -> Unanswered:
         if self._key:
             text = text.replace(self._key, "***")
@@ -113,18 +123,13 @@ class JudgeService(HttpService):
         """Raises RewardError for a template that cannot be used."""
         super().__init__(settings, place="/chat/completions")
         self._template, _ = read_template(settings.prompt)
-        self._limits: list[tuple[AsyncLimiter, Callable[[Question], float]]] = []
         # Of the answers so far, for the limit of tokens.
         self._answers, self._tokens = 0, 0
 
     async def start(self) -> None:
         await super().start()
-        with from_extra("judge"):
-            from aiolimiter import AsyncLimiter
-        if rate := self._settings.requests_per_minute:
-            self._limits.append((AsyncLimiter(rate), lambda _: 1.0))
         if rate := self._settings.tokens_per_minute:
-            self._limits.append((AsyncLimiter(rate), partial(self._expected_tokens, rate)))
+            self._limit(rate, partial(self._expected_tokens, rate))
 
     def questions(self, one: RewardInput) -> list[Question]:
         against = self._settings.against
@@ -142,10 +147,6 @@ class JudgeService(HttpService):
                 self._rendered(one, {"first": first, "second": second}), value_of, order
             )
         ]
-
-    async def admit(self, question: Question) -> None:
-        for limiter, amount in self._limits:
-            await limiter.acquire(amount(question))
 
     def _rendered(self, one: RewardInput, pair: Mapping[str, str]) -> str:
         given = {**one.row, "prompt": one.prompt, "response": one.response, **pair}

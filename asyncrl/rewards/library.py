@@ -7,17 +7,41 @@ import json
 import math
 import re
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.sandbox.base import OUTPUT_BYTES
+from asyncrl.errors import EnvironmentFault
+from asyncrl.sandbox.base import OUTPUT_BYTES, Result
 from asyncrl.sandbox.programs import python_result
 
+# Limit of math-verify, by the clock.
+_DECISION_S = 5.0
 # Seconds for one program of the model.
 _PROGRAM_S = 5.0
+PYTHON = "python"
+# Interpreter -> languages of fenced blocks with its programs, besides its own name.
+_LANGUAGES = {
+    PYTHON: ("py", "python3"),
+    "bash": ("sh", "shell"),
+    "node": ("javascript", "js"),
+    "perl": ("pl",),
+    "ruby": ("rb",),
+}
+# Python that runs a program of another interpreter. A file that is left in a sandbox would cost the sandbox.
+_STARTER = """
+import os, signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+with open("/tmp/program", "w") as file:
+    file.write({program!r})
+status = os.spawnlp(os.P_WAIT, {interpreter!r}, {interpreter!r}, "/tmp/program")
+if os.path.lexists("/tmp/program"):
+    os.unlink("/tmp/program")
+sys.exit(status != 0)
+"""
 _BOXED = "\\boxed{"
-_FENCED = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([\w+-]*)\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -34,17 +58,21 @@ def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None
 
     Both may be LaTeX: fractions, sets, intervals, percentages and units are compared as such. The answer of a
     row may end in `#### answer`, as in GSM8K. What math-verify cannot decide within 5 seconds is not equal.
+    Raises TimeoutError if other work on the machine took these seconds.
     """
     from math_verify import parse, verify
 
+    started_s, used_s = time.monotonic(), time.process_time()
     text = str(answer).rpartition("####")[2].strip()
     expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
     if not expected:
         raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
     found = parse(response, raise_on_error=False)
-    if not found:
-        return 0.0, None
-    return float(verify(expected, found, raise_on_error=False)), _normal_form(found[0])
+    score = float(verify(expected, found, raise_on_error=False)) if found else 0.0
+    own_s = time.process_time() - used_s
+    if not score and time.monotonic() - started_s >= _DECISION_S > 4 * own_s:
+        raise TimeoutError(f"the machine left math-verify {own_s:.1f} s of {_DECISION_S:g} s for an answer")
+    return score, _normal_form(found[0]) if found else None
 
 
 def _normal_form(found: Any) -> str:
@@ -100,7 +128,7 @@ def json_schema(prompt: str, response: str, schema: Mapping[str, Any] | str) -> 
     except SchemaError as error:
         raise ValueError(f"`schema` is no JSON schema: {error.message}") from error
     try:
-        found = json.loads(([response, *_FENCED.findall(response)])[-1])
+        found = json.loads([response, *(text for _, text in _FENCED.findall(response))][-1])
     except (ValueError, RecursionError):
         return 0.0
     return float(kind(wanted).is_valid(found))
@@ -136,22 +164,31 @@ def repetition(prompt: str, response: str, n: int = 3) -> float:
     return len(runs) / runs.total() - 1 if runs else 0.0
 
 
-def code(prompt: str, response: str, tests: list[Any], share: bool = False) -> float:
+def code(
+    prompt: str, response: str, tests: list[Any], share: bool = False, interpreter: str = PYTHON
+) -> float:
     """1 if the program of the response passes column `tests`; with `share` the share that passes.
 
-    A test is Python that raises where the program is wrong, such as `assert f(2) == 4`, and runs behind the
-    program, or `{input, output}` of standard input and output. The program is the last fenced block of the
-    response, else all of it. Each test runs in a sandbox of its own for at most 5 seconds.
+    A test is `{input, output}` of standard input and output, or Python that raises where the program is
+    wrong, such as `assert f(2) == 4`, and runs behind the program. The program is the last fenced block of
+    the response in the language of `interpreter` or without one, else the last block, else all of it. Each
+    test runs in a sandbox of its own for at most 5 seconds. Raises EnvironmentFault for an interpreter that
+    does not run there.
     """
     if not isinstance(tests, list) or not tests:
         raise ValueError("column `tests` must be a list of at least one test")
-    program = ([response, *_FENCED.findall(response)])[-1]
-    passed = [_passes(program, test) for test in tests]
+    blocks, languages = _FENCED.findall(response), ("", interpreter, *_LANGUAGES.get(interpreter, ()))
+    own = [text for language, text in blocks if language.lower() in languages]
+    program = (own or [text for _, text in blocks] or [response])[-1]
+    passed = [_passes(program, test, interpreter) for test in tests]
     return sum(passed) / len(tests) if share else float(all(passed))
 
 
-def _passes(program: str, test: Any) -> bool:
+def _passes(program: str, test: Any, interpreter: str) -> bool:
     if isinstance(test, str):
+        if interpreter != PYTHON:
+            found = f"a test of {interpreter} has `input` and `output`, found {test[:80]!r}"
+            raise ValueError(f"{found}; Python text needs a program of Python")
         # Without it, a program that ends before the test would pass.
         proof = secrets.token_hex(16)
         proving = f"{program}\n\n{test}\nimport sys\nsys.stderr.write({proof!r})\n"
@@ -162,8 +199,20 @@ def _passes(program: str, test: Any) -> bool:
     if len(str(test["output"]).encode()) > OUTPUT_BYTES:
         kept = f"{OUTPUT_BYTES >> 10} KiB, which is what is kept of a program's output"
         raise ValueError(f"the `output` of a test has more than {kept}; leave the row out")
-    result = python_result(program, stdin=str(test["input"]), seconds=_PROGRAM_S)
+    result = _result(program, str(test["input"]), interpreter)
+    if result.status != "ok" and interpreter != PYTHON:
+        # The program is wrong only where an empty one ends well.
+        empty = _result("", "", interpreter)
+        if empty.status != "ok":
+            said = empty.stderr.strip()[-200:] or empty.status
+            cure = "install it below /usr, of which the sandbox shows the programs"
+            raise EnvironmentFault(f"`{interpreter}` runs no program in the sandbox ({said}); {cure}")
     return result.status == "ok" and result.stdout.split() == str(test["output"]).split()
+
+
+def _result(program: str, stdin: str, interpreter: str) -> Result:
+    started = program if interpreter == PYTHON else _STARTER.format(program=program, interpreter=interpreter)
+    return python_result(started, stdin=stdin, seconds=_PROGRAM_S)
 
 
 # Names in configs.

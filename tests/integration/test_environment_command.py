@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.sandbox.box import Box
+from tests.support.machine import skip_for
 from tests.support.pages import ROOT, files
 from tests.support.waiting import HANG
 
@@ -48,10 +49,7 @@ def test_the_environments_of_the_guide_are_played_turn_by_turn(project, argument
     assert status == 0 and all(text in said for text in says), said
 
 
-PROBLEM = Box()._view.problem()
-
-
-@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@skip_for(Box()._view.problem())
 def test_the_built_in_tool_is_tried_by_its_name(project):
     status, said = environment_test(project, "python", "--prompt", "2*3?")
     assert status == 0 and 'model | python({"code": "text"})' in said and "NameError" in said, said

@@ -16,15 +16,16 @@ import pytest
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import EnvironmentFault
 from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.builtin import obstacle
 from asyncrl.rewards.library import code
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox.base import Result
 from asyncrl.sandbox.box import Box
 from asyncrl.sandbox.programs import python_result
+from tests.support.machine import skip_for
 from tests.support.waiting import HANG, until
 
-PROBLEM = Box()._view.problem()
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
+pytestmark = [pytest.mark.integration, skip_for(Box()._view.problem())]
 CANARY = "canary-51c8"
 OUTPUT = 4096
 MEMORY_GIB = 0.5
@@ -316,6 +317,9 @@ def test_a_reward_runs_the_answer_as_a_program(tmp_path: Path, monkeypatch: pyte
     assert asyncio.run(scores()) == [1.0, 0.0, 0.0, 0.0] * 2
 
 
+PAIRS = [{"input": "21\n", "output": "42\n"}, {"input": "0", "output": " 0"}]
+
+
 def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
     asserts = ["assert double(21) == 42", "assert double(0) == 0", "assert double(-1) == -1"]
     right, wrong = "def double(n): return abs(2 * n) if n >= 0 else n", "def double(n): return 42"
@@ -330,9 +334,9 @@ def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
     ):
         assert code("", program, asserts, share=True) == pytest.approx(share), program
         assert code("", program, asserts) == (share == 1)
-    pairs = [{"input": "21\n", "output": "42\n"}, {"input": "0", "output": " 0"}]
-    assert code("", "print(2 * int(input()))", pairs) == 1
-    assert code("", "print(42)", pairs, share=True) == 0.5
+    assert code("", "print(2 * int(input()))", PAIRS) == 1
+    assert code("", f"```py\n{right}\n```\nIt gives\n```text\n42\n```\n", asserts) == 1
+    assert code("", "print(42)", PAIRS, share=True) == 0.5
     with pytest.raises(ValueError, match="`output` of a test has more than 32 KiB"):
         code("", "print(42)", [{"input": "", "output": "4" * 32769}])
     for tests in ([], "assert True", [{"input": "1"}], [3]):
@@ -340,10 +344,51 @@ def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
             code("", right, tests)
 
 
-def test_a_process_keeps_its_box_and_its_fork_makes_another() -> None:
-    def boxes() -> set[int]:
-        return {one.pid for one in psutil.Process().children() if one.name() == "bwrap"}
+# A program that is right, and some that pass no test.
+LANGUAGES = {
+    "bash": (
+        "read -r number; yes | head -1 >/dev/null; echo $((2 * number))",
+        "if then",
+        "while :; do :; done",
+        "echo 42; exit 3",
+        "grow() { grow | grow & }; grow; wait",
+        "kill -9 $PPID",
+    ),
+    "perl": ("print 2 * <STDIN>", "print (", 'my $all = "x" x (3 << 30); print 2 * <STDIN>', "kill 9, -1"),
+}
 
+
+@pytest.mark.parametrize("interpreter", LANGUAGES)
+def test_the_built_in_reward_runs_programs_of_another_interpreter(interpreter: str) -> None:
+    right, *wrong = LANGUAGES[interpreter]
+    fenced = f"```python\nprint(1)\n```\n```{interpreter}\n{right}\n```\nIt prints\n```text\n42\n```\n"
+    assert code("", right, PAIRS, interpreter=interpreter) == 1
+    before = boxes()
+    assert code("", fenced, PAIRS, interpreter=interpreter) == 1
+    assert before and boxes() == before, "the box is kept"
+    for program in wrong:
+        assert code("", program, PAIRS[:1], interpreter=interpreter) == 0, program
+    assert code("", "print 42" if interpreter == "perl" else "echo 42", PAIRS, True, interpreter) == 0.5
+    with pytest.raises(ValueError, match="Python text needs a program of Python"):
+        code("", right, ["assert True"], interpreter=interpreter)
+
+
+def test_an_interpreter_that_runs_nothing_in_the_box_is_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").write_text("#!/bin/sh\nexec bash $1\n")
+    (tmp_path / "mine").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert obstacle("code", {"interpreter": "mine"}) == "", "it is on PATH, but the box does not show it"
+    with pytest.raises(EnvironmentFault, match=r"`mine` runs no program in the sandbox.*install it below"):
+        code("", "echo 42", PAIRS, interpreter="mine")
+
+
+def boxes() -> set[int]:
+    return {one.pid for one in psutil.Process().children() if one.name() == "bwrap"}
+
+
+def test_a_process_keeps_its_box_and_its_fork_makes_another() -> None:
     assert python_result("print(1)").stdout == "1\n"
     mine = boxes()
     child = os.fork()

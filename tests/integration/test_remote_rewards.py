@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.reward_section import RewardConfig
-from asyncrl.errors import RewardError
+from asyncrl.errors import MissingLibrary, RewardError
 from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.opened import Rewards
 from tests.support.judge_server import Asked, Reply, chat, served
@@ -307,15 +308,34 @@ def test_the_key_comes_from_its_variable_and_is_in_no_message(template, monkeypa
         judge(server.url, template, key_env="MY_JUDGE_KEY")
 
 
-@pytest.mark.parametrize("limit", [{"requests_per_minute": 60}, {"tokens_per_minute": 600}])
-def test_a_limit_per_minute_delays_and_does_not_fail(template, limit):
+@pytest.mark.parametrize(
+    ("function", "limit"),
+    [
+        ("http_reward", {"requests_per_minute": 60}),
+        ("llm_judge", {"requests_per_minute": 60}),
+        ("llm_judge", {"tokens_per_minute": 600}),
+    ],
+)
+def test_a_limit_per_minute_delays_and_does_not_fail(template, function, limit):
     """The first minute's worth may go out together; after that one request a second."""
-    with served(lambda asked, number: chat('{"score": 1}')) as server:
-        rewards = judge(server.url, template, **limit)
+    is_judge = function == "llm_judge"
+    with served(lambda asked, number: chat('{"score": 1}') if is_judge else length(asked, number)) as server:
+        own = {"model": "m", "prompt": str(template)} if is_judge else {}
+        rewards = Rewards(config(function, {"url": server.url} | own | limit), Path("runs"))
         (found,) = score(rewards, [f"{n:20}" for n in range(62)], answer="a")
         times = [asked.at_s for asked in server.asked]
     assert isinstance(found, list) and len(times) == 62
     assert times[-1] - times[0] >= 0.9
+
+
+def test_only_a_limit_needs_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiolimiter", None)
+    with served(length) as server:
+        (found,) = score(Rewards(config("http_reward", {"url": server.url}), Path("runs")), ["abc"])
+        assert isinstance(found, list) and found[0].total == 3
+        limited = config("http_reward", {"url": server.url, "requests_per_minute": 60})
+        with pytest.raises(MissingLibrary, match=r"aiolimiter.*asyncrl\[judge\]"):
+            score(Rewards(limited, Path("runs")), ["abc"])
 
 
 def test_a_row_that_the_template_cannot_take_is_named(template):

@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from asyncrl.rewards.sandbox import reward_sandbox
+from tests.support.machine import skip_for
 from tests.support.waiting import LONG_S, comes_true, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.integration
@@ -35,8 +36,7 @@ LIMIT_S = 2.0
 ANSWER_S = 120.0
 SYSCTL = Path("/proc/sys/fs/lease-break-time")
 MARK = "ASYNCRL_RUN_DIRECTORY"
-PROBLEM = reward_sandbox((), Path("runs")).problem()
-needs_sandbox = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+needs_sandbox = skip_for(reward_sandbox((), Path("runs")).problem())
 libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -1,5 +1,6 @@
 """Every planted mistake is named with its line and a way out; good configs come back equal."""
 
+import importlib.util
 import re
 from pathlib import Path
 from textwrap import dedent
@@ -496,6 +497,24 @@ def test_an_engine_that_is_not_installed_is_said_with_the_way_to_install_it(
     said = "cluster.kind: is ray, but ray is not installed; pip install 'asyncrl[ray]'"
     with pytest.raises(ConfigError, match=re.escape(said)):
         validated_config(write(tmp_path, GOOD), fits)
+
+
+def test_a_service_needs_the_library_of_limits_only_with_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "aiolimiter" else real(name))
+
+    def validate(limit: str) -> None:
+        service = f"reward.functions=[{{function: http_reward, params: {{url: 'http://a'{limit}}}}}]"
+        fits = ["model.path=Qwen/Qwen3-0.6B", "data.train=openai/gsm8k", service]
+        validated_config(write(tmp_path, GOOD), fits)
+
+    validate("")
+    said = "is http_reward, but aiolimiter is not installed; pip install 'asyncrl[judge]'"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validate(", requests_per_minute: 60")
 
 
 @pytest.mark.parametrize(

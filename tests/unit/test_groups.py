@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import groups
 from tests.support.groups import GROUPS, PATTERNS, ROOT, files_of, hash_of, is_listed, marks_of, matches
+from tests.support.machine import skip_for
 
 PAIRS = [(name, pattern.removeprefix("!")) for name, patterns in PATTERNS.items() for pattern in patterns]
 
@@ -147,3 +148,13 @@ def test_a_pattern_that_no_test_matches_is_an_error(clone):
     directory, run = clone
     (directory / "tests" / "test_a.py").write_text("def test_another(): pass\n")
     assert "one: 'tests/test_a.py::test_it' matches no test" in (done := run()).stderr, done.stdout
+
+
+@pytest.mark.parametrize("problem", [None, "", "no bwrap"])
+def test_what_ci_installs_is_not_missed_in_silence(monkeypatch, problem):
+    monkeypatch.delenv("ASYNCRL_CI", raising=False)
+    assert skip_for(problem).args == (bool(problem),)
+    name, value = "ASYNCRL_CI", "1"
+    assert f"export {name}={value}\n" in (ROOT / ".ci" / "run").read_text()
+    monkeypatch.setenv(name, value)
+    assert skip_for(problem).args == (False,)

@@ -692,6 +692,20 @@ def test_what_the_arguments_of_a_shell_mean_is_left_to_it():
         validated_config(Path("run.yaml"), [*chat, f"environment.command={command}"])
 
 
+def test_the_interpreter_of_programs_must_be_there(monkeypatch):
+    def found(interpreter: str) -> str:
+        (line,) = said_of(
+            GOOD, f"reward.functions=[{{function: code, params: {{interpreter: {interpreter}}}}}]"
+        )
+        return line
+
+    said = "reward.functions.0.function: `code` needs the interpreter `rubyy`, which is no program on PATH"
+    assert said in found("rubyy")
+    assert "wants column `tests`" in found("bash")
+    monkeypatch.setenv("PATH", "")
+    assert "needs the interpreter `bash`" in found("bash") and "wants column `tests`" in found("python")
+
+
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     Path("run.yaml").write_text(GOOD)
     validated_config(
