@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54484,
+    "lines of the package": 54571,
     "modules": 417,
-    "public functions and classes": 1476,
+    "public functions and classes": 1481,
     "modules of ours that a module imports, at most": 34,
-    "private functions that are used once": 648,
+    "private functions that are used once": 649,
 }
 
 

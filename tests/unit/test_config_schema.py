@@ -301,7 +301,12 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(correction={"name": "truncate", "normalise": True}), None),
     (
         algorithm(correction={"name": "truncate", "normalise": True}, proximal="log_linear") | SEVERAL,
-        "algorithm.correction.normalise needs the weights of the whole step before it",
+        "algorithm.correction `truncate` needs the weights of the whole step before it",
+    ),
+    (algorithm(rejections=["m2po"]), None),
+    (
+        algorithm(rejections=["m2po"], proximal="log_linear") | SEVERAL,
+        "algorithm.rejections.0 `m2po` needs the weights of the whole step before it",
     ),
     *[
         (
