@@ -84,8 +84,8 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
         yield broken(keys, text)
     for choice in algorithm.rejections:
         if choice.name in ("none", "truncate"):
-            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject or "
-            yield broken("algorithm.rejections", f"{text}veto, or make it the correction")
+            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject, "
+            yield broken("algorithm.rejections", f"{text}veto or m2po, or make it the correction")
 
 
 def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
