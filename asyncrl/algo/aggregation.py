@@ -20,14 +20,17 @@ class Counts:
 
     tokens: int
     sequences: int  # episodes with at least one action token
+    solved: int = 0  # tokens of answers to imitate
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:
         """Counts of a batch whose sequences are episodes; add them up over micro-batches and ranks."""
-        return cls(tokens=batch.tokens, sequences=int((batch.lengths_S > 0).sum()))
+        solved = 0 if batch.solved_T is None else int(batch.solved_T.sum())
+        return cls(batch.tokens, int((batch.lengths_S > 0).sum()), solved)
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(self.tokens + other.tokens, self.sequences + other.sequences)
+        sums = (self.tokens + other.tokens, self.sequences + other.sequences)
+        return Counts(*sums, self.solved + other.solved)
 
 
 def token_mean(losses_T: Tensor, batch: TokenBatch, counts: Counts) -> Tensor:

@@ -127,6 +127,22 @@ def veto(
     return _correction(ratio_T.clamp(max=cap), keep_T)
 
 
+def m2po(
+    batch: TokenBatch, *, limit: Positive = 0.04, cap: Positive = 2.0, step: TokenBatch | None = None
+) -> Correction:
+    """w = min(token ratio, cap), but 0 for the tokens of the step with the largest l^2.
+
+    As many tokens are rejected as it takes for the mean l^2 of all others to be at most `limit`, in nats^2;
+    tokens of equal l^2 stay or go together. Source: Zheng et al. 2025 (arXiv:2510.01161).
+    """
+    squares_T = _log_ratio_T(step or batch).double().square().sort().values
+    means_T = squares_T.cumsum(0) / torch.arange(1, squares_T.numel() + 1, device=squares_T.device)
+    too_large_T = torch.where(means_T > limit, squares_T, torch.inf)
+    bound = torch.cat([too_large_T, too_large_T.new_tensor([torch.inf])]).amin()
+    keep_T = _log_ratio_T(batch).double().square() < bound
+    return _correction(_ratio_T(batch, "token").clamp(max=cap), keep_T)
+
+
 def combined(correction: Correction, rejections: Sequence[Correction]) -> Correction:
     """The weights of `correction` where it and all `rejections` keep the token, 0 elsewhere."""
     if not rejections:

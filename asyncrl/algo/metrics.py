@@ -159,7 +159,7 @@ def _read(parts: Sequence[Mapping[str, float | Tensor]]) -> Iterator[dict[str, f
 def _denominator(name: str) -> str:
     """The count that a sum is divided by."""
     first, last = name.split("/")[0], name.rsplit("/", 1)[-1]
-    if last in BANDS or last in TURNS:
+    if last in (*BANDS, *TURNS, "solved"):
         return f"tokens/{last}"
     if last in OVER_SEQUENCES:
         return "sequences"

@@ -28,6 +28,7 @@ class TokenBatch:
     lag_T: Tensor | None = None  # int64, version being trained minus version of the token, in steps
     values_T: Tensor | None = None  # float32, the critic's values behind the advantages
     returns_T: Tensor | None = None  # float32, the critic's training targets
+    solved_T: Tensor | None = None  # float32, 1 for a token of an answer to imitate, else 0
     turn_part_T: Tensor | None = None  # float32, index into `metrics.TURNS`, where episodes have turns
     # int64 [S], number of action tokens of each sequence's episode, over all ranks and micro-batches of the
     # step. None: each sequence is an episode.

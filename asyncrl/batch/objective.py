@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from asyncrl.algo.aggregation import Counts
-from asyncrl.algo.corrections import Correction, combined, log_linear
+from asyncrl.algo.corrections import Correction, log_linear
 from asyncrl.algo.kl import bias_corrected
 from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import policy_metrics
@@ -22,10 +22,10 @@ class Objective:
     """An algorithm's loss with every choice resolved to a function."""
 
     policy_loss: Callable[..., TokenLoss]
-    correction: Callable[..., Correction]
-    rejections: tuple[Callable[[TokenBatch], Correction], ...]
+    correction: Callable[[TokenBatch, TokenBatch | None], Correction]  # of a micro-batch's tokens, and `step`
     aggregation: Callable[..., Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
+    imitation: float  # coefficient of the cross-entropy on tokens to imitate
     kl_in_loss: bool
     kl_bias_corrected: bool
     proximal: Literal["recompute", "log_linear", "behaviour"]
@@ -65,6 +65,10 @@ class Objective:
             if entropy_coefficient:
                 losses_T = losses_T - entropy_coefficient * entropy_T
             loss = self.aggregation(losses_T, tokens, counts)
+            if tokens.solved_T is not None:
+                nll_T = -logprobs_T * tokens.solved_T
+                totals |= {"tokens/solved": tokens.solved_T, "policy/nll/solved": nll_T}
+                loss = loss + self.imitation * nll_T.sum() / max(counts.solved, 1)
             of_step = sums(**totals, **{LOSS: loss})
             return LossSums(loss=loss, metrics={**metrics, **of_loss, **weight_metrics, **of_step})
 
@@ -84,7 +88,6 @@ class Objective:
             else:  # the policy that the batch's only step evaluates
                 proximal_T = logprobs_T.detach()
             tokens = replace(tokens, proximal_logprobs_T=proximal_T)
-        correction = self.correction(tokens, **({} if step is None else {"step": step}))
-        correction = combined(correction, [reject(tokens) for reject in self.rejections])
+        correction = self.correction(tokens, step)
         metrics = {f"weight/{name}": value for name, value in correction.metrics.items()}
         return replace(tokens, weights_T=correction.weights_T), metrics

@@ -4,13 +4,14 @@ Axes in names:  R response tokens of one sequence, N tokens of a micro-batch, T 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.columns import COLUMNS, EXPERTS, KEPT_COUNTS, KEPT_IDS, NONE, filled
 from asyncrl.errors import ShapeError
@@ -102,6 +103,22 @@ def samples_of(
         )
         for index, rollout in enumerate(rollouts)
     )
+
+
+def counted(samples: Sequence[TrainSample], rollouts: Sequence[int]) -> tuple[Sequence[TrainSample], Counts]:
+    """Return the samples of an optimizer step with the tokens of their episodes, and what divides its losses.
+
+    `rollouts` has the number of samples of each episode.
+    """
+    kept = [int(sample.keep.sum()) for sample in samples]
+    solved = [one.columns["solved_T"][one.keep].sum() for one in samples if "solved_T" in one.columns]
+    of_episode = np.add.reduceat(kept, np.cumsum([0, *rollouts[:-1]]))
+    if len(rollouts) < len(samples):
+        samples = [
+            replace(sample, episode_tokens=int(tokens))
+            for sample, tokens in zip(samples, np.repeat(of_episode, rollouts), strict=True)
+        ]
+    return samples, Counts(sum(kept), int(np.count_nonzero(of_episode)), int(sum(solved)))
 
 
 def pack(lengths: Sequence[int], budget_tokens: int, ranks: int = 1) -> list[list[int]]:

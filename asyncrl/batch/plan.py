@@ -16,7 +16,7 @@ from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.masks import masked_shares, masks
 from asyncrl.batch.measure import measure
-from asyncrl.batch.packing import SampleImages, TrainSample, deal, microbatch, per_sample, samples_of
+from asyncrl.batch.packing import SampleImages, TrainSample, counted, deal, microbatch, per_sample, samples_of
 from asyncrl.batch.turn_columns import turn_parts
 from asyncrl.trainer.base import MicroBatch, Trainer
 from asyncrl.types import Group
@@ -63,6 +63,7 @@ class Planner:
 
     estimator: Estimator
     columns: frozenset[str]  # each costs a forward pass, before the advantages are made
+    solved: float | None = None  # reward from which an answer is imitated; None if none is
     proximal: bool  # whether the measured log-probabilities are those of the proximal policy
     over_step: bool = False  # whether minibatches carry the tokens of all ranks
     settings: PlanSettings
@@ -93,6 +94,7 @@ class Planner:
             "values_T": rewards.values_T,
             "reference_logprobs_T": measured.get("reference_logprobs_T"),
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
+            "solved_T": None if self.solved is None else rewards.per_token(rewards.rewards_S >= self.solved),
             "turn_part_T": (turn_part_T := turn_parts(rewards)),
         }
         columns = {name: per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None}
@@ -128,20 +130,14 @@ class Planner:
 
     def _minibatch(self, groups: Sequence[Group], samples: Sequence[TrainSample]) -> Minibatch:
         settings = self.settings
-        kept = [int(sample.keep.sum()) for sample in samples]
         rollouts = [len(episode) for group in groups for episode in group.by_episode]
-        of_episode = np.add.reduceat(kept, np.cumsum([0, *rollouts[:-1]]))
-        if len(rollouts) < len(samples):
-            samples = [
-                replace(sample, episode_tokens=int(tokens))
-                for sample, tokens in zip(samples, np.repeat(of_episode, rollouts), strict=True)
-            ]
+        samples, counts = counted(samples, rollouts)
         bins = deal(samples, settings.tokens_per_microbatch, settings.shares)[settings.share]
         return Minibatch(
             microbatches=tuple(
                 microbatch([samples[i] for i in members], settings.device, settings.images)
                 for members in bins
             ),
-            counts=Counts(tokens=sum(kept), sequences=int(np.count_nonzero(of_episode))),
+            counts=counts,
             tokens=microbatch(samples, settings.device).tokens if self.over_step else None,
         )

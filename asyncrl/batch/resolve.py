@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from asyncrl.algo.corrections import Correction, combined
 from asyncrl.algo.token_advantages import value_targets
+from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.critic_steps import CriticSteps
@@ -45,9 +47,8 @@ def make_recipe(
         raise ConfigError(
             f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}"
         )
-    # Whether the correction's weights are divided by their mean over all tokens of the optimizer step.
-    over_step = bool(config.correction.params.get("normalise"))
-    # The only optimizer step of a batch evaluates the proximal policy itself, but not before such weights.
+    over_step = any(map(registry.sees_step, (config.correction, *config.rejections)))
+    # The only optimizer step of a batch evaluates the proximal policy itself, but not before it begins.
     measures_proximal = config.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or over_step)
     pays_kl = kl.coefficient > 0 and kl.placement == "reward"
     reference = frozenset({"reference_logprobs_T"} if kl.coefficient else ())
@@ -71,6 +72,7 @@ def make_recipe(
         planner=Planner(
             estimator=estimator,
             columns=columns,
+            solved=config.imitation.solved if config.imitation.coefficient else None,
             proximal=measures_proximal,
             over_step=over_step,
             settings=settings,
@@ -114,15 +116,26 @@ def make_objective(config: AlgorithmConfig, *, max_response_tokens: int) -> Obje
     """Resolve the names in the loss. Raises ConfigError."""
     return Objective(
         policy_loss=_function("policy_loss", config.policy_loss),
-        correction=_function("correction", config.correction),
-        rejections=tuple(_function("correction", choice) for choice in config.rejections),
+        correction=_corrections((config.correction, *config.rejections)),
         aggregation=_function("aggregation", config.aggregation),
         kl=_function("kl", config.kl.estimator),
+        imitation=config.imitation.coefficient,
         kl_in_loss=config.kl.placement == "loss",
         kl_bias_corrected=config.kl.bias_corrected,
         proximal=config.proximal,
         max_response_tokens=max_response_tokens,
     )
+
+
+def _corrections(choices: Sequence[Choice]) -> Callable[[TokenBatch, TokenBatch | None], Correction]:
+    """Resolve the correction, which comes first, and its rejections to one function."""
+    functions = [(_function("correction", choice), registry.sees_step(choice)) for choice in choices]
+
+    def correct(tokens: TokenBatch, step: TokenBatch | None) -> Correction:
+        first, *others = (one(tokens, step=step) if sees else one(tokens) for one, sees in functions)
+        return combined(first, others)
+
+    return correct
 
 
 def _function(kind: str, choice: Choice) -> Callable[..., Any]:

@@ -59,6 +59,15 @@ class EntropyConfig(Part):
     """Largest value of the adaptive coefficient; the smallest is 0."""
 
 
+class ImitationConfig(Part):
+    """Cross-entropy on the tokens of the policy's own good answers (VAPO)."""
+
+    coefficient: NonNegative = 0.0
+    """Weight of the mean of -ln pi over their tokens in the loss; VAPO has 0.1."""
+    solved: float = 1.0
+    """Reward, after shaping, from which an answer is imitated."""
+
+
 class AlgorithmConfig(Part):
     """Four independent choices, plus KL, entropy, filters and reward shaping."""
 
@@ -87,6 +96,7 @@ class AlgorithmConfig(Part):
     """A teacher in place of the initial policy wherever a reference is used."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
+    imitation: ImitationConfig = ImitationConfig()
     filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()
     """Group filters, such as `zero_variance`; rejected groups are replaced."""
     max_refills: PositiveInt = 10

@@ -18,7 +18,7 @@ GROUP_ADVANTAGES |= {"turn_rloo", "gigpo", "mt_grpo", *registry.ON_PAIRS}
 WITHOUT_RATIO = frozenset({"reinforce", "gpg"})
 
 # Corrections that keep tokens with a bounded weight.
-CAPPED = frozenset({"truncate", "reject", "veto"})
+CAPPED = frozenset({"truncate", "reject", "veto", "m2po"})
 
 # Estimators with the value of the plain one, but with a gradient of their own.
 PLAIN = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}
@@ -84,8 +84,8 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
         yield broken(keys, text)
     for choice in algorithm.rejections:
         if choice.name in ("none", "truncate"):
-            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject or "
-            yield broken("algorithm.rejections", f"{text}veto, or make it the correction")
+            text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject, "
+            yield broken("algorithm.rejections", f"{text}veto or m2po, or make it the correction")
 
 
 def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
@@ -118,11 +118,13 @@ def _interpolation_saves_something(run: RunFields) -> Iterator[Mistake]:
     key = "algorithm.proximal"
     if run.algorithm.proximal != "log_linear":
         return
-    # Normalised weights need the mean over the optimizer step before the step begins.
-    if run.algorithm.correction.params.get("normalise"):
-        text = "algorithm.correction.normalise needs the weights of the whole step before it, but "
-        text += f"{key}: log_linear gives them during the step; set recompute, or normalise: false"
-        yield broken(f"algorithm.correction.normalise {key}", text)
+    for at, choice in _corrections(run).items():
+        if registry.sees_step(choice):
+            text = (
+                f"{at} `{choice.name}` needs the weights of the whole step before it, but {key}: log_linear "
+            )
+            text += "gives them during the step; set recompute, or drop m2po and normalise"
+            yield broken(f"{at}.normalise {at} {key}", text)
     if run.batch.optimizer_steps == 1:
         text = f"{key} is log_linear, but with one optimizer step per batch (batch.minibatches * epochs) the "
         text += "exact proximal policy costs no forward pass; set proximal: recompute"
@@ -227,15 +229,21 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
         yield broken("critic.warmup_steps learner.steps", text)
 
 
+def _corrections(run: RunFields) -> dict[str, Choice]:
+    """Return the correction and the rejections by their keys."""
+    rejections = enumerate(run.algorithm.rejections)
+    return {"algorithm.correction": run.algorithm.correction} | {
+        f"algorithm.rejections.{index}": choice for index, choice in rejections
+    }
+
+
 def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
     """A token that the current policy has just sampled has the ratio 1, so it must be kept with weight 1."""
-    chosen = {"correction": run.algorithm.correction}
-    chosen |= {f"rejections.{index}": choice for index, choice in enumerate(run.algorithm.rejections)}
-    for where, correction in chosen.items():
+    for where, correction in _corrections(run).items():
         name, bounds = correction.name, correction.params
         rejects = name in ("mask", "reject", "veto") and bounds.get("divergence", "k1") == "k1"
         for key, bound in bounds.items():
-            at, side = f"algorithm.{where}.{key}", 1 if key in ("cap", "high") else -1
+            at, side = f"{where}.{key}", 1 if key in ("cap", "high") else -1
             if not isinstance(bound, int | float):
                 continue
             if key in ("cap", "floor") and name in CAPPED and side * (bound - 1) < 0:

@@ -26,13 +26,13 @@ episodes: turns_mean turns_max sequences_mean ended_share/* missing/* stateless_
 sequences: duplicate_share
 environment: *
 mismatch: turn/first turn/middle turn/last
-tokens: first middle last short medium long
+tokens: first middle last short medium long solved
 staleness: mean max in_flight in_queue in_flight/* in_queue/* masked_share masked_share/short
 staleness: masked_share/medium masked_share/long masked_share/turn/first masked_share/turn/middle
 staleness: masked_share/turn/last
 policy: loss entropy logprob grad_norm lr skipped_steps empty_steps kl_reference kl_coefficient
 policy: entropy_coefficient clipped_low clipped_high dual_clipped left_out capped penalised
-policy: left_out/short left_out/medium left_out/long
+policy: left_out/short left_out/medium left_out/long nll/solved
 mismatch policy drift: k1 k3 ratio ratio/max ratio/min abs_log_ratio/max ess tail_high tail_low chi2_token
 mismatch policy drift: chi2_sequence perplexity_ratio
 reference: k3 nll

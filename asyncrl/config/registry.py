@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from asyncrl import algo, plugins
 from asyncrl.algo import ranges
-from asyncrl.config.base import Mistake
+from asyncrl.config.base import Choice, Mistake
 from asyncrl.config.wording import did_you_mean, wanted
 from asyncrl.errors import ConfigError
 
@@ -43,14 +43,14 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     ),
     "policy_loss": _table(
         {
-            "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro",
+            "losses": "ppo_clip reinforce truncated_reinforce cispo sapo dro cfpo",
             "sequence_losses": "gspo geo_mean topr vespo",
             "divergence_losses": "dppo_tv dppo_kl",
             "covariance_losses": "clip_cov kl_cov",
         }
     )
     | {"gpg": "losses:reinforce"},
-    "correction": _table({"corrections": "none truncate mask reject veto"}),
+    "correction": _table({"corrections": "none truncate mask reject veto m2po"}),
     "aggregation": {
         "token-mean": "aggregation:token_mean",
         "token-sum": "aggregation:token_sum",
@@ -228,6 +228,11 @@ def needs(kind: str, name: str) -> frozenset[str]:
     if ":" not in name:
         return NEEDS.get((kind, name), frozenset())
     return frozenset(getattr(load(name), "needs", ()))
+
+
+def sees_step(correction: Choice) -> bool:
+    """Return whether a correction depends on all tokens of the optimizer step, before the step begins."""
+    return correction.name == "m2po" or bool(correction.params.get("normalise"))
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:

@@ -62,6 +62,10 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: bool(one.model.chat_template),
         "model.chat_template is false, so no template renders earlier turns; set it to true, or drop this",
     ),
+    "algorithm.imitation.solved": (
+        lambda one: one.algorithm.imitation.coefficient > 0,
+        "algorithm.imitation.coefficient is 0, so no answer is imitated; set it to 0.1, or drop this",
+    ),
     "algorithm.reference.gpus": (
         lambda one: bool(one.teacher),
         "algorithm.reference.scorers is 0, so the learner holds the teacher; set it, or drop this",

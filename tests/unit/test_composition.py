@@ -28,6 +28,7 @@ from tests.support.steps import beginning
 
 VERSION, MAX_LAG, LIMIT, LR = 5, 2, 8, 0.4
 CAP, CLIP, CRITIC_CLIP, ENTROPY, SCALE = 1.2, 0.2, 0.05, 0.03, 7.0
+M2 = 0.05
 KL = {"coefficient": 0.3, "target": 0.01, "horizon": 20.0}
 SHAPING = {"buffer_tokens": 4, "penalty": 0.5}
 
@@ -338,6 +339,13 @@ def weights_of(config: dict[str, Any], minibatch: list[Row], proximal: Flat) -> 
     else:
         weights = [{i: min(math.exp(d), CAP) for i, d in ds.items()} for ds in distances]
     for rejection in config.get("rejections", ()):
+        if rejection["name"] == "m2po":
+            squares = sorted(d * d for ds in distances for d in ds.values())
+            while squares and sum(squares) / len(squares) > rejection["limit"]:
+                squares.pop()
+            for ws, ds in zip(weights, distances, strict=True):
+                ws |= {i: 0.0 for i, d in ds.items() if not squares or d * d > squares[-1]}
+            continue
         low, high = 1 / rejection["high"], rejection["high"]
         for ws, ds in zip(weights, distances, strict=True):
             inside = low <= math.exp(sum(ds.values()) / max(len(ds), 1)) <= high
@@ -386,6 +394,10 @@ def policy_step(
                 estimate, pull = weight * ratio * estimate, weight * ratio * (estimate + pull)
             if not in_reward:
                 value, slope = value + beta * estimate, slope + beta * pull
+        if "imitation" in config and row.reward >= config["imitation"]["solved"]:
+            solved = sum(len(one.kept) for one in minibatch if one.reward >= config["imitation"]["solved"])
+            push = config["imitation"]["coefficient"] / solved
+            loss, slope = loss - push * now, slope - push / factor
         loss += factor * (value - ENTROPY * model.entropies[token])
         slopes[token], bonuses[token] = factor * slope, -factor * ENTROPY
     return Done(loss, (slopes, bonuses)), divergence
@@ -463,6 +475,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl": {**KL, **IN_REWARD},
     },
     "branches, critic": {"branches": True, "advantage": GAE, "kl": KL},
+    "good answers imitated, in branches": {
+        "branches": True,
+        "aggregation": {"name": "seq-mean-token-mean"},
+        "imitation": {"coefficient": 0.2, "solved": 1.0},
+    },
+    "good answers imitated, overlong ones less so": {
+        "shaping": [{"name": "soft_overlong", **SHAPING}],
+        "mask_truncated": True,
+        "imitation": {"coefficient": 0.2, "solved": 0.25},
+    },
+    "two criteria, one over the step": {
+        "rejections": [{"name": "m2po", "limit": M2}, {"name": "reject", "high": 1.25, "level": "geometric"}]
+    },
     "two criteria": {"rejections": [{"name": "reject", "high": 1.25, "level": "geometric"}]},
     **{
         f"aggregation {name}": {"aggregation": {"name": name, **params}, "kl": KL}

@@ -324,14 +324,22 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ),
     (algorithm(correction="none") | FRESH, None),
     (algorithm(correction="none", policy_loss="mine:f"), None),
-    (algorithm(rejections=["truncate"]), "has `truncate`, which rejects nothing; take mask, reject or veto"),
+    (
+        algorithm(rejections=["truncate"]),
+        "has `truncate`, which rejects nothing; take mask, reject, veto or m2po",
+    ),
     (algorithm(rejections=[{"name": "reject", "high": 1.0}]), "algorithm.rejections.0.high is 1.0"),
     (algorithm(rejections=["veto", {"name": "reject", "high": 1.01, "level": "geometric"}]), None),
     (algorithm(**BYPASS, rejections=["veto"]), "algorithm.rejections compare proximal and behaviour policy"),
     (algorithm(correction={"name": "truncate", "normalise": True}), None),
     (
         algorithm(correction={"name": "truncate", "normalise": True}, proximal="log_linear") | SEVERAL,
-        "algorithm.correction.normalise needs the weights of the whole step before it",
+        "algorithm.correction `truncate` needs the weights of the whole step before it",
+    ),
+    (algorithm(rejections=["m2po"]), None),
+    (
+        algorithm(rejections=["m2po"], proximal="log_linear") | SEVERAL,
+        "algorithm.rejections.0 `m2po` needs the weights of the whole step before it",
     ),
     *[
         (

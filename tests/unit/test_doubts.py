@@ -236,6 +236,7 @@ IDLE = {
     "environment.workers=3": ((AGENT,), (GAME,)),
     "environment.max_observation_characters=99": ((AGENT,), (GAME,)),
     "environment.history=template": ((GAME,), (GAME, "model.chat_template=true")),
+    "algorithm.imitation.solved=0.5": ((), ("algorithm.imitation.coefficient=0.1",)),
     "algorithm.reference.gpus=[1]": (TAUGHT, (*TAUGHT, "algorithm.reference.scorers=1")),
     "checkpoint.best_is=lowest": ((), ("checkpoint.best=eval/accuracy",)),
     "generator.enforce_eager=true": (("generator.engine=transformers",), ()),

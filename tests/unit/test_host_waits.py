@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], int]] = {
     "behaviour": ({"proximal": "behaviour", "correction": "none"}, 0),
     "rejections": ({"rejections": ["mask", "veto"]}, 0),
     "kl and entropy": ({"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}, 0),
+    "the whole step": ({"correction": "m2po"}, 0),
     "sequences": ({"policy_loss": "gspo", "aggregation": "seq-mean-token-mean"}, 0),
     # It draws from the tokens above a bound, and counts them first.
     "covariance": ({"policy_loss": "clip_cov"}, 1),

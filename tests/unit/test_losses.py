@@ -100,6 +100,16 @@ def dro(row: list[Token], beta: float) -> Values:
     return found
 
 
+def cfpo(row: list[Token], epsilon: float = 0.2) -> Values:
+    found = []
+    for t in row:
+        r = math.exp(t.logprob - t.anchor)
+        value = abs(t.advantage) / (2 * epsilon) * (r - 1) ** 2 - r * t.advantage
+        slope = abs(t.advantage) / epsilon * (r - 1) * r - r * t.advantage
+        found.append((t.weight * value, t.weight * slope))
+    return found
+
+
 def gspo(row: list[Token], clip_low: float = 3e-4, clip_high: float = 4e-4) -> Values:
     if not row:
         return []
@@ -219,6 +229,8 @@ CASES: list[tuple[str, Oracle, dict[str, Any]]] = [
     ("sapo", sapo, {}),
     ("sapo", sapo, {"tau_positive": 2.0, "tau_negative": 0.5}),
     ("dro", dro, {"beta": 0.7}),
+    ("cfpo", cfpo, {}),
+    ("cfpo", cfpo, {"epsilon": 0.5}),
     ("gspo", gspo, {}),
     ("gspo", gspo, {"clip_low": 0.1, "clip_high": 0.3}),
     ("geo_mean", geo_mean, {}),
@@ -368,6 +380,17 @@ def test_vespo_is_reinforce_where_nothing_moved_and_quiet_far_away():
 
     assert phi(1.0) == pytest.approx(1.0)
     assert phi(2 / 3) > phi(0.6) > phi(0.1) and phi(2 / 3) > phi(0.7) > phi(1.0) > phi(5.0)
+
+
+@pytest.mark.parametrize("advantage", [0.7, -0.7])
+def test_cfpo_pushes_a_token_to_the_edge_of_the_clip_and_no_further(advantage):
+    case = make_case(13, lengths=[3])
+    steps_T = torch.tensor([0.2, 0.3, 0.4], dtype=torch.float64) * math.copysign(1.0, advantage)
+    batch = dataclasses.replace(case.batch, advantages_T=torch.full((3,), advantage).double(), weights_T=None)
+    logprobs_T = batch.anchor_logprobs_T + (1 + steps_T).log()
+    _, gradient_T = evaluate("cfpo", {"epsilon": 0.3}, Case(batch, logprobs_T, case.entropy_T))
+    wanted = [-math.copysign(1.0, advantage), 0.0, math.copysign(1.0, advantage)]
+    assert gradient_T.sign().where(gradient_T.abs() > 1e-9, 0.0).tolist() == wanted
 
 
 def test_a_broken_model_is_not_hidden():

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from asyncrl.algo.aggregation import Counts
-from asyncrl.algo.metrics import merge
+from asyncrl.algo.metrics import finish, merge
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.critic_steps import critic_loss
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.resolve import make_objective
-from asyncrl.config.algorithm import AlgorithmConfig, KLConfig
+from asyncrl.config.algorithm import AlgorithmConfig, ImitationConfig, KLConfig
 from asyncrl.config.base import Choice
 from asyncrl.trainer.base import LOSS, LossSums, MicroBatch
 
@@ -140,6 +140,24 @@ def test_the_entropy_bonus_has_a_gradient():
     loss = objective.loss(Counts(tokens=6, sequences=2), kl_coefficient=0.0, entropy_coefficient=0.3)
     loss(microbatch(), Policy(6).logprobs_T, entropy_T).loss.backward()
     torch.testing.assert_close(entropy_T.grad, torch.full((6,), -0.3 / 6))
+
+
+def test_good_answers_are_imitated_by_the_mean_over_their_tokens_whatever_the_weights():
+    config = AlgorithmConfig(imitation=ImitationConfig(coefficient=0.3), correction=Choice(name="mask"))
+    solved_T = torch.tensor([0.0, 0, 0, 1, 1, 1])
+    policy, counts = Policy(6), Counts(tokens=60, sequences=20, solved=12)
+    gradients: list[torch.Tensor] = []
+    for columns in ({"solved_T": solved_T}, {}):
+        policy.logprobs_T.grad = None
+        loss_of = build(config).loss(counts, kl_coefficient=0.0, entropy_coefficient=0.0)
+        sums = loss_of(microbatch(**columns), policy.logprobs_T, torch.zeros(6))
+        sums.loss.backward()
+        gradients.append(policy.logprobs_T.grad.clone())
+        if columns:
+            published = finish(merge([sums.metrics]))
+    torch.testing.assert_close(gradients[0] - gradients[1], -0.3 * solved_T / 12)
+    assert published["tokens/solved"] == 3
+    assert published["policy/nll/solved"] == pytest.approx(-policy.logprobs_T[3:].mean().item())
 
 
 def test_tokens_that_the_loss_leaves_out_are_counted_by_the_length_of_their_response():
