@@ -498,7 +498,8 @@ def test_slots_close_their_files():
     made = Slots(100)
     made.begin()
     made.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    # The collector may have closed files of other tests meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_layout_sums_are_those_of_its_tensors():
