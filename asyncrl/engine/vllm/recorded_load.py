@@ -266,9 +266,10 @@ def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
     for name, tensor in get_layer_tensors(layer).items():
         if name in layer._non_persistent_buffers_set or name in SKIP_LOAD_TENSORS:
             continue
-        # A bool for each number would not fit beside a GPU's KV cache.
         reached = torch.zeros(
-            tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool, device="cpu"
+            tensor.untyped_storage().nbytes() // tensor.itemsize,
+            dtype=torch.bool,
+            device=get_layerwise_info(layer).restore_device,
         )
         for write in writes:
             if write.parameter == name:
