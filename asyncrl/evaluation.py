@@ -21,7 +21,7 @@ from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.config.data_section import error_of, prefix_of
+from asyncrl.config.data_section import drawn, error_of, prefix_of
 from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.errors import BufferGap
@@ -30,8 +30,6 @@ from asyncrl.lineage import INITIAL, History
 from asyncrl.types import Group
 
 log = logging.getLogger(__name__)
-
-MOST_VOTES = 64  # largest k of maj@k, except for the number of all rollouts: the cost grows faster than k
 
 
 class Rounds(NamedTuple):
@@ -124,18 +122,16 @@ def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResu
     }
     if scored:
         samples = len(rewards[0])
+        counts = drawn(samples)
         votes = votes_of(scored)
         by_prompt = {
             "eval/reward_mean": [_mean(group) for group in rewards],
             "eval/accuracy": [count / samples for count in solved],
             f"eval/pass@{samples}": [pass_at_k(count, samples, samples) for count in solved],
-            **{
-                f"eval/best@{k}": [best_at_k(group, k) for group in rewards]
-                for k in range(2, samples + 1)
-                if k == samples or k.bit_count() == 1
-            },
-            **_majorities(votes),
+            **{f"eval/best@{k}": [best_at_k(group, k) for group in rewards] for k in counts["best"]},
         }
+        for k in counts["maj"] if votes else ():
+            by_prompt[f"eval/maj@{k}"] = [maj_at_k(answers, solved, k) for answers, solved in votes]
         for metric, values in by_prompt.items():
             metrics[metric] = _mean(values)
             if (error := standard_error(values)) is not None:
@@ -161,16 +157,6 @@ def votes_of(groups: Sequence[Group]) -> list[tuple[list[str | None], list[bool]
     episodes = [[episode[0] for episode in group.by_episode] for group in groups]
     votes = [([one.answer for one in group], [is_solved(one.reward) for one in group]) for group in episodes]
     return votes if any(answer is not None for answers, _ in votes for answer in answers) else []
-
-
-def _majorities(votes: Sequence[tuple[list[str | None], list[bool]]]) -> dict[str, list[float]]:
-    """Return maj@k by prompt, if there are votes. k is 3 or more: a majority of two is a coin toss."""
-    samples = len(votes[0][0]) if votes else 0
-    return {
-        f"eval/maj@{k}": [maj_at_k(answers, solved, k) for answers, solved in votes]
-        for k in range(3, samples + 1)
-        if k == samples or (k.bit_count() == 1 and k <= MOST_VOTES)
-    }
 
 
 @dataclass(slots=True, kw_only=True)

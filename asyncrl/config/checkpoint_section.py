@@ -10,7 +10,8 @@ from asyncrl.config.base import Part, marked
 # As the learner logs it; the pattern refuses a name without its kind.
 Metric = Annotated[str, Field(pattern=r"^\w+/\S+$", examples=["eval/accuracy"])]
 
-# Kinds of metrics of steps and evaluations, and the names of each kind; `*` stands for any text.
+# Kinds of metrics of steps and evaluations, and the names of each kind; `*` stands for any text. Alarms
+# are not among them: they arise from metrics when these have been judged.
 _NAMES = """
 reward: mean std min max */mean
 group: reward_std zero_variance majority singleton
@@ -41,7 +42,6 @@ weight: mean max zero zero/short zero/medium zero/long truncated rejected
 critic: loss explained_variance value_mean value_min value_max return_mean return_min return_max
 critic: value_clipped grad_norm lr skipped_steps
 hook: *
-alarm: entropy ess moved probe skipped length truncated no_signal chosen untrainable deadly audit
 lag: mean max stale
 buffer: audit_mismatch recoveries
 curriculum: always never

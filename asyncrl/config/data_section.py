@@ -21,6 +21,7 @@ _ROWS = (
     OTHER_RUN,
     "its rows and their order decide which prompt a ticket means, so none may be appended either",
 )
+MOST_VOTES = 64  # largest k of maj@k, except for the number of all samples: the cost grows faster than k
 
 
 class CurriculumConfig(Part):
@@ -109,6 +110,14 @@ def error_of(metric: str) -> str:
     """Return the name of the standard error of a metric of an evaluation."""
     kind, _, name = metric.rpartition("/")
     return f"{kind}/se/{name}"
+
+
+def drawn(samples: int) -> dict[str, list[int]]:
+    """Return each k of pass@k, best@k and maj@k of so many samples of a prompt."""
+    best = [k for k in range(2, samples + 1) if k == samples or k.bit_count() == 1]
+    # A majority of two is a coin toss.
+    votes = [k for k in best if k > 2 and (k <= MOST_VOTES or k == samples)]
+    return {"pass": [samples], "best": best, "maj": votes}
 
 
 class DataConfig(Part):

@@ -22,7 +22,7 @@ from asyncrl.config.addresses import (
 from asyncrl.config.algorithm_rules import ALGORITHM_RULES, episodes_can_fail, weighted_parts_exist
 from asyncrl.config.base import Mistake, broken
 from asyncrl.config.checkpoint_section import METRICS
-from asyncrl.config.data_section import prefix_of
+from asyncrl.config.data_section import drawn, prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.reward_section import ModelScore, reward_parts
 from asyncrl.config.run_fields import RunFields
@@ -158,8 +158,9 @@ def _weights_can_be_judged(run: RunFields) -> Iterator[Mistake]:
             if known := ", ".join(map(prefix_of, data.sets)):
                 text = f"and metrics of the sets of data.eval begin with {known}; name one of these"
             yield broken(f"{key} data.eval", f"{key} is {metric}, {text}")
-        elif metric and not any(fnmatchcase(metric, name) for name in names):
-            hint = did_you_mean(metric, names, "name one of docs/metrics.md")
+        elif metric and ("*" in metric or not any(fnmatchcase(metric, name) for name in names)):
+            whole = [name for name in names if "*" not in name]
+            hint = did_you_mean(metric, whole, "name one of docs/metrics.md")
             yield broken(key, f"{key} is {metric}, which this run will not have{hint}")
     best = data.set_of(checkpoint.best or "")
     saved, steps, key = checkpoint.every, run.learner.steps, "eval.every"
@@ -183,9 +184,11 @@ def _metrics(run: RunFields, metric: str) -> list[str]:
     """Return the metrics, or patterns of them, of the set to which `metric` belongs, or else of steps."""
     if held_out := run.data.set_of(metric):
         prefix = next(prefix_of(name) for name, one in run.data.sets.items() if one is held_out)
-        samples = held_out.samples or run.eval.samples
-        found = sorted(one.replace("pass@*", f"pass@{samples}") for one in METRICS if one.startswith("eval/"))
-        return [prefix + one.removeprefix("eval/") for one in found]
+        counts = drawn(held_out.samples or run.eval.samples)
+        named = {one.removeprefix("eval/") for one in METRICS if one.startswith("eval/")}
+        named -= {f"{kind}@*" for kind in counts}
+        named |= {f"{kind}@{k}" for kind, ks in counts.items() for k in ks}
+        return [prefix + one for one in sorted(named)]
     algorithm = run.algorithm
     own = {"policy/*": [algorithm.policy_loss], "weight/*": [algorithm.correction, *algorithm.rejections]}
     own["hook/*"] = [*run.learner.hooks]

@@ -66,7 +66,7 @@ class Reporting:
         self._pairs = pairs
         self._source_of = source_of
         self.guard = BestEffort()
-        # Called with every metric; it may raise ConfigError.
+        # Called with every metric.
         self.watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.errors import ConfigError
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.file_ops import FileOps
 
@@ -45,22 +44,6 @@ class Record:
         else:
             self.worse += 1
         return is_best
-
-    def find(self, key: str, metrics: Mapping[str, float]) -> float | None:
-        """Return the metric, if it is there. Raises ConfigError if all others of its kind are there."""
-        if self.metric in metrics:
-            return metrics[self.metric]
-        kind = self.metric.rpartition("/")[0]
-        of_rounds = kind.partition("/")[0] == "eval"
-        # Every step has it, or every round of evaluation in which a prompt was scored.
-        sign = f"{kind}/reward_mean" if of_rounds else "time/step"
-        if self.step < 0 and sign in metrics:
-            kinds = "evaluations" if of_rounds else "steps"
-            names = ", ".join(sorted(metrics))
-            raise ConfigError(
-                f"{key} is {self.metric}, which {kinds} of this run do not have; set one of {names}"
-            )
-        return None
 
 
 def read_best(checkpoints: Path) -> dict[str, Any] | None:
@@ -116,15 +99,27 @@ class Judged:
             self._best.resumed(found)
         stop = self._stop
         self._record = Record(stop.metric, stop.best_is).resumed(saved) if stop is not None else None
+        self._missed = set[str]()  # keys whose metric was looked for in vain
 
     def see(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take in the metrics of a step or of an evaluation. Raises ConfigError for an unknown metric."""
-        if self._best and (value := self._best.find("checkpoint.best", metrics)) is not None:
+        """Take in the metrics of a step or of an evaluation."""
+        if self._best and (value := self._found("checkpoint.best", self._best, metrics, step)) is not None:
             self._values[step] = value
             self.saved()
         record, key = self._record, "learner.stop_when.metric"
-        if record and not self.why_ended() and (value := record.find(key, metrics)) is not None:
+        if record and not self.why_ended() and (value := self._found(key, record, metrics, step)) is not None:
             record.add(step, value)
+
+    def _found(self, key: str, record: Record, metrics: Mapping[str, float], step: int) -> float | None:
+        """Return the metric, if it is there. The first time that it should be and is not, say so."""
+        value, kind = metrics.get(record.metric), record.metric.rpartition("/")[0]
+        # Every step has it, or every round of evaluation in which a prompt was scored.
+        sign = f"{kind}/reward_mean" if kind.partition("/")[0] == "eval" else "time/step"
+        if value is None and record.step < 0 and sign in metrics and key not in self._missed:
+            self._missed.add(key)
+            text = "%s is %s, which step %d does not have; steps without it are not judged"
+            log.warning(text, key, record.metric, step)
+        return value
 
     def saved(self) -> None:
         """Compare the values of the steps that are saved by now. An older step is not judged any more."""

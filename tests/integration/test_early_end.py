@@ -37,12 +37,3 @@ def test_a_run_ends_when_its_evaluation_says_so_and_keeps_the_best_checkpoint(tm
         assert steps(run) == [*range(1, ended + 1), 3, 4]
         aside = {path.name for path in run.glob("checkpoints/rejected-*")}
         assert aside == {f"rejected-step-{step:06d}" for step in saved if step > 2}
-
-
-def test_a_metric_that_no_evaluation_has_ends_the_run_at_the_first_one(tmp_path: Path) -> None:
-    with tiny_run(tmp_path) as config:
-        assert start(config, "generator.count=1", "checkpoint.best=eval/maj@4").wait(timeout=400) == 2
-        said = (tmp_path / "up.out").read_text()
-    assert "checkpoint.best is eval/maj@4, which evaluations of this run do not have; set one of" in said
-    assert "eval/accuracy" in said and "Traceback" not in said
-    assert len(steps(tmp_path / "runs" / "whole")) < 6

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
-from asyncrl.errors import CheckpointError, ConfigError, RunError
+from asyncrl.errors import CheckpointError, RunError
 from asyncrl.results.export import saved_export
 from asyncrl.run.best import Judged, read_best, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
@@ -87,25 +87,22 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("metrics", "metric", "said"),
+    ("metrics", "metric", "is_missed"),
     [
-        (
-            ROUND,
-            "eval/acuracy",
-            "evaluations of this run do not have; set one of eval/accuracy, eval/reward_mean",
-        ),
-        (
-            {"time/step": 1.0, "reward/mean": 0.5},
-            "reward/men",
-            "steps of this run do not have; set one of reward/mean",
-        ),
-        (ROUND, "reward/men", None),
-        ({"time/step": 1.0}, "eval/acuracy", None),
-        ({"eval/dead_groups": 8.0}, METRIC, None),
+        (ROUND, "eval/maj@8", True),
+        ({"eval/math/reward_mean": 0.5}, "eval/math/maj@8", True),
+        ({"time/step": 1.0, "reward/mean": 0.5}, "policy/entropy", True),
+        (ROUND, "policy/entropy", False),
+        ({"time/step": 1.0}, "eval/maj@8", False),
+        ({"eval/dead_groups": 8.0}, METRIC, False),
     ],
 )
-def test_a_metric_that_does_not_exist_is_named_with_those_that_do(
-    tmp_path: Path, metrics: dict[str, float], metric: str, said: str | None
+def test_a_metric_that_a_step_lacks_is_said_once_and_later_ones_are_judged(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    metrics: dict[str, float],
+    metric: str,
+    is_missed: bool,
 ) -> None:
     for key, judged in (
         ("checkpoint.best", opened(tmp_path, best=metric)[1]),
@@ -120,11 +117,14 @@ def test_a_metric_that_does_not_exist_is_named_with_those_that_do(
             ),
         ),
     ):
-        if said is None:
-            judged.see(metrics, 1)
-        else:
-            with pytest.raises(ConfigError, match=f"{key} is {metric}, which {said}"):
-                judged.see(metrics, 1)
+        caplog.clear()
+        judged.see(metrics, 1)
+        judged.see(metrics, 2)
+        said = f"{key} is {metric}, which step 1 does not have; steps without it are not judged"
+        assert caplog.messages == [said] * is_missed
+        judged.see({**metrics, metric: 0.5}, 3)
+        record = judged.state()
+        assert not record or (record["step"], record["value"]) == (3, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_the_names_that_a_config_may_give_are_those_documented() -> None:
     found = {re.sub(r"<\w+>", "*", name) for name in names if "/" in name and not name.startswith("asyncrl_")}
     of_losses = {"clipped_low", "clipped_high", "dual_clipped", "left_out", "capped", "penalised"}
     # The first is of a stage, and the second is a case of the third.
-    found -= {"eval/loss", "environment/chat/text", "eval/*/accuracy"}
+    found -= {"eval/loss", "environment/chat/text", "eval/*/accuracy"} | {PREFIX + name for name in ALARMS}
     found = {name for name in found if not name.startswith("environment/")} | {"environment/*"}
     assert METRICS - {f"policy/{name}" for name in of_losses} == found
 

@@ -120,6 +120,10 @@ def test_a_task_has_one_environment_or_none(section, own, uses, command) -> None
             "learner.stop_when={metric: reward/men, patience: 1}",
             "stop_when.metric: is reward/men, which this run will not have; did you mean `reward/mean`?",
         ),
+        ("checkpoint.best=eval/math/maj@8", "did you mean `eval/math/maj@4`?"),
+        ("checkpoint.best=eval/test/maj@16", "is eval/test/maj@16, which this run will not have"),
+        ("checkpoint.best=eval/math/best@*", "is eval/math/best@*, which this run will not have"),
+        ("checkpoint.best=alarm/entropy", "is alarm/entropy, which this run will not have"),
         ("checkpoint.best=hook/length", "checkpoint.best: is hook/length, which this run will not have"),
         ("checkpoint.best=policy/mine", "checkpoint.best: is policy/mine, which this run will not have"),
         (
@@ -135,7 +139,7 @@ def test_a_mistake_of_a_task_is_named_at_its_own_key(change: str, said: str) -> 
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("metric", ["reward/right/mean", "environment/moves", "eval/math/best@4", "groups/rejected_own",
+@pytest.mark.parametrize("metric", ["reward/right/mean", "environment/moves", "eval/math/best@4", "eval/math/maj@4", "groups/rejected_own",
                                     "hook/length", "policy/mine", "policy/ratio/max", "eval/math/se/accuracy"])  # fmt: skip
 def test_a_metric_may_be_of_a_part_an_environment_a_hook_or_a_loss(metric: str) -> None:
     own = ["learner.hooks=[task.py:right]", "algorithm.policy_loss=task.py:right"]
