@@ -16,6 +16,7 @@ from asyncrl.config.addresses import (
     STORE_PORT,
     beside,
     filled_in,
+    host_of,
     insecurities,
     stays_here,
 )
@@ -61,6 +62,10 @@ def _listeners_differ(run: RunFields) -> Iterator[Mistake]:
     default = None if run.cluster.kind is None else AUTO
     control = filled_in(run.control.bind or default, AUTO, CONTROL_PORT)
     store = filled_in(run.store.bind or (None if run.store.url else default), AUTO, STORE_PORT)
+    if control and store:  # `auto` may be the host of the other
+        host = host_of(store)
+        store = filled_in(store, host_of(control), STORE_PORT)
+        control = filled_in(control, host, CONTROL_PORT)
     meeting = beside(control) if control and run.cluster.learner_hosts > 1 else None
     if store is not None and store in (control, meeting):
         where = "control.bind is the same" if store == control else "hosts of the learner meet there"

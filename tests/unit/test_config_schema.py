@@ -571,6 +571,14 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (ON_HOSTS | {"control": {"bind": "tcp://auto:16379"}}, "store.bind is tcp://auto:16379, but"),
     (ON_HOSTS | {"store": {"bind": "tcp://auto:16381"}}, None),
     (
+        ON_HOSTS | {"control": {"bind": "tcp://10.0.0.1:16379"}},
+        "store.bind is tcp://10.0.0.1:16379, but control.bind is the same",
+    ),
+    (
+        {"control": {"bind": "tcp://10.0.0.1:16379"}, "store": {"bind": "tcp://10.0.0.2:16379"}},
+        None,
+    ),
+    (
         {
             "cluster": {"kind": "slurm", "learner_hosts": 2},
             "generator": {"count": 1},
