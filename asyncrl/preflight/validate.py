@@ -65,7 +65,7 @@ def validated_config(
         generators = generators and config.cluster.kind is None
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
-        found += [*_function_problems(config, root), *_row_problems(config)]
+        found += [*_function_problems(config, root, generators=generators), *_row_problems(config)]
         found += outside_problems(config, resumes=resumes)
         is_here = config.cluster.kind != "kubernetes"
         if is_here:
@@ -125,11 +125,16 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config)))
 
 
-def _function_problems(config: Config, root: Node) -> Iterator[Mistake]:
-    """Find mistakes in the names of functions: of rewards, rows, hooks and the algorithm."""
+def _function_problems(config: Config, root: Node, *, generators: bool) -> Iterator[Mistake]:
+    """Find mistakes in the names of functions: of rewards, rows, hooks and the algorithm.
+
+    With `generators` these are on this machine, which then must have the interpreters of programs, too.
+    """
     for key, one in config.reward_functions.items():
         try:
             form = _reward_form(one)
+            if generators and (lacking := obstacle(one.function, one.params)):
+                raise Missing(lacking)
             if form is not None and one.remote is None and (problem := form.refusal(one.params)):
                 raise RewardError(f"`{one.function}` {problem}")
         except Missing as missing:
@@ -228,7 +233,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
             known = (*BUILTINS, *REMOTE)
             hint = did_you_mean(name, known, "name your own as `path.py:function`")
             raise Missing(f"found no built-in `{name}`; allowed are {', '.join(known)}{hint}")
-        if lacking := obstacle(name, function.params):
+        if lacking := obstacle(name):
             raise Missing(lacking)
         return form_of(list(inspect.signature(BUILTINS[name]).parameters.values()))
     node = definition(name)

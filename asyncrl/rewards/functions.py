@@ -21,10 +21,10 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 ANSWER_CHARACTERS = 64
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """Load `package.module:function`, `path.py:function` or a built-in. Raises RewardError."""
+def load_function(name: str, params: Mapping[str, Any] = EMPTY) -> Callable[..., Any]:
+    """Load `package.module:function`, `path.py:function` or a built-in with `params`. Raises RewardError."""
     if ":" not in name:
-        if lacking := obstacle(name):
+        if lacking := obstacle(name, params):
             raise RewardError(lacking)
         if name in BUILTINS:
             return BUILTINS[name]

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import EnvironmentFault
@@ -63,15 +64,22 @@ def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None
     from math_verify import parse, verify
 
     started_s, used_s = time.monotonic(), time.process_time()
+
+    def require_time() -> None:
+        own_s = time.process_time() - used_s
+        if time.monotonic() - started_s >= _DECISION_S > 4 * own_s:
+            left = f"{own_s:.1f} s of {_DECISION_S:g} s"
+            raise TimeoutError(f"the machine left math-verify {left} for an answer")
+
     text = str(answer).rpartition("####")[2].strip()
     expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
     if not expected:
+        require_time()
         raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
     found = parse(response, raise_on_error=False)
     score = float(verify(expected, found, raise_on_error=False)) if found else 0.0
-    own_s = time.process_time() - used_s
-    if not score and time.monotonic() - started_s >= _DECISION_S > 4 * own_s:
-        raise TimeoutError(f"the machine left math-verify {own_s:.1f} s of {_DECISION_S:g} s for an answer")
+    if not score:
+        require_time()
     return score, _normal_form(found[0]) if found else None
 
 
@@ -171,15 +179,19 @@ def code(
 
     A test is `{input, output}` of standard input and output, or Python that raises where the program is
     wrong, such as `assert f(2) == 4`, and runs behind the program. The program is the last fenced block of
-    the response in the language of `interpreter` or without one, else the last block, else all of it. Each
-    test runs in a sandbox of its own for at most 5 seconds. Raises EnvironmentFault for an interpreter that
-    does not run there.
+    the response in the language of `interpreter`, else the last that names no language, else the last block,
+    else all of it. Each test runs in a sandbox of its own for at most 5 seconds. Raises EnvironmentFault for
+    an interpreter that does not run there.
     """
     if not isinstance(tests, list) or not tests:
         raise ValueError("column `tests` must be a list of at least one test")
-    blocks, languages = _FENCED.findall(response), ("", interpreter, *_LANGUAGES.get(interpreter, ()))
-    own = [text for language, text in blocks if language.lower() in languages]
-    program = (own or [text for _, text in blocks] or [response])[-1]
+    name = Path(interpreter).name
+    bare = name.rstrip("0123456789.-")  # of python3.12, for example
+    family = next(({key, *others} for key, others in _LANGUAGES.items() if bare in (key, *others)), {bare})
+    blocks = [(language.lower(), text) for language, text in _FENCED.findall(response)]
+    kinds = ({name, *family}, {""}, {language for language, _ in blocks})
+    found = [text for kind in kinds[::-1] for language, text in blocks if language in kind]
+    program = found[-1] if found else response
     passed = [_passes(program, test, interpreter) for test in tests]
     return sum(passed) / len(tests) if share else float(all(passed))
 

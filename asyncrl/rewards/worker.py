@@ -103,7 +103,7 @@ def _tidied() -> dict[str, bool]:
 
 
 def _load(name: str, params: Mapping[str, Any]) -> tuple[Reward, Form]:
-    function = load_function(name)
+    function = load_function(name, params)
     return bind(function, params), form_for(function).with_params(params)
 
 

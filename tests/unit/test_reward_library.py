@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards import builtin, functions, library
+from asyncrl.rewards import builtin, functions, library, worker
 from asyncrl.rewards.functions import bind, load_function
-from asyncrl.rewards.library import boxed, choice, json_schema, length, maths, pattern, repetition, tags
+from asyncrl.rewards.library import boxed, choice, code, json_schema, length, maths, pattern, repetition, tags
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 WAYS = (r"So we get $\boxed{%s}$.", "The final answer is $%s$. I hope it is correct.", "Therefore:\n\\[%s\\]")
@@ -56,11 +56,17 @@ def test_equal_numbers_are_one_answer_for_votes(equal):
 
 
 @pytest.mark.parametrize(("own_s", "is_failure"), [(0.3, True), (4.9, False)])
-def test_math_that_a_busy_machine_did_not_finish_is_a_failure_and_no_0(monkeypatch, own_s, is_failure):
+@pytest.mark.parametrize("is_read", [True, False])
+def test_math_that_a_busy_machine_did_not_finish_is_a_failure_and_no_0(
+    monkeypatch, own_s, is_failure, is_read
+):
     clock = SimpleNamespace(monotonic=iter([0.0, 5.1]).__next__, process_time=iter([0.0, own_s]).__next__)
     monkeypatch.setattr(library, "time", clock)
     monkeypatch.setattr("math_verify.verify", lambda *given, **options: False)  # as after its time-out
-    with pytest.raises(TimeoutError, match=r"0\.3 s of 5 s") if is_failure else nullcontext():
+    if not is_read:
+        monkeypatch.setattr("math_verify.parse", lambda *given, **options: [])
+    refused = nullcontext() if is_read else pytest.raises(ValueError, match="no mathematical answer")
+    with pytest.raises(TimeoutError, match=r"0\.3 s of 5 s") if is_failure else refused:
         assert maths("", r"$\pi$", r"\pi")[0] == 0
 
 
@@ -180,6 +186,42 @@ def test_parameters_come_before_columns_and_unknown_ones_are_refused():
 def test_the_page_has_each_function():
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {*builtin.BUILTINS}
+
+
+FOUND = "```{}\nprogram\n```\nIt prints\n```{}\n42\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "language"),
+    [
+        ("python", "python"),
+        ("python3", "python"),
+        ("/usr/bin/python3.12", "Py"),
+        ("sh", "bash"),
+        ("bash", "sh"),
+        ("/usr/bin/node", "javascript"),
+        ("lua5.4", "lua"),
+    ],
+)
+def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind_it(
+    monkeypatch, interpreter, language
+):
+    def passes(program, test, by):
+        return (program, by) == ("program\n", interpreter)
+
+    monkeypatch.setattr(library, "_passes", passes)
+    for behind in ("", "text"):
+        response = FOUND.format(language, behind)
+        assert code("", f"```{language}\ndraft\n```\n{response}", [{}], interpreter=interpreter) == 1
+    assert code("", FOUND.format("", "text"), [{}], interpreter=interpreter) == 1
+    assert code("", "```text\n4\n```\n```c\nprogram\n```", [{}], interpreter=interpreter) == 1
+
+
+def test_an_interpreter_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RewardError, match="`code` needs the interpreter `ruby`, which is no program on PATH"):
+        worker._load("code", {"interpreter": "ruby"})
+    assert functions.load_function("code") is code
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

@@ -706,6 +706,14 @@ def test_the_interpreter_of_programs_must_be_there(monkeypatch):
     assert "needs the interpreter `bash`" in found("bash") and "wants column `tests`" in found("python")
 
 
+    Path("run.yaml").write_text(GOOD)
+    with pytest.raises(ConfigError) as refused:  # generators of other hosts need it there
+        validated_config(
+            Path("run.yaml"),
+            ["reward.functions=[{function: code, params: {interpreter: rubyy}}]"],
+            generators=False,
+        )
+    assert "needs the interpreter" not in str(refused.value) and "wants column `tests`" in str(refused.value)
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     Path("run.yaml").write_text(GOOD)
     validated_config(
