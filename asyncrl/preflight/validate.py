@@ -182,7 +182,7 @@ def _unshown_tools(config: Config, key: str, name: str, node: Definition | None)
         found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
-        is_rollout = node and [one.arg for one in node.args.args[:1]] == ["session"]
+        is_rollout = node and [one.name for one in _parameters(node.args)][:1] == ["session"]
         is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout)
         found = f"`{name}` is a tool" if is_tool else ""
         cure = "name a class with `reset` and `step`, which takes plain text"

@@ -623,6 +623,7 @@ def add(a: int, b: int) -> int:
     "Add."
 
 async def rollout(session): ...
+async def alone(session, /, prompt): ...
 async def look(what: str) -> str: ...
 
 class Tools:
@@ -644,6 +645,7 @@ class Steps:
         ("play.py:Steps", None),
         ("play.py:Text", None),  # its base may have `step`
         ("play.py:rollout", None),
+        ("play.py:alone", None),
         ("python", "`python` is a tool, but model.chat_template is false; set it to true, or name a class"),
         ("play.py:add", "`play.py:add` is a tool, but model.chat_template is false"),
         ("play.py:look", "`play.py:look` is a tool, but model.chat_template is false"),
@@ -704,8 +706,6 @@ def test_the_interpreter_of_programs_must_be_there(monkeypatch):
     assert "wants column `tests`" in found("bash")
     monkeypatch.setenv("PATH", "")
     assert "needs the interpreter `bash`" in found("bash") and "wants column `tests`" in found("python")
-
-
     Path("run.yaml").write_text(GOOD)
     with pytest.raises(ConfigError) as refused:  # generators of other hosts need it there
         validated_config(
@@ -714,6 +714,8 @@ def test_the_interpreter_of_programs_must_be_there(monkeypatch):
             generators=False,
         )
     assert "needs the interpreter" not in str(refused.value) and "wants column `tests`" in str(refused.value)
+
+
 def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     Path("run.yaml").write_text(GOOD)
     validated_config(
