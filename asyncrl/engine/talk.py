@@ -89,9 +89,11 @@ class SessionTalk:
         if state is not None and not isinstance(state, int):
             text = f"the state of a turn is {state!r:.40}; allowed is a whole number, such as a hash"
             raise EnvironmentFault(text, reason="returned")
-        # Python's own hashes are negative for half of all states; 0 is the column's value for no state.
-        hashed = state if state is None else state % 2**64 or ZERO_STATE
-        self.last.reward, self.last.state = reward, hashed
+        if reward is not None:
+            self.last.reward = reward
+        if state is not None:
+            # Python's own hashes are negative for half of all states; 0 is the column's value for no state.
+            self.last.state = state % 2**64 or ZERO_STATE
 
     def close(self) -> None:
         """Abort the requests; no further turn begins."""

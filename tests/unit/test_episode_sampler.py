@@ -525,6 +525,17 @@ def test_pythons_negative_hashes_are_states_and_other_values_are_faults():
         group_of(made)
 
 
+def test_a_turn_keeps_what_an_earlier_call_gave():
+    async def play(talk, episode):
+        await talk.complete("ab")
+        for given in ((None, 17), (0.5,)) if episode else ((0.5,), (None, 17)):
+            talk.score_turn(*given)
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    for one in group_of(sampler(play)[0]).rollouts:
+        assert (one.turns.states.tolist(), one.turns.rewards.tolist()) == ([17], [0.5])
+
+
 # What `reset` returned, then the steps: reward, next observation, whether the episode is over. Episode 1 comes
 # back to `a`.
 WALKS = (
