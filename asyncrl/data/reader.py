@@ -127,11 +127,12 @@ def with_messages(row: Row, data: DataConfig) -> Row:
     messages = [_renamed(message) for message in given]
     found = {**row, data.prompt_field: messages}
     if data.last_answer == "take" and all(map(_has_form, messages)) and is_begun(messages[1:]):
-        with contextlib.suppress(ValueError):  # of an image, for example, which is no text
-            text = text_of(messages[-1]["content"])
-            messages.pop()
-            if text.strip() and row.get("answer") is None:
-                found["answer"] = text
+        content, text = messages.pop()["content"], ""
+        for part in content if isinstance(content, list) else [content]:
+            with contextlib.suppress(ValueError):  # of an image, for example, which is no text
+                text += text_of([part])
+        if text.strip() and row.get("answer") is None:
+            found["answer"] = text
     return found
 
 

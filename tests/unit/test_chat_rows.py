@@ -207,7 +207,10 @@ def test_rows_are_what_transformers_renders(tmp_path, suffix):
         ),
         ([said("b")], "the prompt is an answer, or ends with two of them"),
         ([user("a"), called({}), said("c")], "the prompt ends with a tool call of the assistant"),
-        ([user("a"), said([{"type": "image"}])], "found the content part .*only parts of type `text`"),
+        (
+            [user("a"), said([{"type": "image"}]), user("b")],
+            "found the content part .*only parts of type `text`",
+        ),
         (
             shared(("human", "a"), ("claude", "b")),
             "found a message from `claude`; allowed are human, user, gpt, ",
@@ -229,6 +232,12 @@ ENDING = {
     "a question": (ASKED, {}, ASKED, None),
     "an answer": ([*ASKED, said(" 4\n")], {}, ASKED, " 4\n"),
     "an answer in parts": ([*ASKED, said(parts("4", "2"))], {}, ASKED, "42"),
+    "an answer in parts, some of text": (
+        [*ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, *parts("4")]}], {}, ASKED, "4"
+    ),
+    "an answer in parts without text": (
+        [*ASKED, {"role": "assistant", "content": [{"type": "image"}]}], {}, ASKED, None
+    ),
     "an answer of its own": ([*ASKED, said("4")], {"answer": "5"}, ASKED, "5"),
     "an answer that is null": ([*ASKED, said("4")], {"answer": None}, ASKED, "4"),
     "an empty answer": ([*ASKED, said("")], {}, ASKED, None),
