@@ -238,11 +238,16 @@ def _critic(config: Config) -> OptimizerConfig | None:
     return config.critic.optimizer if _needs(config, "values_T") else None
 
 
+def _largest_request(config: Config) -> int:
+    """Return the sequences of a group, or of a prompt of a set."""
+    return max([config.batch.group_size, *(config.of(one).eval.samples for one in config.data.sets.values())])
+
+
 def _kv_bytes(config: Config, shape: ModelShape, machine: Machine, placement: Placement) -> int:
     """Return the KV cache of the generator that has least; transformers has that of one request at a time."""
     generator = config.generator
     if generator.engine == "transformers":
-        return config.batch.group_size * sequence_kv_bytes(shape, config)
+        return _largest_request(config) * sequence_kv_bytes(shape, config)
     if not _on_gpu(config, machine) or generator.kv_cache_gib is not None:
         return int((generator.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
     elsewhere = generator.gpu_memory_utilization or GENERATORS_SHARE
@@ -266,7 +271,8 @@ def _generator_lines(config: Config, shape: ModelShape, kv_bytes: int, *, on_gpu
     sequence = sequence_kv_bytes(shape, config)
     yield _size(part, "generator weights", -(-weights // parallel), f"weights{by}")
     if config.generator.engine == "transformers":
-        formed = f"batch.group_size ({config.batch.group_size}) x KV of a sequence: groups come one by one"
+        formed = f"the larger of batch.group_size and eval.samples ({_largest_request(config)}) x KV of a "
+        formed += "sequence: groups come one by one"
     elif config.generator.kv_cache_gib is not None or not on_gpu:
         formed = "generator.kv_cache_gib"
     else:

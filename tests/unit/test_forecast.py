@@ -460,6 +460,9 @@ def test_transformers_holds_one_group_and_is_advised_no_settings_of_vllm(machine
     config = config_of(generator={"engine": "transformers", "count": 1}, batch={"group_size": 8})
     plan = planned(config, machine=machine)
     assert plan["KV cache"] == 8 * plan["KV of a sequence"] and plan["full sequences in KV"] == 8
+    evaluated = {"data": {"eval": [{"path": "e", "samples": 64}]}, "eval": {"temperature": 1.0}}
+    config = config_of(generator={"engine": "transformers", "count": 1}, batch={"group_size": 8}, **evaluated)
+    assert planned(config, machine=machine)["full sequences in KV"] == 64, "a prompt of a set is one request"
     said = " ".join([*plan.warnings, *(line.formed for line in plan.lines)])
     assert "host memory: " in said or machine.gpu_bytes
     assert not [word for word in ("vLLM", "kv_cache_gib", "gpu_memory_utilization") if word in said]
