@@ -126,16 +126,18 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
     `<pair>/ess` is the effective share of the tokens, (sum r)^2 / (n sum r^2), 1 when all ratios are equal.
     `group/*` become means over groups, `reward/*` over rewards, `perplexity/*` and `OVER_SEQUENCES` over
     sequences, names that end in a band or a turn over its tokens. All other sums, those of losses and
-    corrections included, become means over tokens; extremes stay as they are.
+    corrections included, become means over tokens; extremes stay as they are. Without an answer to imitate
+    there is no mean over them.
     """
     counted = ("tokens", "sequences", "groups", "rewards")
     counts = {name: value for name, value in sums.items() if name.split("/")[0] in counted}
     published = {name: value for name, value in counts.items() if name != "rewards"}
     for name, value in sums.items():
+        count = counts.get(_denominator(name), 0.0)
         if name.endswith(("/max", "/min")):
             published[name] = value
-        elif name not in counts:
-            published[name] = value / max(counts.get(_denominator(name), 0.0), 1.0)
+        elif name not in counts and (count or not name.endswith("/solved")):
+            published[name] = value / max(count, 1.0)
     for name in [name for name in published if name.endswith("/ratio_square")]:
         pair = name.removesuffix("/ratio_square")
         square = published.pop(name)

@@ -158,6 +158,8 @@ def test_good_answers_are_imitated_by_the_mean_over_their_tokens_whatever_the_we
     torch.testing.assert_close(gradients[0] - gradients[1], -0.3 * solved_T / 12)
     assert published["tokens/solved"] == 3
     assert published["policy/nll/solved"] == pytest.approx(-policy.logprobs_T[3:].mean().item())
+    none = finish({**merge([sums.metrics]), "tokens/solved": 0.0, "policy/nll/solved": 0.0})
+    assert "policy/nll/solved" not in none and none["tokens/solved"] == 0, "there is no mean of nothing"
 
 
 def test_tokens_that_the_loss_leaves_out_are_counted_by_the_length_of_their_response():
