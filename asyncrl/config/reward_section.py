@@ -69,7 +69,7 @@ class HttpReward(Remote):
     ) = None
     """Environment variable that holds the key of the service; from its name logs know that they hide it."""
     requests_per_minute: PositiveInt | None = None
-    """Most requests of each generator per minute."""
+    """Most requests of each generator per minute, on average, after a first burst of as many."""
 
 
 class LlmJudge(HttpReward):
@@ -92,7 +92,7 @@ class LlmJudge(HttpReward):
     both_orders: bool = True
     """Whether a comparison (`against`) is asked for in both orders, because judges prefer a position."""
     tokens_per_minute: PositiveInt | None = None
-    """Most tokens of each generator per minute, counted as the service reports them."""
+    """Most tokens of each generator per minute, as `requests_per_minute`, counted as the service reports."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request, such as `temperature` and `max_tokens`."""
 
