@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.algo.ranges import EQUAL, is_solved
 from asyncrl.data.mixture import Mixture
 from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
 
 NEVER, MIXED, ALWAYS = -1, 0, 1
-# Rewards that differ by no more than this are equal.
-TOLERANCE = 1e-6
 # An order carries one bit for each row, and no value of a message is longer than 64 KiB.
 MOST_ROWS = 1 << 19
 
@@ -26,9 +25,9 @@ MOST_ROWS = 1 << 19
 def verdict(group: Group, solved: float) -> int:
     """Return ALWAYS if every reward is at least `solved`, NEVER if all are equal and below it, else MIXED."""
     rewards = [rollout.reward for rollout in group.rollouts]
-    if min(rewards) >= solved - TOLERANCE:
+    if is_solved(min(rewards), solved):
         return ALWAYS
-    return NEVER if max(rewards) - min(rewards) <= TOLERANCE else MIXED
+    return NEVER if max(rewards) - min(rewards) <= EQUAL else MIXED
 
 
 class Curriculum:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.preferences import preference_metrics
+from asyncrl.algo.ranges import EQUAL
 from asyncrl.algo.trainable import MOST_PARTS, UNTRAINABLE
 from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
@@ -23,7 +24,6 @@ from asyncrl.types import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-EQUAL = 1e-6  # rewards closer than this are the same, as for the filter `zero_variance`
 COLLAPSED = ("below_0", "at_0", "between", "at_1", "above_1")
 # Other finish reasons, which a generator of another release may give, count as `other`.
 ENDINGS = ("stop", "length", "turns", "sequences", "time")
