@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
-from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.environment_section import EnvironmentConfig, is_rollout
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
@@ -177,8 +177,7 @@ def _unshown_tools(config: Config, key: str, name: str, node: Definition | None)
         found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
-        is_rollout = node and [one.arg for one in node.args.args[:1]] == ["session"]
-        is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout)
+        is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout(node))
         found = f"`{name}` is a tool" if is_tool else ""
         cure = "name a class with `reset` and `step`, which takes plain text"
     if found and not config.model.chat_template:
