@@ -25,7 +25,7 @@ from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
 from asyncrl.data.mixture import make_mixture
-from asyncrl.data.reader import PromptReader
+from asyncrl.data.reader import PromptReader, taken_answers
 from asyncrl.data.row_files import Row
 from asyncrl.data.row_functions import load_parts
 from asyncrl.errors import DataError, RenderError
@@ -326,6 +326,9 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
         for name, part in held_out.items()
     }
     parts = [*train, *held_out.values()]
+    for part in parts:
+        if said := taken_answers(part.rows.taken, len(part.lengths)):
+            log.info("%s: %s", part.rows.source, said)
     named = "; ".join(filter(None, (part.complaint for part in parts)))
     above = f"are longer than sampling.max_prompt_tokens ({parts[0].limit})"
     if named and how == "refuse":
