@@ -276,7 +276,7 @@ def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_rend
         _, _, messages, answer = ENDING[name]
         for prompt in (prompts.prompt(index + 1), prompts.eval_prompts(len(names))[index]):
             assert prompt.text == rendered_by_transformers(tokenizer, messages), name
-            assert [*prompt.messages] == messages
+            assert [*prompt.messages] == messages and prompt.chat == prompt.row["talk"]
             assert (len(prompt.row["talk"]), prompt.row.get("answer")) == (len(messages), answer)
     ends = [name for name in names if "question" not in name]
     named = [name for name in ends if ENDING[name][3] and not ENDING[name][1].get("answer")]
