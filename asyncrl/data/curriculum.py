@@ -82,7 +82,10 @@ class Curriculum:
         """
         size = self.plan.size
         while (start := self._decided * size) < consumed + self._reach:
-            self._settle(start - self._distance)
+            # Results count in the order of their ids.
+            for ticket in sorted(one for one in self._results if one <= start - self._distance):
+                row, found = self._results.pop(ticket)
+                self._verdicts[row] = found
             self._skipped[self._decided] = self._verdicts != MIXED
             self._decided += 1
         oldest = (unfinished - 1) // size
@@ -106,12 +109,6 @@ class Curriculum:
         """Count the rows that the newest epoch skips, by reason."""
         counts = {"always": ALWAYS, "never": NEVER}
         return {f"curriculum/{name}": int((self._verdicts == kind).sum()) for name, kind in counts.items()}
-
-    def _settle(self, last: int) -> None:
-        """Let the results of tickets up to `last` count, in the order of their ids."""
-        for ticket in sorted(ticket for ticket in self._results if ticket <= last):
-            row, found = self._results.pop(ticket)
-            self._verdicts[row] = found
 
     def _mask(self, text: str) -> NDArray[np.bool_]:
         return rows_of(base64.b64decode(text), self.plan.size)

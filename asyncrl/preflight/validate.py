@@ -305,7 +305,7 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
     """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
     played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.is_used else {}
     wants: dict[str, Callable[[Row], list[str]]] = {
-        name: partial(_wanted, form, played) for name, form in forms.items()
+        name: partial(lambda form, row: form.lacking({**row, **played}), form) for name, form in forms.items()
     }
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
@@ -328,10 +328,6 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                     f"{len(indices)} of {len(rows.checked)} rows lack column `{column}`, which {name} wants"
                 )
                 yield Mistake((key,), f"{text}: {places}; add it there, or remove the rows")
-
-
-def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
-    return form.lacking({**row, **played})
 
 
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
