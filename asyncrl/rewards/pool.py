@@ -89,7 +89,6 @@ class RewardPool:
         return [self._joined({part: one[at] for part, one in found.items()}) for at in range(len(inputs))]
 
     async def close(self) -> None:
-        """Kill all workers."""
         for one in self._batches.values():
             one.close()
         for worker in self._workers:

@@ -78,7 +78,6 @@ class Lines:
         return self._file.tell() if self._file else 0
 
     def close(self) -> None:
-        """Close the file."""
         if self._file:
             self._file.close()
             self._file = None
