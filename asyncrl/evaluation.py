@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
+from asyncrl.algo.ranges import is_solved
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
@@ -100,11 +101,6 @@ def standard_error(values: Sequence[float]) -> float | None:
     Source: Miller 2024, Adding Error Bars to Evals (arXiv:2411.00640).
     """
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def is_solved(reward: float) -> bool:
-    """Whether the reward is 1 or more, give or take the rounding of a weighted sum."""
-    return reward >= 1.0 - 1e-6
 
 
 def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResult:

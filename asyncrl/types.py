@@ -13,7 +13,7 @@ Arrays are numpy, because they cross processes; only the learner uses torch.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Self
@@ -54,6 +54,7 @@ class Prompt:
     text: str
     row: Mapping[str, Any]  # of the dataset; reward functions get its columns
     messages: tuple[Mapping[str, Any], ...] = ()  # of which `text` is the rendering; () without a template
+    chat: Sequence[Mapping[str, Any]] | None = None  # the row's own messages, if it has no text
     held_out: int | None = None  # its place in its set of data.eval, from 0; it seeds the prompt's episodes
     task: int = 0  # place of its source or set in `DataConfig.tasks`, which scores and plays it
     images: Callable[[], Any] | None = None  # reads its images now, as `engine.base.PromptImages`

@@ -5,7 +5,7 @@ annotated with a name from this module, and this module does not import torch.
 """
 
 from collections.abc import Mapping as Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,3 +27,10 @@ MOST_SEQUENCES = 256
 MOST_KEPT = 256
 # Bound on the absolute value of a reward: sums of squares over a batch stay finite in float32.
 MOST_REWARD = 1e9
+# Rewards that differ by no more than this are equal, as for the filter `zero_variance`: 0.7 + 0.2 + 0.1 < 1.
+EQUAL = 1e-6
+
+
+def is_solved(reward: Any, solved: float = 1.0) -> Any:
+    """Return whether a reward, or each one of a tensor, is at least `solved`, give or take rounding."""
+    return reward >= solved - EQUAL

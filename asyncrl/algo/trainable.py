@@ -178,11 +178,9 @@ def _reward_faults(rollout: Rollout) -> Iterator[str]:
 
 def _is_name(text: str) -> bool:
     """Whether the text can be the name of a published metric."""
-    return 0 < len(text) <= MOST_CHARACTERS and all(map(_is_plain, text))
-
-
-def _is_plain(character: str) -> bool:
-    return character.isascii() and (character.isalnum() or character in "_./-")
+    return 0 < len(text) <= MOST_CHARACTERS and all(
+        one.isascii() and (one.isalnum() or one in "_./-") for one in text
+    )
 
 
 def _outside(values: NDArray[np.generic], lowest: float, highest: float) -> float | None:

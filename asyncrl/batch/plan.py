@@ -3,7 +3,7 @@
 Axes in names:  T action tokens of the batch before any mask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -63,7 +63,7 @@ class Planner:
 
     estimator: Estimator
     columns: frozenset[str]  # each costs a forward pass, before the advantages are made
-    solved: float | None = None  # reward from which an answer is imitated; None if none is
+    imitates: Callable[[Tensor], Tensor] | None = None  # of rewards, whether an answer is; None if none is
     proximal: bool  # whether the measured log-probabilities are those of the proximal policy
     over_step: bool = False  # whether minibatches carry the tokens of all ranks
     settings: PlanSettings
@@ -94,7 +94,7 @@ class Planner:
             "values_T": rewards.values_T,
             "reference_logprobs_T": measured.get("reference_logprobs_T"),
             "proximal_logprobs_T": measured["logprobs_T"] if self.proximal else None,
-            "solved_T": None if self.solved is None else rewards.per_token(rewards.rewards_S >= self.solved),
+            "solved_T": rewards.per_token(self.imitates(rewards.rewards_S)) if self.imitates else None,
             "turn_part_T": (turn_part_T := turn_parts(rewards)),
         }
         columns = {name: per_sample(one_T, samples) for name, one_T in columns_T.items() if one_T is not None}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from asyncrl.algo.corrections import Correction, combined
+from asyncrl.algo.ranges import is_solved
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.turn_advantages import turn_value_targets
@@ -41,7 +42,7 @@ def make_recipe(
     reward_parts: Sequence[str],
 ) -> Recipe:
     """Resolve every name. `reward_parts` names the parts of the reward. Raises ConfigError."""
-    advantage, kl = config.advantage, config.kl
+    advantage, kl, imitation = config.advantage, config.kl, config.imitation
     needs = registry.needs("advantage", advantage.name)
     if unknown := needs - USABLE:
         raise ConfigError(
@@ -72,7 +73,7 @@ def make_recipe(
         planner=Planner(
             estimator=estimator,
             columns=columns,
-            solved=config.imitation.solved if config.imitation.coefficient else None,
+            imitates=partial(is_solved, solved=imitation.solved) if imitation.coefficient else None,
             proximal=measures_proximal,
             over_step=over_step,
             settings=settings,

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from asyncrl.cli.arguments import ConfigOption, Json, Words, named, required_config
-from asyncrl.errors import ConfigError
 
 app = typer.Typer()
 reward = typer.Typer(help="Try out reward functions.")
@@ -84,15 +83,8 @@ def validate(words: Words = None, config: ConfigOption = None) -> None:
 
 
 @app.command()
-def doctor(
-    words: Words = None,
-    config: ConfigOption = None,
-    as_json: Json = False,
-    gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
-) -> None:
+def doctor(words: Words = None, config: ConfigOption = None, as_json: Json = False) -> None:
     """Check this machine, and what a run needs of it; failures come with their fix and exit status 1."""
-    if gpu:
-        raise ConfigError("doctor: found --gpu; GPUs are measured by `python -m bench.gpu`, in a clone")
     from rich.console import Console
     from rich.text import Text
 

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import AfterValidator, Field
 
@@ -75,22 +75,29 @@ class EnvironmentConfig(Part):
         An agent or a rollout function may begin a conversation with each turn. The source of `uses` shows
         whether its name is a rollout function; nothing is imported here.
         """
-        begins = self.command or _is_rollout(self.uses) or (self.uses and self.history == "template")
+        begins = self.command or _names_rollout(self.uses) or (self.uses and self.history == "template")
         return min(self.max_turns, MOST_SEQUENCES) if begins else 1
 
 
+def is_rollout(node: ast.AST | None) -> TypeGuard[ast.AsyncFunctionDef]:
+    """Return whether a definition is a rollout function, as `environments.user_code` says of a loaded one."""
+    if not isinstance(node, ast.AsyncFunctionDef):
+        return False
+    return [one.arg for one in (*node.args.posonlyargs, *node.args.args)][:1] == ["session"]
+
+
 @cache
-def _is_rollout(uses: str | tuple[str, ...]) -> bool:
-    """Whether `uses` names an `async` function of a file or a module that can be read."""
+def _names_rollout(uses: str | tuple[str, ...]) -> bool:
+    """Whether `uses` names a rollout function of a file or a module that can be read."""
     if not isinstance(uses, str):
-        return len(uses) == 1 and _is_rollout(uses[0])
+        return len(uses) == 1 and _names_rollout(uses[0])
     place, _, name = uses.rpartition(":")
     try:
         source = place if place.endswith(".py") else source_of(place)
         body = ast.parse(Path(source).read_bytes()).body if source else []
     except (ImportError, LookupError, OSError, SyntaxError, ValueError):  # `asyncrl validate` reports it
         return False
-    return any(isinstance(node, ast.AsyncFunctionDef) and node.name == name for node in body)
+    return any(is_rollout(node) and node.name == name for node in body)
 
 
 def source_of(module: str) -> str | None:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.algo.ranges import EQUAL, is_solved
 from asyncrl.data.mixture import Mixture
 from asyncrl.data.sample_plan import SamplePlan, rows_of
 from asyncrl.errors import DataError
 from asyncrl.types import Group
 
 NEVER, MIXED, ALWAYS = -1, 0, 1
-# Rewards that differ by no more than this are equal.
-TOLERANCE = 1e-6
 # An order carries one bit for each row, and no value of a message is longer than 64 KiB.
 MOST_ROWS = 1 << 19
 
@@ -26,9 +25,9 @@ MOST_ROWS = 1 << 19
 def verdict(group: Group, solved: float) -> int:
     """Return ALWAYS if every reward is at least `solved`, NEVER if all are equal and below it, else MIXED."""
     rewards = [rollout.reward for rollout in group.rollouts]
-    if min(rewards) >= solved - TOLERANCE:
+    if is_solved(min(rewards), solved):
         return ALWAYS
-    return NEVER if max(rewards) - min(rewards) <= TOLERANCE else MIXED
+    return NEVER if max(rewards) - min(rewards) <= EQUAL else MIXED
 
 
 class Curriculum:
@@ -83,7 +82,10 @@ class Curriculum:
         """
         size = self.plan.size
         while (start := self._decided * size) < consumed + self._reach:
-            self._settle(start - self._distance)
+            # Results count in the order of their ids.
+            for ticket in sorted(one for one in self._results if one <= start - self._distance):
+                row, found = self._results.pop(ticket)
+                self._verdicts[row] = found
             self._skipped[self._decided] = self._verdicts != MIXED
             self._decided += 1
         oldest = (unfinished - 1) // size
@@ -107,12 +109,6 @@ class Curriculum:
         """Count the rows that the newest epoch skips, by reason."""
         counts = {"always": ALWAYS, "never": NEVER}
         return {f"curriculum/{name}": int((self._verdicts == kind).sum()) for name, kind in counts.items()}
-
-    def _settle(self, last: int) -> None:
-        """Let the results of tickets up to `last` count, in the order of their ids."""
-        for ticket in sorted(ticket for ticket in self._results if ticket <= last):
-            row, found = self._results.pop(ticket)
-            self._verdicts[row] = found
 
     def _mask(self, text: str) -> NDArray[np.bool_]:
         return rows_of(base64.b64decode(text), self.plan.size)

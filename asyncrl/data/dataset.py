@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -39,6 +40,8 @@ class Rows(Sequence[Row]):
         if not rows:
             raise DataError(f"{source} holds no rows; write at least one")
         self._rows, self.source = rows, source
+        # Of the rows that were read, those whose last answer `with_messages` took, and the new answers.
+        self.taken: Counter[str] = Counter()
         self._origin = origin or (lambda index: (source, index, lines))
 
     @classmethod

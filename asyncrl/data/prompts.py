@@ -25,7 +25,7 @@ from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
 from asyncrl.data.mixture import make_mixture
-from asyncrl.data.reader import PromptReader
+from asyncrl.data.reader import PromptReader, taken_answers
 from asyncrl.data.row_files import Row
 from asyncrl.data.row_functions import load_parts
 from asyncrl.errors import DataError, RenderError
@@ -58,23 +58,22 @@ class RowRenderer:
         value = self.reader.read(row, where)
         messages = () if isinstance(value, str) else tuple(value)
         text = value if isinstance(value, str) else self.chat(value, where)
-        if self.processor is not None and (key := self.reader.data.images_key):
+        data = self.reader.data
+        given = row[data.prompt_field] if data.template is None else None
+        chat = given if isinstance(given, list) else None
+        made = partial(Prompt, text=text, row=row, messages=messages, chat=chat)
+        if self.processor is not None and (key := data.images_key):
             processor, read = self.processor, partial(image_bytes, row, key, where, beside)
             if images := read():
-                return Prompt(
-                    token_ids=processor.ids(text, images, where),
-                    text=text,
-                    row=row,
-                    messages=messages,
-                    images=lambda: processor.read(text, read(), where),
-                )
+                seen = processor.ids(text, images, where)
+                return made(token_ids=seen, images=lambda: processor.read(text, read(), where))
         bos = self.tokenizer.bos_token
         add_special = not messages and not (bos and text.startswith(bos))
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special)["input_ids"]
         # Some tokenizers append an end token to every text, after which a response would be empty.
         while add_special and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
-        return Prompt(token_ids=tuple(ids), text=text, row=row, messages=messages)
+        return made(token_ids=tuple(ids))
 
     def chat(self, messages: Sequence[Message], where: str) -> str:
         """Return what the template writes, with the opening of the answer. Raises DataError."""
@@ -326,6 +325,9 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
         for name, part in held_out.items()
     }
     parts = [*train, *held_out.values()]
+    for part in parts:
+        if said := taken_answers(part.rows.taken, len(part.lengths)):
+            log.info("%s: %s", part.rows.source, said)
     named = "; ".join(filter(None, (part.complaint for part in parts)))
     above = f"are longer than sampling.max_prompt_tokens ({parts[0].limit})"
     if named and how == "refuse":

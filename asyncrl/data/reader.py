@@ -3,13 +3,13 @@
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
 from asyncrl.config.data_section import DataConfig
-from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_sources
 from asyncrl.data.row_files import Row
 from asyncrl.errors import DataError
@@ -115,11 +115,11 @@ class PromptReader:
             raise DataError(f"data.template is not a valid template ({error}); {cure}") from error
 
 
-def with_messages(row: Row, data: DataConfig) -> Row:
+def with_messages(row: Row, data: DataConfig, taken: Counter[str]) -> Row:
     """Return the row with a prompt of chat messages in OpenAI's form, from which the last answer is taken.
 
     The answer becomes the column `answer` if it has text, and the row has none. With `data.last_answer:
-    continue` it stays. What is no message stays, too: `PromptReader` refuses it.
+    continue` it stays. What is no message stays, too: `PromptReader` refuses it. `taken` counts both.
     """
     given = row.get(data.prompt_field)
     if data.template is not None or not isinstance(given, list):
@@ -131,21 +131,19 @@ def with_messages(row: Row, data: DataConfig) -> Row:
         for part in content if isinstance(content, list) else [content]:
             with contextlib.suppress(ValueError):  # of an image, for example, which is no text
                 text += text_of([part])
+        taken["rows"] += 1
         if text.strip() and row.get("answer") is None:
             found["answer"] = text
+            taken["answers"] += 1
     return found
 
 
-def taken_answers(rows: Rows, data: DataConfig) -> str:
-    """Say from how many of `rows.checked` `with_messages` takes the last answer; empty if from none."""
-    taken = named = 0
-    for row in (rows[index] for index in rows.checked):
-        found = with_messages(row, data)
-        if found is not row and len(found[data.prompt_field]) < len(row[data.prompt_field]):
-            taken += 1
-            named += found.get("answer") is not row.get("answer")
-    said = f"the last answer is taken off the prompt of {taken:,} of {len(rows.checked):,} rows, and is now "
-    return f"{said}the column `answer` of {named:,} (data.last_answer)" if taken else ""
+def taken_answers(taken: Counter[str], rows: int) -> str:
+    """Say from how many of so many rows `with_messages` has taken the last answer; empty if from none."""
+    if not taken["rows"]:
+        return ""
+    said = f"the last answer is taken off the prompt of {taken['rows']:,} of {rows:,} rows, and is now "
+    return f"{said}the column `answer` of {taken['answers']:,} (data.last_answer)"
 
 
 def _is_shared(message: Any) -> bool:

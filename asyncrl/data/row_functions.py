@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -21,7 +22,7 @@ import msgpack
 
 from asyncrl.config.data_section import DataConfig, DataSource, EvalSet
 from asyncrl.data.dataset import Rows, load_rows
-from asyncrl.data.reader import taken_answers, with_messages
+from asyncrl.data.reader import with_messages
 from asyncrl.data.row_files import Lazy, Row
 from asyncrl.errors import DataError, as_unicode
 from asyncrl.hosting.processes import die_with_parent
@@ -48,11 +49,11 @@ def load_part(data: DataConfig, source: str, split: str, limit: int | None = Non
 
     Raises DataError that names function and row.
     """
-    rows = _chosen(data, source, split, limit)
-    if said := taken_answers(rows, data):
-        log.info("%s: %s", rows.source, said)
-    size, made = len(rows), partial(with_messages, data=data)
-    return rows.only(range(size), Lazy(size, lambda index: made(rows[index]), lambda: map(made, rows)))
+    rows, taken = _chosen(data, source, split, limit), Counter[str]()
+    size, made = len(rows), partial(with_messages, data=data, taken=taken)
+    found = rows.only(range(size), Lazy(size, lambda index: made(rows[index]), lambda: map(made, rows)))
+    found.taken = taken
+    return found
 
 
 def _chosen(data: DataConfig, source: str, split: str, limit: int | None) -> Rows:

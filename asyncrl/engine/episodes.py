@@ -316,12 +316,13 @@ def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
     outcome = episode.outcome
     last = episode.rollouts[-1]
     result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
-    played = dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True))
     return RewardInput(
         prompt=prompt.text,
         response=episode.response,
         raw_response=episode.raw_response,
-        row={**prompt.row, **played},
+        row=prompt.row,
+        chat=prompt.chat,
+        played=dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True)),
         truncated=outcome.finish_reason != "stop",
         response_tokens=sum(one.actions for one in episode.rollouts),
         token_ids=[*last.prompt_ids.tolist(), *last.response_ids.tolist()],

@@ -154,6 +154,7 @@ class Sampler:
                 response=self._decode(ids),
                 raw_response=partial(self._decode, ids, raw=True),
                 row=prompt.row,
+                chat=prompt.chat,
                 truncated=rollout.truncated,
                 response_tokens=len(ids),
                 token_ids=[*prompt.token_ids, *ids],

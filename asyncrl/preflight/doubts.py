@@ -16,7 +16,7 @@ from asyncrl.config.named_files import local_files
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import EvalConfig
 from asyncrl.data.dataset import Rows, load_rows
-from asyncrl.data.reader import taken_answers
+from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
@@ -141,8 +141,10 @@ def _rows(config: Config) -> Iterator[str]:
             which = "which" if len(rows) == len(every) else f"the {len(rows)} that were looked at"
             found = f"{key} ({source}) has {len(every)} rows, of {which} {distinct} are different"
             yield f"{found}; remove the repetitions, or give it rows of its own"
-        data = config.data.of(task)
-        if data.map is None and (said := taken_answers(rows, data)):
+        data, taken = config.data.of(task), Counter[str]()
+        for row in rows if data.map is None else ():
+            with_messages(row, data, taken)
+        if said := taken_answers(taken, len(rows)):
             yield f"{key} ({source}): {said}; set data.last_answer: continue to have it continued"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)

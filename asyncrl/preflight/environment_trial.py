@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.environment_section import EnvironmentConfig, is_rollout
 from asyncrl.engine.episodes import require_same_start
 from asyncrl.environments.base import Answer, BudgetSpent, Message, Outcome, ToolCall
 from asyncrl.environments.environments import Environments
@@ -134,7 +134,7 @@ def _names(file: Path) -> str | tuple[str, ...]:
         raise ConfigError(f"{file}: {error}; name a Python file as FILE or FILE:NAME") from error
     public = [one for one in body if not getattr(one, "name", "_").startswith("_")]
     classes = [one.name for one in public if isinstance(one, ast.ClassDef)]
-    rollouts = [one.name for one in public if isinstance(one, ast.AsyncFunctionDef) and _is_rollout(one)]
+    rollouts = [one.name for one in public if is_rollout(one)]
     tools = [one.name for one in public if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     if len(classes + rollouts) > 1 or not (classes or tools):
         found = f"{file} has the classes {classes}, rollouts {rollouts} and functions {tools}"
@@ -142,7 +142,3 @@ def _names(file: Path) -> str | tuple[str, ...]:
     if alone := classes + rollouts:
         return f"{file}:{alone[0]}"
     return tuple(f"{file}:{name}" for name in tools)
-
-
-def _is_rollout(function: ast.AsyncFunctionDef) -> bool:
-    return [one.arg for one in function.args.args][:1] == ["session"]

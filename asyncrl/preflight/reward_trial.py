@@ -101,7 +101,9 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
         right = [("reference", str(reference))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)
-            given = RewardInput(prompt=prompt.text, response=text, row=prompt.row, response_tokens=tokens)
+            given = RewardInput(
+                prompt=prompt.text, response=text, row=prompt.row, chat=prompt.chat, response_tokens=tokens
+            )
             yield Case(kind, given, prompt.task)
 
 
@@ -137,12 +139,13 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
             raise DataError(f"{place}: no text in column `response`; it has {', '.join(record)}")
         found = finder.prompt(record) if finder else None
         row, task = (found.row, found.task) if found else (record, 0)
-        prompt = str(record.get("prompt") or record.get(config.data.prompt_field) or "")
+        prompt = record.get("prompt") or record.get(config.data.prompt_field) or ""
+        chat = found.chat if found else prompt if isinstance(prompt, list) else None
         truncated = record.get("finish_reason", "stop") != "stop"
         text = record["response"]
         tokens = sum(count for _, count in record.get("versions") or ()) or _sampled(tokenizer, text)
         given = RewardInput(
-            prompt=prompt, response=text, row=row, truncated=truncated, response_tokens=tokens
+            prompt=str(prompt), response=text, row=row, chat=chat, truncated=truncated, response_tokens=tokens
         )
         yield Case("sample", given, task)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
-from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.environment_section import EnvironmentConfig, is_rollout
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
@@ -182,8 +182,7 @@ def _unshown_tools(config: Config, key: str, name: str, node: Definition | None)
         found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
-        is_rollout = node and [one.name for one in _parameters(node.args)][:1] == ["session"]
-        is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout)
+        is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout(node))
         found = f"`{name}` is a tool" if is_tool else ""
         cure = "name a class with `reset` and `step`, which takes plain text"
     if found and not config.model.chat_template:
@@ -311,7 +310,7 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
     """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
     played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.is_used else {}
     wants: dict[str, Callable[[Row], list[str]]] = {
-        name: partial(_wanted, form, played) for name, form in forms.items()
+        name: partial(lambda form, row: form.lacking({**row, **played}), form) for name, form in forms.items()
     }
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
@@ -334,10 +333,6 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                     f"{len(indices)} of {len(rows.checked)} rows lack column `{column}`, which {name} wants"
                 )
                 yield Mistake((key,), f"{text}: {places}; add it there, or remove the rows")
-
-
-def _wanted(form: Form, played: Mapping[str, None], row: Row) -> list[str]:
-    return form.lacking({**row, **played})
 
 
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:

@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +27,6 @@ from asyncrl.run.directory import write_directory
 GAMES = 20_000  # played for the warm-up
 
 
-class Pupil(Protocol):
-    """A careless player of one game."""
-
-    characters: str
-
-    def rows(self, draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the rows to train on, and held-out rows."""
-        ...
-
-    def play(self, row: dict[str, Any], draw: random.Random) -> list[str]:
-        """Return the texts of one game in turn: the prompt, an answer, an observation, an answer, ..."""
-        ...
-
-
 class Guesser:
     """Guesses between the bounds that it knows, but ignores them at every third guess."""
 
@@ -48,11 +34,11 @@ class Guesser:
     ignores = 0.35
 
     def rows(self, draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """See `Pupil`; all numbers can be learned, so none is held out."""
+        """Return the rows to train on, and held-out rows: none, as all numbers can be learned."""
         return [{"prompt": ":", "secret": secret} for secret in range(LARGEST + 1)], []
 
     def play(self, row: dict[str, Any], draw: random.Random) -> list[str]:
-        """See `Pupil`."""
+        """Return the texts of one game in turn: the prompt, an answer, an observation, an answer, ..."""
         game, texts = Guess(), [row["prompt"]]
         game.reset(row["secret"])
         low, high, done = 0, LARGEST, False
@@ -71,7 +57,7 @@ class Adder:
     asks, garbles, ignores = 0.2, 0.4, 0.3
 
     def rows(self, draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """See `Pupil`; every sum has a carry, so a careless answer is wrong."""
+        """Return the rows to train on, and held-out rows; a careless answer is wrong in each."""
         pairs = [(100 + pair // 900, 100 + pair % 900) for pair in range(900 * 900)]
         rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in draw.sample(pairs, len(pairs)))
         carried = (row for row in rows if careless_sum(row["prompt"]) != row["answer"])
@@ -79,7 +65,7 @@ class Adder:
         return chosen[256:], chosen[:256]
 
     def play(self, row: dict[str, Any], draw: random.Random) -> list[str]:
-        """See `Pupil`."""
+        """Return the texts of one game as `Guesser` does."""
         game, prompt = Calculator(), row["prompt"]
         game.reset(row["answer"])
         if draw.random() >= self.asks:
@@ -92,6 +78,7 @@ class Adder:
         return [prompt, asked, said, careless_sum(prompt) if draw.random() < self.ignores else said[:-1]]
 
 
+Pupil = Guesser | Adder
 PUPILS: dict[str, Pupil] = {"guess": Guesser(), "calculator": Adder()}
 
 

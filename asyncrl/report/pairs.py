@@ -33,7 +33,6 @@ class PairsFile:
         self._lines.write([*self._pairs(step)])
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
     def _pairs(self, step: Step) -> Iterator[dict[str, Any]]:

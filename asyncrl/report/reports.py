@@ -112,13 +112,11 @@ class Reporting:
             self._timeline.update(generator_id, report)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Report numbers by name."""
         with self.guard("trackers and alarms"):
             self._trackers.log(metrics, step=step)
         self.watch(metrics, step)
 
     def close(self) -> None:
-        """Close trackers and timeline."""
         with self.guard("trackers and alarms"):
             self._trackers.close()
         with self.guard("timeline"):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.algo.draws import maj_at_k
 from asyncrl.algo.metrics import finish, group_metrics, merge
 from asyncrl.algo.preferences import preference_metrics
+from asyncrl.algo.ranges import EQUAL
 from asyncrl.algo.trainable import MOST_PARTS, UNTRAINABLE
 from asyncrl.algo.value import explained_variance
 from asyncrl.buffer.base import DEADLY, kind_of
@@ -23,7 +24,6 @@ from asyncrl.types import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-EQUAL = 1e-6  # rewards closer than this are the same, as for the filter `zero_variance`
 COLLAPSED = ("below_0", "at_0", "between", "at_1", "above_1")
 # Other finish reasons, which a generator of another release may give, count as `other`.
 ENDINGS = ("stop", "length", "turns", "sequences", "time")
@@ -123,7 +123,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     endings = Counter(episode[0].finish_reason for episode in episodes)
     shares = {ending: endings.pop(ending, 0) for ending in ENDINGS} | {"other": endings.total()}
     rollouts = [rollout for episode in episodes for rollout in episode]
-    tokens = sum(map(_tokens, rollouts))
+    tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in rollouts)
     repeated = sum(_repeated(episode) for episode in episodes if len(episode) > 1)
     return {
         "episodes/turns_mean": float(np.mean(turns)),
@@ -144,10 +144,6 @@ def _states(rollout: Rollout) -> int:
     """Return how many turns have a state."""
     states = None if rollout.turns is None else rollout.turns.states
     return 0 if states is None else int(np.count_nonzero(states))
-
-
-def _tokens(rollout: Rollout) -> int:
-    return len(rollout.prompt_ids) + len(rollout.response_ids)
 
 
 def _repeated(episode: Sequence[Rollout]) -> int:

@@ -63,7 +63,6 @@ class Timeline:
                 self._lines.write([])
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             if self._lines:
                 self._lines.close()

@@ -29,12 +29,10 @@ class Archive(RunView):
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return str(self.config.get("run", {}).get("name", self.directory.path.name))
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all learner metrics."""
         return sorted({name for row in self.history.rows.values() for name in row if name != "time"})
 
     @property

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.algo.ranges import is_solved
 from asyncrl.config.data_section import error_of
-from asyncrl.evaluation import is_solved, standard_error
+from asyncrl.evaluation import standard_error
 from asyncrl.results.archive import Archive, read_samples
 from asyncrl.results.page import Table
 from asyncrl.telemetry.history import Row, Series, highest, of_sets, set_of

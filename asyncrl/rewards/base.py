@@ -18,7 +18,7 @@ what is asked about a response. It obeys the same rule: a question without a goo
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.algo.ranges import MOST_REWARD
@@ -42,6 +42,10 @@ class RewardInput:
     response: str
     # The dataset row, whose columns become arguments.
     row: Mapping[str, Any]
+    # The prompt as the row has it, if that is a list of chat messages.
+    chat: Sequence[Mapping[str, Any]] | None = None
+    # Further columns of an episode, `EPISODE_COLUMNS`, which take the place of the row's.
+    played: Mapping[str, Any] = field(default_factory=dict)
     # Decodes the response with its special tokens, but without the stop token at its end, for functions that
     # take this argument; None if it has none.
     raw_response: Callable[[], str] | None = None
@@ -51,6 +55,11 @@ class RewardInput:
     response_tokens: int = 0
     # Prompt and response as the policy read and sampled them; in an episode its last sequence.
     token_ids: Sequence[int] = ()
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Return the columns of row and episode."""
+        return {**self.row, **self.played}
 
 
 @dataclass(frozen=True, slots=True)

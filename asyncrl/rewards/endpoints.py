@@ -58,7 +58,7 @@ class HttpService:
             self._limit(rate, lambda _: 1.0)
 
     def questions(self, one: RewardInput) -> list[Question]:
-        columns = {name: [value] for name, value in one.row.items()}
+        columns = {name: [value] for name, value in one.columns.items()}
         request = {"prompts": [one.prompt], "completions": [one.response], "columns": columns}
         return [Question(request=request, read=_reward)]
 
@@ -135,7 +135,7 @@ class JudgeService(HttpService):
         against = self._settings.against
         if against is None:
             return self._votes(self._rendered(one, {}), _number)
-        if not isinstance(other := one.row.get(against), str):
+        if not isinstance(other := one.columns.get(against), str):
             raise RewardError(f"compares with column `{against}`, which holds no text: {other!r:.80}")
         orders: list[tuple[str, str, Callable[[object], float]]] = [(one.response, other, _share)]
         if self._settings.both_orders:
@@ -149,7 +149,7 @@ class JudgeService(HttpService):
         ]
 
     def _rendered(self, one: RewardInput, pair: Mapping[str, str]) -> str:
-        given = {**one.row, "prompt": one.prompt, "response": one.response, **pair}
+        given = {**one.columns, "prompt": one.prompt, "response": one.response, **pair}
         try:
             return self._template.render(given)
         except Exception as error:  # of the expressions in the template

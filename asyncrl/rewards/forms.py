@@ -12,13 +12,13 @@ A function with `responses` is called once for a group, for example to rank; its
 row, and what differs between responses (`GIVEN`, and `EPISODE_COLUMNS`) comes as lists. With `prompts` before
 them it is called for responses of several groups, and all columns are lists. Every other function is called
 for one response at a time, so TRL's lists have one item. If the prompts of the data are chat messages, TRL's
-functions get messages, as in TRL.
+functions get messages, as in TRL, and all others the text that the policy read.
 """
 
 import inspect
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from asyncrl.errors import RewardError
 
@@ -43,6 +43,7 @@ ELSEWHERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metr
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+Row = Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -58,6 +59,8 @@ class Form:
     takes_all: bool
     # Most responses of a call; `GROUP` for all of a group.
     most: int = 1
+    # Whether a prompt of chat messages stays one.
+    takes_chat: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:
         """Return whether an argument of this name reaches the function."""
@@ -83,9 +86,9 @@ class Form:
         return sorted(self.required - row.keys() - GIVEN)
 
     def arguments(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
-        """Positional and named arguments of a call for at most `most` responses."""
+        """Positional and named arguments of a call for at most `most` responses; see `functions.Reward`."""
         return (prompts[0], responses[0]), self._wanted(rows[0], without=("prompt", "response"))
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
@@ -103,13 +106,9 @@ class GroupForm(Form):
     """asyncrl's own form for functions that see all responses of a group together."""
 
     def arguments(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
-        # Data without an environment may have some columns of these names, but hardly all.
-        played = {*EPISODE_COLUMNS} if rows[0].keys() >= {*EPISODE_COLUMNS} else set()
-        shared = rows[0].keys() - GIVEN - played
-        named = {name: rows[0][name] for name in shared}
-        named |= {name: [row[name] for row in rows] for name in rows[0].keys() - shared}
+        named = {name: [row[name] for row in rows] if name in apart else rows[0][name] for name in rows[0]}
         return (prompts[0], list(responses)), self._wanted(named, without=("prompt", "responses"))
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
@@ -132,7 +131,7 @@ class BatchForm(GroupForm):
         return [name for name in Form.lacking(self, row) if name != "batch"]
 
     def arguments(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
         named = {name: [row.get(name) for row in rows] for row in rows for name in row}
         wanted = self._wanted(named, without=("prompts", "responses", "batch"))
@@ -144,17 +143,18 @@ class BatchForm(GroupForm):
 class TRLForm(Form):
     """TRL's form: every argument, and the returned value, is a list of one item."""
 
+    takes_chat = True
+
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         return [name for name in Form.lacking(self, row) if name not in ("prompts", "completions")]
 
     def arguments(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
-        [response], [row] = responses, rows
-        messages = row.get("prompt")
-        is_chat = isinstance(messages, list)
+        [prompt], [response], [row] = prompts, responses, rows
+        is_chat = not isinstance(prompt, str)
         completion = [{"role": "assistant", "content": response}] if is_chat else response
-        given = {"prompts": messages if is_chat else prompts[0], "completions": completion}
+        given = {"prompts": prompt, "completions": completion}
         values = self._wanted(row, without=("prompt", "response")) | self._wanted(given)
         return (), {name: [value] for name, value in values.items()}
 
@@ -178,7 +178,7 @@ class VerlForm(Form):
         return [name for name in Form.lacking(self, row) if name not in given]
 
     def arguments(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
         [response], [row] = responses, rows
         given = {

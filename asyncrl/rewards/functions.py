@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.errors import RewardError
 from asyncrl.plugins import load
 from asyncrl.rewards.builtin import BUILTINS, obstacle
-from asyncrl.rewards.forms import UNSAID, Form, form_of
+from asyncrl.rewards.forms import GIVEN, UNSAID, Form, Row, form_of
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 # A longer answer is replaced by its beginning and a digest, so that equal answers stay equal.
@@ -46,16 +46,18 @@ def form_for(function: Callable[..., Any]) -> Form:
         return Form(accepted=frozenset(), required=frozenset(), takes_all=False)
 
 
-Reward = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]]], list[tuple[float, str | None]]]
+# Prompts, responses, the columns of each, and optionally the names of those that differ within a group.
+Reward = Callable[..., list[tuple[float, str | None]]]
 
 
 def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Reward:
     """Wrap a function of any form, async or not, as (prompts, responses, columns of each) -> pairs.
 
-    A pair is (reward, answer). The reward is NaN if the function returns None: it abstains. `params` are
-    arguments by name, before columns of these names. Raises RewardError for an unknown form or parameter. The
-    wrapper raises it for a missing column, and for a returned value that is not a finite number or not an
-    answer; exceptions of the function itself pass through.
+    For a form that `takes_chat`, a prompt is a text or a list of messages. A pair is (reward, answer). The
+    reward is NaN if the function returns None: it abstains. `params` are arguments by name, before columns of
+    these names. Raises RewardError for an unknown form or parameter. The wrapper raises it for a missing
+    column, and for a returned value that is not a finite number or not an answer; exceptions of the function
+    itself pass through.
     """
     form = form_for(function)
     if problem := form.refusal(params):
@@ -63,13 +65,13 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
     form = form.with_params(params)
 
     def call(
-        prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str] = GIVEN
     ) -> list[tuple[float, str | None]]:
         for row in rows:
             if missing := form.lacking(row):
                 raise RewardError(f"wants column(s) {missing}, which the row lacks; it has {sorted(row)}")
         others = [{name: row[name] for name in row if name not in params} for row in rows]
-        positional, named = form.arguments(prompts, responses, others)
+        positional, named = form.arguments(prompts, responses, others, apart)
         value = function(*positional, **named, **params)
         returned = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]

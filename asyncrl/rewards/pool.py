@@ -27,6 +27,7 @@ from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
 from asyncrl.rewards import batches
 from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.batches import Batches, Divisible, Scored
+from asyncrl.rewards.forms import GIVEN
 from asyncrl.rewards.sandbox import sandbox_of
 from asyncrl.sandbox.bubblewrap import PARENT_PID, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
@@ -88,7 +89,6 @@ class RewardPool:
         return [self._joined({part: one[at] for part, one in found.items()}) for at in range(len(inputs))]
 
     async def close(self) -> None:
-        """Kill all workers."""
         for one in self._batches.values():
             one.close()
         for worker in self._workers:
@@ -144,6 +144,8 @@ class _Worker:
         self._printed = Printed()
         # Parts whose functions take `raw_response`, which costs a second decoding.
         self._raw: Sequence[str] = ()
+        # Parts whose functions take chat messages as the prompt.
+        self._chat: Sequence[str] = ()
         # Tasks that read the output of this process and of killed ones that have not ended yet.
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -151,9 +153,15 @@ class _Worker:
         """Value and answer of responses from one function. A worker that fails is killed."""
         await self.load()
         doing, in_step = f"reward part `{part}`", False
-        columns = [self._columns(part, one) for one in inputs]
-        prompts, responses = [one.prompt for one in inputs], [one.response for one in inputs]
-        request = _packed({"part": part, "prompts": prompts, "responses": responses, "columns": columns})
+        request = _packed(
+            {
+                "part": part,
+                "prompts": [(part in self._chat and one.chat) or one.prompt for one in inputs],
+                "responses": [one.response for one in inputs],
+                "columns": [self._columns(part, one) for one in inputs],
+                "apart": [*GIVEN, *inputs[0].played],
+            }
+        )
 
         async def begin() -> None:
             await self.start()
@@ -178,7 +186,7 @@ class _Worker:
         given: dict[str, Any] = {"truncated": one.truncated, "response_tokens": one.response_tokens}
         if part in self._raw:
             given["raw_response"] = one.raw_response() if one.raw_response else one.response
-        return {**given, **one.row}
+        return {**given, **one.columns}
 
     async def load(self) -> None:
         """Start; if the process dies or hangs, start another one. A reported error is raised immediately."""
@@ -223,7 +231,7 @@ class _Worker:
             reply = await self._receive(_is_ready, START_S, "start of the reward worker")
             if "error" in reply:
                 raise RewardError(reply["error"])
-            self._raw = reply["raw"]
+            self._raw, self._chat = reply["raw"], reply["chat"]
             self._most |= reply["most"]
             self._loaded()
         except BaseException:
@@ -324,7 +332,8 @@ def _divided(inputs: Sequence[RewardInput], most: int) -> list[Sequence[RewardIn
 
 
 def _is_ready(reply: dict[str, Any]) -> bool:
-    return isinstance(reply.get("raw"), list) and isinstance(reply.get("most"), dict)
+    lists = [reply.get("raw"), reply.get("chat")]
+    return all(isinstance(one, list) for one in lists) and isinstance(reply.get("most"), dict)
 
 
 def _is_judgement(reply: dict[str, Any], count: int) -> bool:

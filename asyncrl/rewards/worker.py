@@ -3,8 +3,10 @@
 Messages on standard input and output, framed as in `asyncrl.hosting.workers`:
 
     in   {functions: [[part, function, params], ...], limits: {RLIMIT_ name: value}, sandboxed}     once
-    out  {ready: true, raw: parts that take `raw_response`, most: {part: `Form.most`}} | {error: reason}
-    in   {part, prompts, responses, columns: those of each response}                            each call
+    out  {ready: true, raw: parts that take `raw_response`, chat: parts whose form `takes_chat`,
+          most: {part: `Form.most`}} | {error: reason}
+    in   {part, prompts, responses, columns: those of each response,
+          apart: the names of those that differ within a group}                                 each call
     out  {started: true}, then {values: [float, ...], answers: [text or nil, ...]} | {error: reason}, with
          {spent: true} to be replaced; a function that abstains has the value NaN
 
@@ -65,11 +67,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 return
             rewards[part], forms[part] = loaded
         raw = [part for part, form in forms.items() if form.takes("raw_response")]
-        reply({"ready": True, "raw": raw, "most": {part: form.most for part, form in forms.items()}})
+        chat = [part for part, form in forms.items() if form.takes_chat]
+        most = {part: form.most for part, form in forms.items()}
+        reply({"ready": True, "raw": raw, "chat": chat, "most": most})
         while True:
             call = msgpack.unpackb(receive(requests))
             reply({"started": True})
-            judged = _attempt(rewards[call["part"]], call["prompts"], call["responses"], call["columns"])
+            given = (call[name] for name in ("prompts", "responses", "columns", "apart"))
+            judged = _attempt(rewards[call["part"]], *given)
             failed = isinstance(judged, str)
             found = {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
             reply(found | (_tidied() if is_alone else {}))

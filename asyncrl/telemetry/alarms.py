@@ -58,10 +58,6 @@ class Alarm:
     cure: str
 
 
-def _entropy(value: float, past: Past) -> bool:
-    return value < max(ENTROPY_NATS, ENTROPY_SHARE * past.first["policy/entropy"])
-
-
 def _skipped(value: float, past: Past) -> bool:
     return value + sum(row.get("policy/skipped_steps", 0.0) for row in past.recent) >= SKIPPED
 
@@ -91,7 +87,7 @@ def _chosen(value: float, past: Past) -> bool:
 ALARMS: Mapping[str, Alarm] = {
     "entropy": Alarm(
         "policy/entropy",
-        _entropy,
+        lambda value, past: value < max(ENTROPY_NATS, ENTROPY_SHARE * past.first["policy/entropy"]),
         "raise clip_high or set algorithm.entropy; resume from an earlier checkpoint",
     ),
     "ess": Alarm(

@@ -241,7 +241,8 @@ def _generators(state: RunView, width: int, height: int) -> list[Text]:
     def order(member: MemberStatus) -> tuple[float, ...]:
         """Those in trouble come first; without room for all, then those far behind, then slow ones."""
         behind = newest - member.version if member.version >= 0 else 0
-        return (not _in_trouble(member), *(() if fit else (-behind, member.metrics.get("tokens_per_s", 0.0))))
+        is_well = member.state != "dirty" and member.silent_s <= SILENT_S
+        return (is_well, *(() if fit else (-behind, member.metrics.get("tokens_per_s", 0.0))))
 
     shown = sorted(by_name, key=order)[: None if fit else height - 2]
     id_width = min(max(12, *(len(member.generator_id) for member in shown)), max(12, width - 60))
@@ -252,10 +253,6 @@ def _generators(state: RunView, width: int, height: int) -> list[Text]:
     if not fit:
         lines.append(_summary(state.members, newest, width))
     return lines
-
-
-def _in_trouble(member: MemberStatus) -> bool:
-    return member.state == "dirty" or member.silent_s > SILENT_S
 
 
 def _member(member: MemberStatus, newest: int, id_width: int) -> Text:

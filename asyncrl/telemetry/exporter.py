@@ -77,7 +77,6 @@ class Exporter(Collector):
 
     @property
     def port(self) -> int:
-        """The port in use."""
         return int(self._server.server_port)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
@@ -97,7 +96,6 @@ class Exporter(Collector):
         self._status = list(status_families(status, max_bytes=max_bytes))
 
     def close(self) -> None:
-        """Stop listening."""
         with contextlib.suppress(OSError):
             self._target.unlink()
         self._server.shutdown()

@@ -37,11 +37,9 @@ class Trackers:
         self._each("log", lambda tracker: tracker.log(watched, step=step))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Pass rollouts to all trackers."""
         self._each("samples", lambda tracker: tracker.samples(records))
 
     def close(self) -> None:
-        """Close all trackers."""
         for kept in self._trackers:
             kept.close()
         self._trackers.clear()

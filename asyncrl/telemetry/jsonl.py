@@ -1,5 +1,6 @@
 """JSON lines, which any tool can read: how all files of a run are written, and read while they grow."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -78,7 +79,6 @@ class Lines:
         return self._file.tell() if self._file else 0
 
     def close(self) -> None:
-        """Close the file."""
         if self._file:
             self._file.close()
             self._file = None
@@ -125,10 +125,8 @@ class Tail:
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
         """Start at the beginning, or at most `last_bytes` before the end."""
         self.path = path
-        self.unreadable = 0  # lines that are not a JSON object, such as one that a crash cut off
-        self.offset = (
-            max(0, self._size() - last_bytes) if last_bytes is not None else 0
-        )  # behind what was read
+        # Behind what was read.
+        self.offset = max(0, self._size() - last_bytes) if last_bytes is not None else 0
         self._inside_line = self.offset > 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -148,20 +146,13 @@ class Tail:
                     was_inside, self._inside_line = self._inside_line, False
                     if was_inside or line == b"\n":
                         continue
-                    try:
+                    record = None
+                    with contextlib.suppress(ValueError):  # a crash may have cut it off
                         record = json.loads(line)
-                    except ValueError:
-                        record = None
                     if isinstance(record, dict):
                         yield record
-                    else:
-                        self.unreadable += 1
         except OSError as error:
             tell_unreadable(self.path, error)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all that iterating yields."""
-        return list(self)
 
     def _size(self) -> int:
         try:
@@ -185,4 +176,4 @@ class Tails:
         for path in sorted(self._directory.glob("*.jsonl")):
             if path.stem not in (*self._without, *self._tails):
                 self._tails[path.stem] = Tail(path, last_bytes=self._last_bytes)
-        return {name: tail.read() for name, tail in self._tails.items()}
+        return {name: list(tail) for name, tail in self._tails.items()}

@@ -34,7 +34,6 @@ class Dashboard:
         self._live.start()
 
     def show(self, state: RunView) -> None:
-        """Redraw."""
         self._last = state
         self._live.update(render(state, self._console.width, self._console.height), refresh=True)
 

@@ -98,7 +98,6 @@ class _LogFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
         super().close()
 

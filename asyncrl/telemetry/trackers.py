@@ -50,7 +50,6 @@ class JsonlTracker:
         self._nonfinite: Counter[str] = Counter()
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Write one line and flush it."""
         values = {name: finite(value) for name, value in metrics.items()}
         self._nonfinite.update(name for name, value in values.items() if value is None)
         record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
@@ -59,12 +58,10 @@ class JsonlTracker:
         self._metrics.write([record])
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
-        """Write one line for each rollout."""
         if self._samples:
             self._samples.write([to_json(asdict(record)) for record in records])
 
     def close(self) -> None:
-        """Close the files."""
         for lines in (self._metrics, self._samples):
             if lines:
                 lines.close()

@@ -1,4 +1,4 @@
-"""Two tables of docs/reliability.md: attacks with amounts and results, and faults during episodes."""
+"""The table of docs/reliability.md of attacks, with amounts and results."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,36 +155,3 @@ def _sum(runs: Sequence[Run], key: str) -> int:
 def _persons(runs: Sequence[Run]) -> int:
     """Runs that did not come to their end by themselves, or broke a promise."""
     return sum(bool(run["wrong"]) for run in runs)
-
-
-EPISODES = {
-    "generator": ("kill_generator", "pause_generator"),
-    "learner": ("kill_learner", "pause_learner"),
-    "worker, which runs the user's code": ("kill of worker", "stop of worker"),
-    "fork server of the workers": ("kill of fork server", "stop of fork server"),
-    "agent, `environment.command`": ("kill of agent", "stop of agent"),
-    "MCP server of an episode": ("kill of MCP server", "stop of MCP server"),
-    "sandbox of the tool `python`": ("kill of sandbox", "stop of sandbox"),
-}
-"""Process: kinds of fault that killed and that stopped it."""
-
-
-def episodes(found: Mapping[str, Any]) -> Iterator[str]:
-    """Runs with environments: what struck how often, and what became of the episodes."""
-    runs = _runs(found)
-    struck: Counter[str] = sum((_struck(run) for run in runs), Counter())
-    yield "| process | killed | stopped |"
-    yield "|---|---|---|"
-    for process, (killed, stopped) in EPISODES.items():
-        yield f"| {process} | {struck[killed]} | {struck[stopped]} |"
-    yield ""
-    figures: Counter[str] = Counter()
-    for run in runs:
-        figures.update({name: int(value) for name, value in run["found"].items() if name != "pause_s"})
-    yield (
-        f"{_sum(runs, 'groups'):,} groups with {figures['episodes']:,} episodes in {_sum(runs, 'steps'):,} "
-        f"steps: {_sum(runs, 'lost')} lost, {_sum(runs, 'duplicated')} trained twice, "
-        f"{sum(len(run['wrong']) for run in runs)} other broken promises (scored by a fault, a process left, a "
-        f"hang). {figures['replays']:,} episodes were played again, {figures['late']} tool calls were observed to be late, {figures['dead']} tickets "
-        f"failed in all attempts. Longest time without a step: {max(run['found']['pause_s'] for run in runs)} s."
-    )

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reliability.simulation import tables as simulation
-
 from . import attacks, designs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,14 +13,10 @@ PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results"
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "attacks": attacks.attacks,
-    "episodes": attacks.episodes,
     "designs": lambda found: designs.table(found["runs"]),
     "real": tables.real,
     "pace": tables.pace,
     "bounds": tables.bounds,
-    "frames": tables.frames,
-    "checkpoint": tables.crash_points,
-    "simulation": simulation.campaigns,
 }
 
 

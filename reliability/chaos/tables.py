@@ -1,5 +1,4 @@
-"""The tables of docs/reliability.md that are not of scenarios: bounds, frames, crash points, a run with a
-model.
+"""The tables of docs/reliability.md that are not of scenarios: bounds, and a run with a model.
 
 Runs of several seeds are summed; what cannot be summed is the worst of them.
 """
@@ -44,29 +43,6 @@ def bounds(found: Mapping[str, Run]) -> Iterator[str]:
         yield f"| its open files, at the end {one['files_at_end']} | {low} to {high} | constant | | |"
 
 
-def frames(found: Mapping[str, Any]) -> Iterator[str]:
-    """Return the table of malformed frames."""
-    yield "| frames | decoded without harm | aim | uncaught | memory grew by |"
-    yield "|---|---|---|---|---|"
-    if runs := found.get("structured", {"runs": []})["runs"]:
-        growth = f"{max(run['peak_growth_mib'] for run in runs):.1f} MiB"
-        yield (
-            f"| mutants by structure, seeds {_seeds(runs)} | {_sum(runs, 'cases'):,} | 1,000,000 | 0 "
-            f"| {growth} |"
-        )
-    guided = found["coverage_guided"]
-    yield (f"| mutants guided by coverage | {guided['executions']:,} | 10,000,000 | {guided['crashes']} | |")
-
-
-def crash_points(found: Run) -> Iterator[str]:
-    """Return the table of saves that were cut short."""
-    yield "| after | points | without a valid checkpoint and its ledger | DeepSpeed's own `latest` unusable |"
-    yield "|---|---|---|---|"
-    for kind, one in found["found"].items():
-        own = ", ".join(f"{count}: {what}" for what, count in one["deepspeed"].items())
-        yield f"| {kind} | {one['points']} | {len(one['violations'])} | {own} |"
-
-
 def real(run: Run) -> Iterator[str]:
     """Of a run with a model: what recovers, and what ends."""
     yield "| process killed | times | longest pause without a step, s | until everybody is there again, s |"
@@ -105,20 +81,6 @@ def _account(run: Run) -> str:
 
 def _seconds(times: Sequence[float]) -> str:
     return ", ".join(f"{s:.1f}" for s in times)
-
-
-def _sum(runs: Sequence[Run], *keys: str) -> int:
-    total = 0
-    for run in runs:
-        value: Any = run
-        for key in keys:
-            value = value.get(key, {} if key != keys[-1] else 0)
-        total += value
-    return total
-
-
-def _seeds(runs: Sequence[Run]) -> str:
-    return ", ".join(str(run["seed"]) for run in runs)
 
 
 def _mib(count_bytes: int) -> str:

@@ -17,7 +17,7 @@ SEEDS_AT_ONCE = 20
 SIMULATES = (
     "the same, histories, several ranks, the control plane, tickets and steps that kill, faults in storms"
 )
-"""What earlier campaigns did not: seeds of another simulation are told apart in the table."""
+"""What earlier campaigns did not: seeds of another simulation are told apart by it."""
 MOST_TRACES = 5
 """Failures that are told in full."""
 

@@ -411,11 +411,12 @@ def test_a_function_with_responses_sees_its_group_and_others_one_response(functi
     run(config(functions, "short"), refused)
 
     async def episodes(pool):
-        rows = [{"messages": one, "turns": 1, "result": {}, "x": 1} for one in "ab"]
-        played = [RewardInput(prompt="p", response="r", row=row) for row in rows]
+        said = [{"messages": one, "turns": 1, "result": {}} for one in "ab"]
+        played = [RewardInput(prompt="p", response="r", row={"x": 1}, played=one) for one in said]
         assert [one.total for one in await pool.score(played)] == [1.0, 0.0]
-        # Without an environment it is a column of the data.
-        data = [RewardInput(prompt="p", response="r", row={"messages": "ba"})] * 2
+        # Without an environment they are columns of the data.
+        row = {"messages": "ba", "turns": 1, "result": {}}
+        data = [RewardInput(prompt="p", response="r", row=row)] * 2
         assert [one.total for one in await pool.score(data)] == [0.0, 1.0]
 
     run(config(functions, "own"), episodes)
@@ -648,8 +649,9 @@ def test_functions_of_trl_and_verl_score_the_rows_that_they_have_there(tmp_path)
     }  # fmt: skip
 
     async def scenario(pool):
-        row = {"prompt": prompt, "solution": "4"} | verl
-        scores = await pool.score([ask("4", **row), ask("5", **row)])
+        row = {"question": prompt, "solution": "4"} | verl
+        asked = [RewardInput(prompt="2+2?", response=one, row=row, chat=prompt) for one in "45"]
+        scores = await pool.score(asked)
         assert [score.parts for score in scores] == [
             {"accuracy_reward": 1.0, "compute_score": 1.0},
             {"accuracy_reward": 0.0, "compute_score": 0.0},

@@ -12,10 +12,10 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.corrections import combined, none
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.kl import bias_corrected
-from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.value import value_loss
+from asyncrl.batch.coefficients import adapt_coefficient
 from asyncrl.config import registry
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/algo_peers.json").read_text())

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.load import load_config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
+from asyncrl.data import reader
 from asyncrl.data.data_files import DataFiles
 from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.prompts import PromptSource, RowRenderer
@@ -284,7 +285,7 @@ def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_rend
         _, _, messages, answer = ENDING[name]
         for prompt in (prompts.prompt(index + 1), prompts.eval_prompts(len(names))[index]):
             assert prompt.text == rendered_by_transformers(tokenizer, messages), name
-            assert [*prompt.messages] == messages
+            assert [*prompt.messages] == messages and prompt.chat == prompt.row["talk"]
             assert (len(prompt.row["talk"]), prompt.row.get("answer")) == (len(messages), answer)
     ends = [name for name in names if "question" not in name]
     named = [name for name in ends if ENDING[name][3] and not ENDING[name][1].get("answer")]
@@ -295,6 +296,17 @@ def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_rend
     files = DataFiles(config_of(data=config.model_dump(mode="json")))
     continued = config_of(data={**config.model_dump(mode="json"), "last_answer": "continue"})
     assert files.fingerprint == prompts.fingerprint != DataFiles(continued).fingerprint
+
+
+def test_the_messages_that_are_looked_at_are_read_once(tmp_path, monkeypatch):
+    model, read, renamed = (
+        character_tokenizer(tmp_path / "m", template=TEMPLATES["chatml"]),
+        [],
+        reader._renamed,
+    )
+    monkeypatch.setattr(reader, "_renamed", lambda message: read.append(message["value"]) or renamed(message))
+    source(model, write(tmp_path / "t.jsonl", shared(("human", "a"), ("gpt", "b"))))
+    assert read == ["a", "b"]
 
 
 def test_a_last_answer_may_be_continued(tmp_path, caplog):

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from asyncrl.algo.steering import acting_bonus, adapt_bonus
-from asyncrl.batch.coefficients import Coefficients
+from asyncrl.batch.coefficients import Coefficients, acting_bonus, adapt_bonus
 from asyncrl.config.algorithm import EntropyConfig, KLConfig
 from asyncrl.trainer.base import StepResult
 

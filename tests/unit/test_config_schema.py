@@ -650,8 +650,9 @@ def test_rewritten_turns_are_further_sequences_in_the_store() -> None:
 
 def test_a_rollout_function_may_begin_a_conversation_with_each_turn(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("async def rollout(session): ...\nclass Guess: ...\ndef tool(): ...\n")
-    most = {"rollout": 9, "Guess": 1, "tool": 1}
+    tools = "def tool(): ...\nasync def look(what): ...\ndef late(session): ...\n"
+    file.write_text(f"async def rollout(session): ...\nclass Guess: ...\n{tools}")
+    most = {"rollout": 9, "Guess": 1, "tool": 1, "look": 1, "late": 1}
     for name, sequences in most.items():
         for uses in (f"{file}:{name}", (f"{file}:{name}",)):
             assert EnvironmentConfig(uses=uses, max_turns=9).sequences == sequences

@@ -55,7 +55,9 @@ class Lengths:
 
     async def score(self, inputs):
         self.given += inputs
-        return [Score(total=2.0 * one.row["turns"], parts={"turns": one.row["turns"]}) for one in inputs]
+        return [
+            Score(total=2.0 * one.played["turns"], parts={"turns": one.played["turns"]}) for one in inputs
+        ]
 
 
 def sampler(play, engine=None, scorer=None, most_missing=0, **config):
@@ -131,10 +133,11 @@ def test_a_group_has_the_sampled_tokens_as_actions_and_what_was_said_between_the
     last = text_of(group.rollouts[0].response_ids[group.rollouts[0].turns.ends[1] + 3 :].tolist())
     given = scorer.given[0]
     assert (
-        given.response == last and [one["role"] for one in given.row["messages"]] == ["user", "assistant"] * 3
+        given.response == last
+        and [one["role"] for one in given.played["messages"]] == ["user", "assistant"] * 3
     )
     assert (raw := given.raw_response()).rstrip("!") == last and not raw.endswith("!")
-    assert given.row["goal"] == "abc" and given.row["result"]["reward"] == 1.5 and not given.truncated
+    assert given.row["goal"] == "abc" and given.played["result"]["reward"] == 1.5 and not given.truncated
     assert encode_group(decode_group(encode_group(group))) == encode_group(group)
 
 

@@ -5,9 +5,7 @@ import math
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from asyncrl.cli.before import app
 from asyncrl.errors import ConfigError
 from bench.gpu import kit
 from bench.gpu.__main__ import main
@@ -84,8 +82,3 @@ def test_without_a_gpu_it_says_so_and_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"has no config.json; give --model the directory"):
         open_place("cpu", tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_old_spelling_names_the_command():
-    done = CliRunner().invoke(app, ["doctor", "--gpu"])
-    assert isinstance(done.exception, ConfigError) and "python -m bench.gpu" in str(done.exception)

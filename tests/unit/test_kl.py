@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.kl import bias_corrected
-from asyncrl.algo.steering import adapt_coefficient
 from asyncrl.algo.tokens import TokenBatch
+from asyncrl.batch.coefficients import adapt_coefficient
 from asyncrl.config import registry
 
 VALUES = {

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.aggregation import Counts
-from asyncrl.algo.losses import TokenLoss
+from asyncrl.algo.losses import TokenLoss, highest_entropy
 from asyncrl.algo.metrics import merge
-from asyncrl.algo.selection import highest_entropy
 from asyncrl.algo.value import value_loss
 from asyncrl.config import registry
 from asyncrl.errors import ConfigError

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.algo.advantages import dr_grpo, grpo
+from asyncrl.algo.ranges import is_solved
 from asyncrl.algo.shaping import soft_overlong
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner, PlanSettings
@@ -17,9 +18,11 @@ from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.fake_learner import SETTINGS
 
 
-def make_plan(groups, version: int, *, advantage, shaping: Sequence = (), settings: PlanSettings) -> Plan:
+def make_plan(
+    groups, version: int, *, advantage, shaping: Sequence = (), settings: PlanSettings, **more
+) -> Plan:
     estimator = Estimator(advantage=advantage, shaping=shaping, max_response_tokens=8)
-    planner = Planner(estimator=estimator, columns=frozenset(), proximal=False, settings=settings)
+    planner = Planner(estimator=estimator, columns=frozenset(), proximal=False, settings=settings, **more)
     return planner.plan(groups, planner.assemble(groups, version), {}, 0.0)
 
 
@@ -88,6 +91,12 @@ def test_a_stale_token_leaves_the_loss_and_its_group_keeps_its_baseline():
     free = columns(make_plan(GROUPS, 6, advantage=dr_grpo, settings=replace(SETTINGS, mask_stale=False)))
     assert strict.items() < free.items()
     assert {lag for _, lag in strict.values()} == {1}
+
+
+def test_an_answer_whose_weighted_sum_is_1_but_for_rounding_is_imitated():
+    groups = [group(1, rollout(0.7 + 0.2 + 0.1, 3), rollout(0.9, 3))] * SETTINGS.minibatches
+    plan = make_plan(groups, 5, advantage=dr_grpo, settings=SETTINGS, imitates=is_solved)
+    assert [set(one.columns["solved_T"].tolist()) for one in plan.sequences[:2]] == [{1.0}, {0.0}]
 
 
 def test_overlong_filtering_takes_out_the_rollout_and_not_its_reward():

@@ -312,11 +312,18 @@ def test_functions_of_trl_are_called_with_lists_of_one():
         and reward(trl_correctness, "2+2=", "5", row) == 0
     )
     assert reward(trl_correctness, "2+2=", "4", row | {"truncated": True}) == 0
-    chat = {"prompt": [{"role": "user", "content": "2+2?"}]}
-    assert reward(trl_chat, "rendered", "4", chat) == 1 and reward(trl_chat, "rendered", "5", chat) == 0
-    assert reward(trl_async, "rendered", "5", chat) == 1
+    chat = [{"role": "user", "content": "2+2?"}]
+    assert reward(trl_chat, chat, "4", {}) == 1 and reward(trl_chat, chat, "5", {}) == 0
+    assert reward(trl_async, chat, "5", {}) == 1
     with pytest.raises(RewardError, match=r"wants column\(s\) \['answer'\]"):
         reward(trl_correctness, "2+2=", "5", {"truncated": False})
+
+
+def test_columns_of_the_row_may_be_called_as_those_of_an_episode():
+    ranked = bind(lambda prompt, responses, messages, turns: [float(said in messages) for said in responses])
+    row = {"messages": "ba", "turns": 1, "result": {}}
+    assert ranked(["p"] * 2, ["ba", "x"], [row] * 2) == [(1.0, None), (0.0, None)]
+    assert ranked(["p"] * 2, ["ba", "b"], [row] * 2, row.keys()) == [(1.0, None), (0.0, None)]
 
 
 def test_functions_of_verl_find_the_reference_where_verls_data_have_it():
@@ -436,7 +443,7 @@ def test_the_worker_answers_a_call_of_each_part_and_goes_on_after_an_error():
     calls = [
         {"functions": [["a", "arithmetic", {}], ["e", "exact_match", {}]]},
         *(
-            {"part": part, "prompts": [""], "responses": [said], "columns": [{"answer": answer}]}
+            {"part": part, "prompts": [""], "responses": [said], "columns": [{"answer": answer}], "apart": []}
             for part, said, answer in (("a", "4", "4"), ("a", "4", "four"), ("e", "5", "4"))
         ),
     ]
@@ -448,7 +455,7 @@ def test_the_worker_answers_a_call_of_each_part_and_goes_on_after_an_error():
         r"raised ValueError: column `answer` holds no number: 'four' \(.*builtin.py:\d+\)", error["error"]
     )
     assert frames == [
-        {"ready": True, "raw": [], "most": {"a": 1, "e": 1}},
+        {"ready": True, "raw": [], "chat": [], "most": {"a": 1, "e": 1}},
         *({"started": True}, {"values": [1.0], "answers": ["4"]}),
         *({"started": True}, {"started": True}),
         {"values": [0.0], "answers": ["5"]},

@@ -23,18 +23,14 @@ def main() -> None:
     store = FileStore(str(directory / "store"), 2)
     timeout = timedelta(seconds=DEADLINE_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
-    payload = _payload().to("cuda" if backend == "nccl" else "cpu")
+    seeded = torch.Generator().manual_seed(0)  # the same bytes in both processes
+    payload = torch.randint(0, 256, (MEGABYTES << 20,), dtype=torch.uint8, generator=seeded)
+    payload = payload.to("cuda" if backend == "nccl" else "cpu")
     received = payload.clone() if rank == 0 else torch.zeros_like(payload)
     dist.broadcast(received, src=0)
     if not torch.equal(received, payload):
         raise SystemExit("other bytes arrived than were sent")
     dist.destroy_process_group()
-
-
-def _payload() -> torch.Tensor:
-    """Return the same random bytes in every process."""
-    seeded = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (MEGABYTES << 20,), dtype=torch.uint8, generator=seeded)
 
 
 if __name__ == "__main__":
