@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ranges import Positive, ZeroOrOne
+from asyncrl.algo.ranges import Positive, Share, ZeroOrOne
 from asyncrl.algo.returns import whiten
 from asyncrl.errors import ConfigError
 
@@ -77,6 +77,20 @@ def opo(rewards: GroupRewards) -> Tensor:
     Source: Hao et al. 2025 (arXiv:2505.23585).
     """
     return rewards.per_token(rewards.centred_S(rewards.totals_S, rewards.lengths_S))
+
+
+def spo(rewards: GroupRewards, *, decay: Share = 0.9) -> Tensor:
+    """R - v, whitened over the sequences; v = a / (a + b) is of the prompt's rewards in earlier batches.
+
+    After a batch a <- decay a + R and b <- decay b + 1 - R: the mean of a Beta posterior that forgets. Only a
+    and a + b are kept (`batch.tracker`), so R may have any range. A batch with several answers decays once.
+
+    Args:
+        decay: rho, here a constant; the paper's is 2^(-KL since the last answer / D_half), in [0.875, 0.96].
+
+    Source: Xu and Ding 2025 (arXiv:2509.13232), without the eight answers to each prompt before training.
+    """
+    return rewards.per_token(whiten(rewards.totals_S - rewards.column("expected_S")))
 
 
 def gpg(rewards: GroupRewards) -> Tensor:

@@ -31,6 +31,8 @@ class GroupRewards:
     behaviour_logprobs_T: Tensor | None = None  # ln mu of the generator; used by optimal_token_baseline
     logprobs_T: Tensor | None = None  # ln pi at the start of the update; used by optimal_token_baseline
     reference_logprobs_T: Tensor | None = None  # ln pi of the reference; used by the module `preferences`
+    row_S: Tensor | None = None  # int64, the row of data.train that each sequence answers
+    expected_S: Tensor | None = None  # float64, reward of the row by earlier batches; used by spo
     # Sum of squared probabilities over the vocabulary; used by optimal_token_baseline.
     sum_squared_probs_T: Tensor | None = None
     # The turns of all sequences, in the order of the tokens; used by the module `turn_advantages`.

@@ -91,7 +91,7 @@ def group_metrics(rewards: GroupRewards) -> dict[str, Tensor]:
         "rewards": torch.ones_like(totals_S),
         "group/singleton": sizes_G == 1,
         # Each group counts once, however many sequences it has.
-        "group/zero_variance": (std_S == 0) / rewards.sizes_S,
+        "group/zero_variance": ((std_S == 0) & (rewards.sizes_S > 1)) / rewards.sizes_S,
         "group/reward_std": std_S / rewards.sizes_S,
         "reward/mean": totals_S,
         "reward/square": totals_S.square(),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.batch.tracker import Tracker
 from asyncrl.batch.turn_columns import in_time, turn_columns
 from asyncrl.types import Group, Rollout
 
@@ -37,6 +38,7 @@ class Estimator:
     targets: Callable[[GroupRewards], Tensor] | None = None  # returns for a critic
     needs_greedy: bool = False
     needs_turns: bool = False
+    tracker: Tracker | None = None  # if the advantage needs what is expected of rows
 
     def estimate(
         self, groups: Sequence[Group], measured: Mapping[str, Tensor], kl_coefficient: float
@@ -46,6 +48,8 @@ class Estimator:
         if self.penalty is not None:
             kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
             rewards = replace(rewards, token_rewards_T=-kl_coefficient * kl_T)
+        if self.tracker is not None:
+            rewards = self.tracker.foretold(rewards, [group.ticket_id for group in groups])
         returns_T = in_time(self.targets, rewards) if self.targets else None
         return Estimates(rewards, in_time(self.advantage, rewards), returns_T)
 

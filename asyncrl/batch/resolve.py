@@ -19,6 +19,7 @@ from asyncrl.batch.objective import Objective
 from asyncrl.batch.packing import SampleImages
 from asyncrl.batch.plan import Planner, PlanSettings
 from asyncrl.batch.recipe import Recipe
+from asyncrl.batch.tracker import RowOf, Tracker
 from asyncrl.config import registry
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Choice
@@ -29,7 +30,7 @@ from asyncrl.trainer.base import COLUMNS
 
 GREEDY = "greedy_rewards_group"
 # Columns of `GroupRewards` that cost extra and are made only if the advantage needs them.
-USABLE = COLUMNS | {GREEDY} | registry.OF_TURNS
+USABLE = COLUMNS | {GREEDY, registry.EXPECTED} | registry.OF_TURNS
 
 
 def make_recipe(
@@ -40,8 +41,12 @@ def make_recipe(
     *,
     max_response_tokens: int,
     reward_parts: Sequence[str],
+    row: RowOf = int,
 ) -> Recipe:
-    """Resolve every name. `reward_parts` names the parts of the reward. Raises ConfigError."""
+    """Resolve every name. Raises ConfigError.
+
+    `reward_parts` names the parts of the reward. `row` returns the row of a ticket, by default its own.
+    """
     advantage, kl, imitation = config.advantage, config.kl, config.imitation
     needs = registry.needs("advantage", advantage.name)
     if unknown := needs - USABLE:
@@ -59,8 +64,12 @@ def make_recipe(
     make_targets = turn_value_targets if advantage.name == "turn_gae" else value_targets
     known = inspect.signature(make_targets).parameters
     discounts = {name: value for name, value in advantage.params.items() if name in known}
+    function = _function("advantage", advantage)
+    # Without a parameter `decay` nothing is forgotten.
+    decay = getattr(inspect.signature(function).parameters.get("decay"), "default", 1.0)
+    tracker = Tracker(row, decay=decay) if registry.EXPECTED in needs else None
     estimator = Estimator(
-        advantage=_function("advantage", advantage),
+        advantage=function,
         max_response_tokens=max_response_tokens,
         parts=reward_parts,
         shaping=[_function("shaping", choice) for choice in config.shaping],
@@ -68,6 +77,7 @@ def make_recipe(
         targets=partial(make_targets, **discounts) if has_critic else None,
         needs_greedy=GREEDY in needs,
         needs_turns=bool(needs & registry.OF_TURNS),
+        tracker=tracker,
     )
     return Recipe(
         planner=Planner(
@@ -83,15 +93,16 @@ def make_recipe(
         critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
         if has_critic
         else None,
+        tracker=tracker,
         epochs=batch.epochs,
         reference_decay=kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
     )
 
 
 def recipe_of(
-    config: Config, *, share: int, device: torch.device, images: SampleImages | None = None
+    config: Config, *, share: int, device: torch.device, row: RowOf, images: SampleImages | None = None
 ) -> Recipe:
-    """Resolve what a run optimises, for one share of every batch. Raises ConfigError."""
+    """Resolve what a run optimises, for one share of every batch; see `make_recipe`. Raises ConfigError."""
     settings = PlanSettings(
         max_lag=config.staleness.max_lag,
         mask_stale=config.staleness.policy == "mask",
@@ -110,6 +121,7 @@ def recipe_of(
         settings,
         max_response_tokens=config.sampling.max_response_tokens,
         reward_parts=config.reward_parts,
+        row=row,
     )
 
 

@@ -278,6 +278,23 @@ def _rewards_reach_the_advantage(run: RunFields) -> Iterator[Mistake]:
         yield broken(f"algorithm.kl.placement {key}", f"{text}; set placement: loss")
 
 
+def _rows_are_tracked(run: RunFields) -> Iterator[Mistake]:
+    """A baseline of earlier batches needs every reward of a row, and on every rank the row of a ticket."""
+    name, key, floor = run.algorithm.advantage.name, "algorithm.advantage", run.data.curriculum.floor
+    filters = ", ".join(one.name for one in run.algorithm.filters if not _is_own(one))
+    for found, at, why in (
+        (filters, "algorithm.filters", "learns from equal rewards too, and its baseline from all"),
+        (
+            floor,
+            "data.curriculum.floor",
+            "needs the row of a ticket, and not every rank follows a curriculum",
+        ),
+    ):
+        # A user's function is loaded only where that is needed.
+        if found and registry.EXPECTED in registry.needs("advantage", name):
+            yield broken(f"{at} {key}", f"{at} is {found}, but advantage `{name}` {why}; drop {at}")
+
+
 def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
     """A rule of the run: a source may lack a part that another one has."""
     advantage, key, parts = run.algorithm.advantage, "algorithm.advantage.weights", {*run.reward_parts}
@@ -364,4 +381,5 @@ ALGORITHM_RULES = (
     _critic_is_used,
     _fresh_tokens_are_kept,
     _rewards_reach_the_advantage,
+    _rows_are_tracked,
 )

@@ -41,6 +41,7 @@ perplexity: behaviour proximal current
 weight: mean max zero zero/short zero/medium zero/long truncated rejected
 critic: loss explained_variance value_mean value_min value_max return_mean return_min return_max
 critic: value_clipped grad_norm lr skipped_steps
+baseline: explained_variance
 hook: *
 lag: mean max stale
 buffer: audit_mismatch recoveries

@@ -34,7 +34,7 @@ def _table(modules: Mapping[str, str]) -> dict[str, str]:
 TABLES: Mapping[str, Mapping[str, str]] = {
     "advantage": _table(
         {
-            "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo gpg grpo_passk maxrl gdpo "
+            "advantages": "reinforce grpo dr_grpo lite_ppo rloo opo spo gpg grpo_passk maxrl gdpo "
             "reinforce_plus_plus_baseline",
             "token_advantages": "gae reinforce_plus_plus remax optimal_token_baseline",
             "turn_advantages": "turn_rloo gigpo mt_grpo turn_gae",
@@ -97,9 +97,13 @@ OF_TURNS = frozenset({"turn_rewards_K", "turn_states_K"})
 # Log-probabilities of the policy and of the reference, of which the reference is another model.
 OF_REFERENCE = frozenset({"logprobs_T", "reference_logprobs_T"})
 
+# Column of `GroupRewards` that is kept over the batches.
+EXPECTED = "expected_S"
+
 # Columns of `GroupRewards` that cost extra: a critic, greedy rollouts, a forward pass, rewards of turns.
 NEEDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("advantage", "gae"): frozenset({"values_T"}),
+    ("advantage", "spo"): frozenset({EXPECTED}),
     ("advantage", "remax"): frozenset({"greedy_rewards_group"}),
     ("advantage", "optimal_token_baseline"): frozenset({"logprobs_T", "sum_squared_probs_T"}),
     ("advantage", "turn_rloo"): frozenset({"turn_rewards_K"}),

@@ -4,6 +4,7 @@ from functools import cached_property
 
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
+from asyncrl.data.mixture import Mixture, make_mixture
 from asyncrl.data.row_functions import load_parts
 
 
@@ -26,6 +27,10 @@ class DataFiles:
         """Number of rows in each source of data.train."""
         return self._train[0]
 
+    def row(self, ticket_id: int) -> int:
+        """Return the row of a ticket, counted over the sources of data.train, while no row is skipped."""
+        return self._mixture.row(ticket_id)
+
     @property
     def held_out_rows(self) -> list[int]:
         """Number of rows in each set of data.eval."""
@@ -41,6 +46,10 @@ class DataFiles:
         data = self._config.data
         rows = self._without_long[0] if self._drops else load_parts(data, data.train)
         return [len(part) for part in rows], fingerprint_of(data, rows)
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return make_mixture(self._config.data, self.train_rows, seed=self._config.run.seed)
 
     @cached_property
     def _held_out(self) -> list[tuple[int, str]]:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from asyncrl.batch.coefficients import Coefficients
+from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import claim_store, key_id
 from asyncrl.config.schema import Config
@@ -39,7 +39,7 @@ def open_lead_run(
     state: LearnerState,
     trainer: Trainer,
     checkpoints: CheckpointStore,
-    coefficients: Coefficients,
+    recipe: Recipe,
     probe: Sequence[Sequence[int]],
     initial_logprobs: Sequence[float],
     code: tuple[str, ...],
@@ -95,7 +95,8 @@ def open_lead_run(
         trainer=trainer,
         every=config.checkpoint.every,
         begun=begun,
-        coefficients=coefficients,
+        coefficients=recipe.coefficients,
+        tracker=recipe.tracker,
         taking=taking,
         reporting=reporting,
         mark_saved=directory.mark_saved,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
+from asyncrl.batch.tracker import Tracker
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin
@@ -123,6 +124,7 @@ class LeadSaving(Saving):
     # The state with which this learner began; its `history` and `fixed` stay.
     begun: LearnerState
     coefficients: Coefficients
+    tracker: Tracker | None = None
     taking: Taking
     reporting: Reporting
     mark_saved: Callable[[], None]
@@ -144,7 +146,8 @@ class LeadSaving(Saving):
         ledger, evaluation, curriculum = self.taking.settled
         now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
         kept = replace(now, coefficients=self.coefficients.state(), curriculum=curriculum)
-        return replace(kept, stop=self.judged.state()).to_dict()
+        tracker = self.tracker.state() if self.tracker else {}
+        return replace(kept, tracker=tracker, stop=self.judged.state()).to_dict()
 
     def _require_run(self, version: int) -> None:
         if self.is_shared:

@@ -58,7 +58,7 @@ def train(
         log.info("loading the model")
         images = open_images(config)
         share = rendezvous.rank // config.learner.sequence_parallel
-        recipe = recipe_of(config, share=share, device=device, images=images)
+        recipe = recipe_of(config, share=share, device=device, row=data.row, images=images)
         trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
         stack.callback(trainer.close)
         # Before a checkpoint is loaded: every engine, also of a resumed run, starts with model.path, too.
@@ -66,6 +66,8 @@ def train(
         checkpoints, state = resume(config, directory, trainer)
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
+        if recipe.tracker:
+            recipe.tracker.resume(state.tracker)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
             lead = open_lead_run(
@@ -78,7 +80,7 @@ def train(
                 state=state,
                 trainer=trainer,
                 checkpoints=checkpoints,
-                coefficients=recipe.coefficients,
+                recipe=recipe,
                 probe=probe,
                 initial_logprobs=initial_logprobs,
                 code=code,

@@ -52,6 +52,8 @@ def step_metrics(step: Step) -> dict[str, float]:
         | dict(step.coefficients)
         | dict(step.hook_metrics)
     )
+    if (expected_S := step.plan.rewards.expected_S) is not None:
+        metrics["baseline/explained_variance"] = explained_variance(expected_S, step.plan.rewards.totals_S)
     metrics |= _rollout_metrics(step) | _intake_metrics(step)
     return metrics | _staleness_metrics(step) | _time_metrics(step)
 

@@ -26,6 +26,7 @@ class LearnerState:
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
     curriculum: dict[str, Any] = field(default_factory=dict)  # `Curricula.state`; empty without one
+    tracker: dict[str, list[float]] = field(default_factory=dict)  # `Tracker.state`; empty without one
     stop: dict[str, Any] = field(default_factory=dict)  # `Record` of `learner.stop_when`; empty without one
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,7 +38,7 @@ class LearnerState:
         """The inverse of `to_dict`; an empty dict is the beginning."""
         if not values:
             return cls()
-        # A checkpoint of an earlier release has no curriculum and no record.
+        # A checkpoint of an earlier release has no curriculum, tracker or record.
         found = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**found | {"history": History.parse(values["history"])})
 

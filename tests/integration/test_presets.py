@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoTokenizer
 
 from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.resolve import recipe_of
@@ -60,6 +62,21 @@ def odd_only(prompt, response, answer, **row):
 """
 
 HOOK = """
+import json
+from pathlib import Path
+
+
+class Rows:
+    def before_step(self, plan):
+        rewards = plan.rewards
+        found = {"rows": rewards.row_S.tolist(), "expected": rewards.expected_S.tolist()}
+        found["rewards"] = rewards.totals_S.tolist()
+        found["prompts"] = [one.prompt_ids.tolist() for one in plan.sequences]
+        with Path(__file__).with_name("rows.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\\n")
+        return {}
+
+
 class Baseline:
     def before_step(self, plan):
         rewards = plan.rewards
@@ -188,7 +205,7 @@ class Recorded:
 def train(config: Config, batches: Sequence[Sequence[Group]]) -> Recorded:
     """One step per batch with the real trainer, as the learner's process would."""
     rendezvous, device = Rendezvous(), choose_device(config.learner, local_rank=0, auto="cpu")
-    recipe = recipe_of(config, share=0, device=device)
+    recipe = recipe_of(config, share=0, device=device, row=int)
     trainer = trainer_of(config, recipe.planner.columns, rendezvous, device)
     try:
         run = Recorded(trainer=trainer, batches=batches)
@@ -280,14 +297,16 @@ def test_where_nothing_is_old_every_ratio_loss_is_the_policy_gradient(world: Wor
     assert distance(*gradients) < 1e-3 * size
 
 
-def whole_run(world: World, preset: str, *overrides: str) -> tuple[Path, list[dict[str, float]]]:
+def whole_run(
+    world: World, preset: str, *overrides: str, steps: int = 3
+) -> tuple[Path, list[dict[str, float]]]:
     """`asyncrl up` to its end; the run directory and the learner's metrics of each step."""
     path = next(path for path in PRESETS if path.stem == preset)
     world.config(path)  # writes the file
     run = world.directory / "runs" / preset
     arguments = [
         f"run.name={preset}",
-        "learner.steps=3",
+        f"learner.steps={steps}",
         "learner.optimizer.lr=1e-3",
         *FITTED.get(preset, ()),
         *overrides,
@@ -303,14 +322,14 @@ def whole_run(world: World, preset: str, *overrides: str) -> tuple[Path, list[di
         for process in processes_of(run):
             process.kill()
     rows = [json.loads(line) for line in (run / "metrics" / "learner.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    assert all(row["groups/trained"] == B and "nonfinite" not in row for row in steps)
-    return run, steps
+    found = [row for row in rows if "time/step" in row]
+    assert [row["step"] for row in found] == [*range(1, steps + 1)]
+    assert all(row["groups/trained"] == B and "nonfinite" not in row for row in found)
+    return run, found
 
 
-def ledger_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "checkpoints" / "step-000003" / "state.json").read_text())["ledger"]
+def state_of(run: Path, step: int = 3) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / f"step-{step:06}" / "state.json").read_text())
 
 
 def test_ppo_as_a_whole_run(world: World) -> None:
@@ -348,13 +367,40 @@ def test_remax_as_a_whole_run_takes_its_baseline_from_greedy_responses(world: Wo
     assert max(row["hook/greedy/mean"] for row in steps) > 0.1
 
 
+def test_spo_as_a_whole_run_knows_its_rows_and_continues_with_what_it_expects(world: World) -> None:
+    """One answer per prompt, and a few prompts, so that they come again; the second half is a resumed run."""
+    few = world.directory / "few.jsonl"
+    rows = (world.directory / "quickstart/train.jsonl").read_text().splitlines()[: B + 3]
+    few.write_text("\n".join(rows))
+    overrides = [f"data.train={few}", "batch.group_size=1", f"learner.hooks=[{world.directory}/hook.py:Rows]"]
+    overrides += ["batch.minibatches=2"]
+    whole_run(world, "spo", *overrides)
+    run, steps = whole_run(world, "spo", *overrides, steps=6)
+    sums: dict[str, tuple[float, float]] = {}
+    batches = [json.loads(line) for line in (world.directory / "rows.jsonl").read_text().splitlines()]
+    assert len(batches) == 6
+    tokenizer = AutoTokenizer.from_pretrained(world.directory / "quickstart/model")
+    for batch in batches:
+        known = [sums.get(str(row), (float(np.mean(batch["rewards"])), 1.0)) for row in batch["rows"]]
+        assert batch["expected"] == [total / number for total, number in known]
+        for row, prompt in zip(batch["rows"], batch["prompts"], strict=True):
+            assert json.loads(rows[row])["prompt"] in tokenizer.decode(prompt)
+        for row in {*batch["rows"]}:
+            paid = [reward for one, reward in zip(batch["rows"], batch["rewards"], strict=True) if one == row]
+            total, number = known[batch["rows"].index(row)]
+            sums[str(row)] = (0.9 * total + sum(paid), 0.9 * number + len(paid))
+    assert {row: tuple(found) for row, found in state_of(run, 6)["tracker"].items()} == sums
+    assert len(sums) == B + 3 and steps[0]["baseline/explained_variance"] == pytest.approx(0.0)
+    assert not any(row.get("group/zero_variance") or row.get("alarm/no_signal") for row in steps)
+
+
 def test_dapo_as_a_whole_run_samples_flat_groups_anew(world: World) -> None:
     """Half of the prompts earn nothing: their groups are rejected, counted and refilled, without deadlock."""
     run, steps = whole_run(
         world, "dapo", f"reward.functions=[{{function: {world.directory}/rewards.py:odd_only}}]"
     )
     rejected = sum(row.get("groups/rejected_zero_variance", 0) for row in steps)
-    ledger = ledger_of(run)
+    ledger = state_of(run)["ledger"]
     assert rejected >= B
     assert ledger["trained"] == 3 * B
     assert ledger["rejected"].get("zero_variance") == rejected

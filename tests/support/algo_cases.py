@@ -154,6 +154,7 @@ def make_rewards(
         turn_T=torch.repeat_interleave(torch.arange(len(flat)), torch.tensor(flat, dtype=torch.int64)),
         turn_rewards_K=torch.tensor([draw.choice([0.0, 0.5, draw.uniform(-1, 1)]) for _ in flat]),
         turn_states_K=torch.tensor([draw.choice([-7, 0, 3, 1 << 62]) for _ in flat], dtype=torch.int64),
+        expected_S=uniform(len(lengths)).double(),
     )
 
 

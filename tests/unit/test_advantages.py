@@ -32,6 +32,7 @@ class Rollout(NamedTuple):
     greedy: float
     behaviour: list[float]
     truncated: bool
+    expected: float
 
     @property
     def total(self) -> float:
@@ -73,6 +74,7 @@ def unpack(rewards: GroupRewards) -> Groups:
                 rewards.greedy_rewards_group[group].item(),
                 column(rewards.behaviour_logprobs_T),
                 rewards.truncated_S is not None and bool(rewards.truncated_S[s]),
+                rewards.expected_S[s].item(),
             )
         )
     return groups
@@ -142,6 +144,13 @@ def rloo(groups: Groups, normalise: bool = False, std_eps: float = 1e-4) -> Adva
     return per_sequence(
         groups, lambda group, r: (scalar(group, r) - (mean(everything) if normalise else 0.0)) / scale
     )
+
+
+def spo(groups: Groups, decay: float = 0.9) -> Advantages:
+    """The tracker alone reads `decay`."""
+    gains = [rollout.total - rollout.expected for group in groups for rollout in group]
+    scale = math.sqrt(std(gains) ** 2 + 1e-8)
+    return per_sequence(groups, lambda group, r: (r.total - r.expected - mean(gains)) / scale)
 
 
 def opo(groups: Groups) -> Advantages:
@@ -274,6 +283,8 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("lite_ppo", lite_ppo, {"std_eps": 1e-4}),
     ("rloo", rloo, {}),
     ("opo", opo, {}),
+    ("spo", spo, {}),
+    ("spo", spo, {"decay": 0.5}),
     ("gpg", gpg, {}),
     ("grpo_passk", grpo_passk, {}),
     ("grpo_passk", grpo_passk, {"scale": "none"}),
@@ -298,7 +309,7 @@ CASES: list[tuple[str, Callable[..., Advantages], dict[str, Any]]] = [
     ("gae", gae, {"gae_lambda": 0.5, "critic_lambda": 1.0, "whitened": False}),
 ]
 IDS = [f"{name}-{params}" for name, _, params in CASES]
-NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae", "turn_gae", "distill"}
+NO_SINGLETON_RULE = {"reinforce", "reinforce_plus_plus", "remax", "gae", "turn_gae", "distill", "spo"}
 """Estimators that compare with something else than the group."""
 
 
@@ -453,6 +464,7 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
         ("gae", "values_T"),
         ("gae", "truncated_S"),
         ("remax", "greedy_rewards_group"),
+        ("spo", "expected_S"),
         ("optimal_token_baseline", "logprobs_T"),
         ("optimal_token_baseline", "sum_squared_probs_T"),
         ("turn_rloo", "turn_rewards_K"),

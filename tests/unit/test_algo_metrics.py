@@ -285,7 +285,7 @@ def test_group_metrics_count_each_group_once():
         {
             "groups": 3.0,
             "group/singleton": 1 / 3,
-            "group/zero_variance": 2 / 3,  # a group of one has none either
+            "group/zero_variance": 1 / 3,  # a group of one has nothing to compare
             "group/reward_std": math.sqrt(0.5) / 3,
             "reward/mean": mean(values),
             "reward/std": math.sqrt(mean([v * v for v in values]) - mean(values) ** 2),

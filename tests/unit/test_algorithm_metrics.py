@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from asyncrl.config.checkpoint_section import METRICS
 from asyncrl.learner import Step
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.trainer.base import StepResult
@@ -50,6 +51,19 @@ def test_the_critic_is_reported_over_its_steps_and_over_all_tokens():
         }
     )
     assert critic.keys() <= documented()
+
+
+def test_what_earlier_batches_foretold_is_reported_over_answers():
+    base = step(rollout(a=1.0), rollout(a=0.0))
+    assert "baseline/explained_variance" not in step_metrics(base)
+    expected_S = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    plan = dataclasses.replace(
+        base.plan, rewards=dataclasses.replace(base.plan.rewards, expected_S=expected_S)
+    )
+    # Rewards 1 and 0 have the variance 1/4, what is left of them, 1/4 and -1/4, has 1/16.
+    found = step_metrics(dataclasses.replace(base, plan=plan))
+    assert found["baseline/explained_variance"] == pytest.approx(0.75)
+    assert "baseline/explained_variance" in documented() & METRICS
 
 
 def test_skipped_steps_of_the_critic_are_said(caplog):

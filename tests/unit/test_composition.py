@@ -272,16 +272,21 @@ def rows_of(config: dict[str, Any], version: int) -> list[list[list[Row]]]:
     return [[row(rollout) for rollout in group.rollouts] for group in groups()]
 
 
-def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta: float) -> None:
+Past = dict[int, tuple[float, float]]
+"""Group -> sum and number of its rewards in earlier batches, discounted."""
+
+
+def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta: float, past: Past) -> None:
     """Advantages and returns: reward minus the mean of the group, turns likewise, or generalised advantage
     estimation. A sequence is an episode here, however it is stored."""
-    in_reward = config.get("kl", {}).get("placement") == "reward"
+    in_reward, everything = config.get("kl", {}).get("placement") == "reward", []
     for group in batch:
         paid = [
             [-beta * (model.logprobs[t] - REFERENCE[t]) if in_reward else 0.0 for t in row.tokens]
             for row in group
         ]
         totals = [row.reward + sum(tokens) for row, tokens in zip(group, paid, strict=True)]
+        everything.append(totals)
         for row, total, tokens in zip(group, totals, paid, strict=True):
             row.advantages = [total - sum(totals) / len(totals)] * len(row.tokens)
             if config["advantage"]["name"] == "turn_rloo":
@@ -298,6 +303,22 @@ def estimate(config: dict[str, Any], batch: list[list[Row]], model: Model, beta:
                 row.advantages = discounted(deltas, gamma * lam)
                 gains = discounted(deltas, gamma * config["advantage"].get("critic_lambda", lam))
                 row.returns = [gain + value for gain, value in zip(gains, values, strict=True)]
+
+    if config["advantage"]["name"] == "spo":
+        compare_with_the_past(batch, everything, past, config["advantage"]["decay"])
+
+
+def compare_with_the_past(
+    batch: list[list[Row]], totals: list[list[float]], past: Past, decay: float
+) -> None:
+    unknown = (float(np.mean([total for group in totals for total in group])), 1.0)
+    before = [past.get(g, unknown) for g in range(len(batch))]
+    gains = [total - a / n for group, (a, n) in zip(totals, before, strict=True) for total in group]
+    scale = math.sqrt(np.var(gains, ddof=1) + 1e-8)
+    for row, gain in zip([row for group in batch for row in group], gains, strict=True):
+        row.advantages = [(gain - float(np.mean(gains))) / scale] * len(row.tokens)
+    for g, (group, (a, n)) in enumerate(zip(totals, before, strict=True)):
+        past[g] = (decay * a + sum(group), decay * n + len(group))
 
 
 def to_come(row: Row, paid: list[float]) -> list[float]:
@@ -417,12 +438,12 @@ def critic_step(minibatch: list[Row], model: Model, before: Flat) -> Done:
 
 def expected(config: dict[str, Any], batch: dict[str, int]) -> tuple[list[Done], float]:
     """The optimizer steps of two batches, and the KL coefficient at the end."""
-    model, done = Model(), []
+    model, done, past = Model(), [], {}
     beta = config.get("kl", {}).get("coefficient", 0.0)
     epochs, number = batch.get("epochs", 1), batch.get("minibatches", 1)
     for version in (VERSION, VERSION + 1):
         rows = rows_of(config, version)
-        estimate(config, rows, model, beta)
+        estimate(config, rows, model, beta, past)
         size = len(rows) // number
         minibatches = [
             [row for group in rows[k : k + size] for row in group] for k in range(0, len(rows), size)
@@ -475,6 +496,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl": {**KL, **IN_REWARD},
     },
     "branches, critic": {"branches": True, "advantage": GAE, "kl": KL},
+    "expected rewards": {"advantage": {"name": "spo", "decay": 0.5}},
+    "expected rewards, KL in the reward, in branches": {
+        "branches": True,
+        "advantage": {"name": "spo", "decay": 0.75},
+        "kl": {**KL, **IN_REWARD},
+    },
     "good answers imitated, in branches": {
         "branches": True,
         "aggregation": {"name": "seq-mean-token-mean"},

@@ -77,7 +77,15 @@ def gpus_of(path: Path) -> int:
 
 
 def test_there_are_configs():
-    critics_and_returns = {"ppo", "decoupled_ppo", "dual_clip", "reinforce", "reinforce_plus_plus", "remax"}
+    critics_and_returns = {
+        "ppo",
+        "decoupled_ppo",
+        "dual_clip",
+        "reinforce",
+        "reinforce_plus_plus",
+        "remax",
+        "spo",
+    }
     groups = {"grpo", "dr_grpo", "dapo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo"}
     losses = {"gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"}
     assert {path.stem for path in PRESETS} >= critics_and_returns | groups | losses

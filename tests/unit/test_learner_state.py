@@ -20,6 +20,7 @@ def test_the_state_survives_its_checkpoint():
         fixed={"run.seed": 3, "model.revision": None},
         coefficients={"kl": 0.1, "measured_entropy": 1.5},
         curriculum={"decided": 2, "skipped": {"1": "gA=="}},
+        tracker={"7": [1 / 3, 1.9]},
     )
     again = LearnerState.from_dict(json.loads(json.dumps(state.to_dict())))
     assert again == state
@@ -51,9 +52,10 @@ def test_a_checkpoint_of_another_number_of_shards_is_refused():
         ledgers_of(one, 4)
 
 
-def test_a_checkpoint_of_a_release_without_curricula_is_read():
+@pytest.mark.parametrize("later", ["curriculum", "tracker", "stop"])
+def test_a_checkpoint_of_a_release_before_a_field_is_read(later):
     values = LearnerState(version=3).to_dict()
-    del values["curriculum"]
+    del values[later]
     assert LearnerState.from_dict(values) == LearnerState(version=3)
 
 

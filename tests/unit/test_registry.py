@@ -101,6 +101,8 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
         ("policy_loss", "dro", {}, "needs `beta`"),
         ("filter", "reward_range", {"low": 0.0}, "needs `high`"),
         ("advantage", "grpo", {"std_eps": 0}, "`std_eps` is 0; it must be a number > 0"),
+        ("advantage", "spo", {"decay": 1.5}, "`decay` is 1.5; it must be a number from 0 to 1"),
+        ("advantage", "spo", {"decai": 0.5}, "did you mean `decay`?"),
         ("advantage", "grpo", {"std_eps": "small"}, "'small'; it must be a number > 0"),
         ("advantage", "grpo", {"std_eps": True}, "True; it must be a number > 0"),
         ("advantage", "grpo", {"ddof": 2}, "a whole number from 0 to 1"),
