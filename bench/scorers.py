@@ -3,7 +3,7 @@
     python -m bench.scorers --model MODEL [--rows 256] [--tokens 64] [--turns 12]
         [--json bench/results/scorers.json]
 
-The reward model is MODEL with a random output. A scorer runs as `asyncrl scorer` does, and is asked as a
+The reward model is MODEL with a random output. A scorer runs as in a run, and is asked as a
 generator asks it, with 256 calls in flight; vLLM alone gets all rows in one call of `LLM.encode`. Both are
 loaded, with the same arguments and one thread, and take turns in the same run. No row is asked twice. The
 ratio is that of the best turns, because other work on the machine only lowers a rate. `cpu_s` is the CPU time

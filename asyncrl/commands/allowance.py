@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from asyncrl.config.reward_section import HttpReward, LlmJudge, RewardFunctionConfig
+from asyncrl.config.reward_section import HttpReward, Judge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import RunError
@@ -51,8 +51,8 @@ def _reward(key: str, function: RewardFunctionConfig) -> Iterator[Wish]:
         yield Wish(f"{key}.params.url", f"url:{remote.url}")
         if remote.key_env:
             yield Wish(f"{key}.params.key_env", f"variable:{remote.key_env}")
-        if isinstance(remote, LlmJudge):
-            yield Wish(f"{key}.params.prompt", str(remote.prompt))
+    if isinstance(remote, Judge):
+        yield Wish(f"{key}.params.prompt", str(remote.prompt))
 
 
 def _environments(config: Config) -> Iterator[Wish]:

@@ -7,10 +7,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -27,9 +28,10 @@ from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
-from asyncrl.hosting.children import family
+from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
 from asyncrl.telemetry.logs import setup_logging
@@ -81,19 +83,37 @@ def joined(
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
-    make = generator_maker(config, directory, found.url, found.keys, learner=(), prefix=prefix)
-    specs = [make(index, count, ()) for index in range(count)]
-    if own is None:
-        specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
-    supervisor = Supervisor(specs, max_restarts=config.control.max_restarts, limits=Limits.of(config.control))
     may_fail = BestEffort()
-    with family() as members, supervisor:
+    with family() as members, ExitStack() as stack:
+        scorers, place = list[ProcessSpec](), None
+        if (needed := {**config.scorers, **config.teacher}) and not _are_here(needed, directory):
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="asyncrl-")))
+            of_host = f"{name}." if name else prefix
+            scorers = scorer_specs(config, directory, needed, place=place, prefix=of_host)
+        make = generator_maker(
+            config, directory, found.url, found.keys, learner=(), prefix=prefix, scorers=place
+        )
+        specs = [make(index, count, ()) for index in range(count)]
+        if own is None:
+            specs = [replace(spec, argv=[*spec.argv, "--from-record"]) for spec in specs]
+        most, limits = config.control.max_restarts, Limits.of(config.control)
+        supervisor = Supervisor([*scorers, *specs], max_restarts=most, limits=limits)
+        stack.enter_context(supervisor)
 
         def tend() -> None:
             with may_fail("the reaper"):
                 members.tend()
 
         yield StartedRun(supervisor, (), tend)
+
+
+def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
+    """Return whether `asyncrl up` of a run directory is alive on this host and has these scorers."""
+    try:
+        is_alive = directory.supervisor() is not None
+    except RunError:  # it is of another host
+        return False
+    return is_alive and {f"{name}.0" for name in scorers} <= directory.children().keys()
 
 
 def _wait_for_run(

@@ -117,7 +117,8 @@ def started(
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
                 how_to_join = _how_to_join(config, directory.write_join_key(keys.join), generator_url)
-        specs = [learner, *scorer_specs(config, directory, {**config.scorers, **config.teacher})]
+        scorers = {**config.scorers, **config.teacher} if generators else {}
+        specs = [learner, *scorer_specs(config, directory, scorers)]
         begun = supervised(specs, config.control, directory, members, may_fail)
         supervisor, tend_processes = stack.enter_context(begun)
         scaled = None
@@ -289,10 +290,12 @@ def generator_maker(
     *,
     learner: Sequence[Seat],
     prefix: str = "g",
+    scorers: Path | None = None,
 ) -> Callable[[int, int, Collection[str]], ProcessSpec]:
     """Return a function (index, number of generators, names of those that run) -> a generator's process.
 
-    `learner` are the seats of the ranks on this machine. The function raises RunError for a generator that
+    `learner` are the seats of the ranks on this machine, and `scorers` is where those of
+    this command listen. The function raises RunError for a generator that
     has no room on its GPUs, because a process that runs keeps its share.
     """
     gpus, seats = count_gpus(), {f"rank {rank} of the learner": seat for rank, seat in enumerate(learner)}
@@ -314,6 +317,7 @@ def generator_maker(
         seats[name] = seat
         argv = module_argv("asyncrl.launch.generator_process", "--id", name)
         argv += ["--config", str(directory.config), "--store", store_url]
+        argv += ["--scorers", str(scorers)] if scorers else []
         if seat.gpus:
             argv += ["--memory-share", f"{seat.share:g}", *(["--shared-gpu"] if seat.is_shared else [])]
         env = child_environment(config, directory.path, threads=threads, gpus=seat.gpus)

@@ -159,13 +159,12 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
 
 
 def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
-    """A teacher in scorer processes reads tokens only, among all, at temperature 1, on this host."""
+    """A teacher in scorer processes reads tokens only, among all, at temperature 1."""
     teacher, key, sampling = run.algorithm.reference, "algorithm.reference.scorers", run.sampling
     for is_wrong, other, found in (
         (sampling.temperature != 1, "sampling.temperature", f"is {sampling.temperature:g}, not 1"),
         (sampling.top_k > 0, "sampling.top_k", "is set, and scorers measure a token among all"),
         (run.data.images_key is not None, "data.images_key", "is set, and scorers read text"),
-        (bool(run.leaves_host), run.leaves_host, "is set, and other hosts cannot reach scorers"),
         (TEACHER_NAME in run.scorers, f"scorers.{TEACHER_NAME}", "has the name of the teacher's processes"),
     ):
         if teacher and teacher.scorers and is_wrong:

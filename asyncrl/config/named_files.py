@@ -172,13 +172,20 @@ def _teacher(config: Config) -> Iterator[Mistake]:
 
 
 def _scorers(config: Config) -> Iterator[Mistake]:
-    """Find reward models that would not score, or would read other tokens than the policy writes."""
+    """Find judges without a template, and reward models that score nothing, or read others' tokens."""
     for name, scorer in config.scorers.items():
         directory, key = Path(scorer.model), f"scorers.{name}.model"
         yield from _misplaced(key, scorer.model)
         if not directory.is_dir() or misused_stage(directory):
             continue
         settings = _json(directory / "config.json")
+        if name in config.judges:
+            if not has_chat_template(directory):
+                yield Mistake((key,), f"the tokenizer in {directory} has no chat template; give a chat model")
+            elif (most := settings.get("max_position_embeddings") or scorer.max_tokens) < scorer.max_tokens:
+                text = f"is {scorer.max_tokens}, but {directory} takes {most} tokens; lower it"
+                yield Mistake((f"scorers.{name}.max_tokens",), text)
+            continue
         kind, labels = (settings.get("architectures") or ["no model"])[0], settings.get("id2label", "ab")
         if not kind.endswith("ForSequenceClassification") or len(labels) != 1:
             found = f"found {kind} with {len(labels)} labels in {directory}"

@@ -52,11 +52,15 @@ class Remote(Part):
     """Whether a request that was answered before gets the same answer without being sent."""
 
 
-class ModelScore(Remote):
-    """A reward that a reward model of the run computes."""
+class OfScorer(Remote):
+    """A reward that a model of the run computes, in processes of its own."""
 
     scorer: str
     """Name of the model in `scorers`."""
+
+
+class ModelScore(OfScorer):
+    """The number of a reward model."""
 
 
 class HttpReward(Remote):
@@ -72,11 +76,9 @@ class HttpReward(Remote):
     """Most requests of each generator per minute, on average, after a first burst of as many."""
 
 
-class LlmJudge(HttpReward):
-    """A reward that a language model gives, behind the interface of OpenAI."""
+class Judge(Remote):
+    """A reward that a language model gives in words."""
 
-    model: str
-    """Name of the model at the service."""
     prompt: Path
     """Jinja template of the question, with `prompt`, `response` and the columns of the row as variables."""
     parse: Literal["json", "regex"] = "json"
@@ -91,20 +93,50 @@ class LlmJudge(HttpReward):
     """
     both_orders: bool = True
     """Whether a comparison (`against`) is asked for in both orders, because judges prefer a position."""
-    tokens_per_minute: PositiveInt | None = None
-    """Most tokens of each generator per minute, as `requests_per_minute`, counted as the service reports."""
-    request: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further fields of the request, such as `temperature` and `max_tokens`."""
 
     @property
     def questions(self) -> int:
         """Number of questions about a response."""
         return self.votes * (2 if self.against and self.both_orders else 1)
 
+    @property
+    def fields(self) -> dict[str, JsonValue]:
+        """What a request has besides its messages."""
+        raise NotImplementedError
+
+
+class LlmJudge(Judge, HttpReward):
+    """A judge behind the interface of OpenAI."""
+
+    model: str
+    """Name of the model at the service."""
+    tokens_per_minute: PositiveInt | None = None
+    """Most tokens of each generator per minute, as `requests_per_minute`, counted as the service reports."""
+    request: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of the request, such as `temperature` and `max_tokens`."""
+
+    @property
+    def fields(self) -> dict[str, JsonValue]:
+        return {"model": self.model, **self.request}
+
+
+class ModelJudge(Judge, OfScorer):
+    """A judge in processes of the run."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Temperature of its answers; 0 takes the most probable token."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of an answer."""
+
+    @property
+    def fields(self) -> dict[str, JsonValue]:
+        return self.model_dump(include={"temperature", "max_tokens"})
+
 
 REMOTE: dict[str, type[Remote]] = {
     "http_reward": HttpReward,
     "llm_judge": LlmJudge,
+    "model_judge": ModelJudge,
     "model_score": ModelScore,
 }
 
@@ -114,10 +146,13 @@ TEACHER_NAME = "teacher"
 
 
 class ScorerConfig(Part):
-    """A reward model of the run: one number for a prompt and its response."""
+    """A reward model of the run, or a judge."""
 
     model: str
-    """Directory or hub name of a sequence classifier with one label and the policy's tokenizer."""
+    """Directory or hub name: for `model_score` a sequence classifier with one label and the policy's
+    tokenizer, for `model_judge` a language model with a chat template."""
+    max_tokens: PositiveInt = 4096
+    """Most tokens of a question to a judge and its answer."""
     count: PositiveInt = 1
     """Processes, each with a copy of the model; each answers all generators of this host."""
     gpus: tuple[NonNegativeInt, ...] = ()
@@ -130,7 +165,7 @@ class RewardFunctionConfig(Part):
     model_config = ConfigDict(json_schema_extra={"named_by": "function"})
     function: str
     """`module:function`, `path.py:function`, a built-in such as `math` (rewards.md), or a service:
-    `http_reward`, `llm_judge`, `model_score` (judges.md)."""
+    `http_reward`, `llm_judge`, `model_score`, `model_judge` (judges.md)."""
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
@@ -210,7 +245,7 @@ class RewardConfig(Part):
     @property
     def judgement_bytes(self) -> int:
         """Most bytes that a group holds of what judges were asked about a response, and said."""
-        judges = [remote for one in self.functions if isinstance(remote := one.remote, LlmJudge)]
+        judges = [remote for one in self.functions if isinstance(remote := one.remote, Judge)]
         return JUDGEMENT_BYTES * sum(judge.questions for judge in judges)
 
 

@@ -25,7 +25,7 @@ from asyncrl.config.base import Mistake, broken
 from asyncrl.config.checkpoint_section import METRICS
 from asyncrl.config.data_section import drawn, prefix_of
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.config.reward_section import ModelScore, reward_parts
+from asyncrl.config.reward_section import ModelJudge, OfScorer, reward_parts
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.vllm_settings import engine_takes_the_settings
 from asyncrl.config.wording import did_you_mean, divisors
@@ -256,24 +256,39 @@ def _scorers_are_asked(run: RunFields) -> Iterator[Mistake]:
         if not re.fullmatch(r"[A-Za-z][\w-]{0,31}", name):
             text = f"scorers has the name {name!r}; allowed are letters, digits, `_` and `-`; write another"
             yield broken("scorers", text)
-    used = set[str]().union(*(_scorers_of(task) for task in run.tasks.values()))
-    for name in sorted(scorers.keys() - used):
-        text = f"scorers.{name} is set, but no reward function `model_score` asks it; drop it, or add one"
-        yield Mistake((f"scorers.{name}", "scorers", "reward.functions", "data.train"), text)
+    asked = [_scorers_of(task) for task in run.tasks.values()]
+    for name in sorted(scorers):
+        kinds = set[str]().union(*(one.get(name, set()) for one in asked))
+        if len(kinds) != 1:
+            found = "is set, but no `model_score` and no `model_judge` asks it; drop it, or add one"
+            if kinds:
+                found = f"is asked by {' and '.join(sorted(kinds))}; give each its own scorer"
+            keys = (f"scorers.{name}", "scorers", "reward.functions", "data.train")
+            yield Mistake(keys, f"scorers.{name} {found}")
 
 
-def _scorers_of(run: RunFields) -> set[str]:
-    return {one.remote.scorer for one in run.reward.functions if isinstance(one.remote, ModelScore)}
+def _scorers_of(run: RunFields) -> dict[str, set[str]]:
+    """The scorers of a task, and the kinds of functions that ask each."""
+    found: dict[str, set[str]] = {}
+    for one in run.reward.functions:
+        if isinstance(one.remote, OfScorer):
+            found.setdefault(one.remote.scorer, set()).add(one.function)
+    return found
 
 
 def _asked_scorers_answer(run: RunFields) -> Iterator[Mistake]:
     used, scorers = _scorers_of(run), run.scorers
-    for name in sorted(used - scorers.keys()):
-        text = f"`model_score` asks the scorer `{name}`; scorers has {', '.join(scorers) or 'none'}; add it"
+    for name in sorted(used.keys() - scorers.keys()):
+        found = f"scorers has {', '.join(scorers) or 'none'}"
+        text = f"`{min(used[name])}` asks the scorer `{name}`; {found}; add it"
         yield broken("reward.functions scorers", text)
-    if used and (away := run.leaves_host):
-        text = f"{away} is for generators on other hosts, which cannot reach scorers; drop it, or serve"
-        yield broken(f"{away} scorers", f"{text} the model behind an address (http_reward)")
+    for one in (function.remote for function in run.reward.functions):
+        if isinstance(one, ModelJudge) and one.scorer in scorers:
+            most = scorers[one.scorer].max_tokens
+            if one.max_tokens >= most:
+                text = f"max_tokens of `model_judge` is {one.max_tokens}, and with its question it is at most"
+                cure = f"{most} (scorers.{one.scorer}.max_tokens); lower one, or raise the other"
+                yield broken(f"reward.functions scorers.{one.scorer}.max_tokens", f"{text} {cure}")
 
 
 def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:

@@ -72,7 +72,7 @@ class RunFields(Root):
     data: DataConfig
     reward: RewardConfig
     scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
-    """Reward models by name, which `model_score` asks."""
+    """Reward models and judges by name, which `model_score` and `model_judge` ask."""
     environment: EnvironmentConfig = EnvironmentConfig()
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()

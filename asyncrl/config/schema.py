@@ -13,7 +13,7 @@ from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.registry import needs
 from asyncrl.config.resume import kept_values
-from asyncrl.config.reward_section import TEACHER_NAME, RewardFunctionConfig, ScorerConfig
+from asyncrl.config.reward_section import TEACHER_NAME, ModelJudge, RewardFunctionConfig, ScorerConfig
 from asyncrl.config.rules import RULES, RUN_RULES
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import ModelConfig
@@ -83,6 +83,12 @@ class Config(RunFields):
         task = self.data.tasks[place]
         key = "reward.functions" if task.reward is None else f"{place}.reward"
         return {f"{key}.{i}": one for i, one in enumerate(self.of(task).reward.functions)}
+
+    @property
+    def judges(self) -> frozenset[str]:
+        """The scorers that answer in words."""
+        remotes = (one.remote for one in self.reward_functions.values())
+        return frozenset(one.scorer for one in remotes if isinstance(one, ModelJudge))
 
     @property
     def environments(self) -> Mapping[str, EnvironmentConfig]:

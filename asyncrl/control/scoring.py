@@ -1,14 +1,14 @@
-"""Calls of scorers: token ids go to a process of the run on this host, which answers with numbers.
+"""Calls of scorers: token ids, or a chat, go to a process of this host, which answers.
 
 Each scorer listens on a private socket file. A client connects to all of one name, and any of them answers:
 messages go only to scorers that are connected. A call that a dying scorer has taken gets no answer; the
-caller asks again, which is harmless, because a score depends on the ids only.
+caller asks again, which is harmless, because an answer depends on the request only.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,26 +22,32 @@ from asyncrl.errors import EngineError
 from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
 
 MAX_CALL_BYTES = 1 << 24
-# Seconds for a scorer to load its model, and seconds after which a call without an answer is repeated.
+# Seconds for a scorer to load its model, and seconds after which a call is repeated that got no number, or no
+# words of a judge.
 START_S = 900.0
 ANSWER_S = 5.0
+WORDS_S = 30.0
+# What a scorer of any kind answers when it is ready.
+NOTHING = {"ids": [0, 0]}
 
-# A number, or the bytes of an array, for token ids.
-Score = Callable[[list[int]], Awaitable[float | bytes]]
+# A number, or the bytes of an array, for {"ids": token ids}; a chat completion for {"messages": ...}.
+Score = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 def endpoint_of(directory: Path, name: str, index: int) -> str:
-    """Return where a scorer of the run listens."""
+    """Return where a scorer of this host listens."""
     return f"ipc://{directory.absolute()}/{name}.{index}.sock"
 
 
 class ScorerService:
     """The Service of the scorers of one name."""
 
-    def __init__(self, name: str, directory: Path, count: int, *, remembers: bool) -> None:
-        """Take the run directory in which `count` of them listen."""
+    def __init__(
+        self, name: str, directory: Path, count: int, *, remembers: bool, writes: bool = False
+    ) -> None:
+        """Take the directory in which `count` of them listen. `writes` if they answer in words."""
         self.remembers = remembers
-        self._name, self._is_ready, self._answer_s = name, False, ANSWER_S
+        self._name, self._is_ready, self._answer_s = name, False, WORDS_S if writes else ANSWER_S
         self._context: Any = zmq.asyncio.Context()
         self._socket = cast(Any, self._context.socket(zmq.DEALER))
         set_options(self._socket, max_bytes=MAX_CALL_BYTES)
@@ -62,14 +68,14 @@ class ScorerService:
     async def admit(self, question: Question) -> None:
         """Wait for a scorer, which may be loading its model."""
         if not self._is_ready:
-            await self._within([0, 0], START_S)
+            await self._within(NOTHING, START_S)
             self._is_ready = True
 
     async def ask(self, question: Question) -> Any:
         # Calls may only be waiting for one another, so the next ones get more time.
         limit_s = self._answer_s
         try:
-            return await self._within(question.request["ids"], limit_s)
+            return await self._within(question.request, limit_s)
         except Unanswered:
             self._is_ready, self._answer_s = False, 2.0 * limit_s
             raise
@@ -81,17 +87,17 @@ class ScorerService:
             await asyncio.wait({self._reader})
         self._context.destroy(linger=0)
 
-    async def _within(self, token_ids: Sequence[int], limit_s: float) -> Any:
+    async def _within(self, request: Mapping[str, Any], limit_s: float) -> Any:
         """The answer of one scorer. Raises Unanswered."""
         key = next(self._numbers).to_bytes(8)
         answer = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(limit_s):
-                await self._socket.send_multipart([key, msgpack.packb(list(token_ids))])
+                await self._socket.send_multipart([key, msgpack.packb(request, unicode_errors="replace")])
                 return await answer
         except TimeoutError:
             found = f"no scorer `{self._name}` answered within {limit_s:g} s"
-            text = f"{found}; logs/{self._name}.*.out of the run directory say why"
+            text = f"{found}; logs/*{self._name}.*.out of the run directory say why"
             raise Unanswered(text, reason="unavailable") from None
         finally:
             del self._waiting[key]

@@ -39,6 +39,7 @@ class ProcessSpec:
     ends_run: bool = False  # true for the learner: its exit with status 0 ends the run
     is_extra: bool = False  # added while the run went on: if it fails too often, the run goes on without it
     kind: str = ""  # so it does while another one of this kind runs
+    serves: bool = False  # the others: they finish, and it does not
     standby_argv: Sequence[str] | None = None  # starts a standby, which takes over after a line on its stdin
     grace_s: float = 15.0  # seconds between SIGTERM and SIGKILL
     workers: Sequence[str] = ()  # names of its processes that report progress; default: only itself

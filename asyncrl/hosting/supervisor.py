@@ -200,10 +200,10 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether the learner has finished, or all processes have."""
+        """Whether the learner has finished, or all processes that can have."""
         children = self._children.values()
         return any(child.finished and child.spec.ends_run for child in children) or all(
-            child.finished for child in children
+            child.finished or child.spec.serves for child in children
         )
 
     def _supervise(self, child: _Child) -> None:

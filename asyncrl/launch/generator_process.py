@@ -44,6 +44,8 @@ def main() -> None:
     # The seat on GPUs: which share of their memory is ours, and whether others of the run are on them.
     parser.add_argument("--memory-share", type=float)
     parser.add_argument("--shared-gpu", action="store_true")
+    # Where the scorers of this host listen; by default in the run directory.
+    parser.add_argument("--scorers", type=Path)
     arguments = parser.parse_args()
 
     def role() -> None:
@@ -58,7 +60,8 @@ def main() -> None:
             store = join_store(config.store, arguments.store, keys)
             generator = allotted(config, arguments.memory_share, is_shared=arguments.shared_gpu)
             config = config.model_copy(update={"generator": generator})
-            asyncio.run(_generate(config, hello, store, keys, directory, context))
+            scorers = arguments.scorers or directory.path
+            asyncio.run(_generate(config, hello, store, keys, directory, scorers, context))
         except asyncio.CancelledError:
             raise SystemExit(128 + signal.SIGTERM) from None
 
@@ -71,13 +74,14 @@ async def _generate(
     store: StoreConnection,
     keys: JoinKeys,
     directory: RunDirectory,
+    scorers: Path,
     context: LogContext,
 ) -> None:
     log.info("reading the prompts")
     prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
-    players = Players.of(config, directory.path.parent, directory.path)
+    players = Players.of(config, directory.path.parent, scorers)
     log.info("starting the processes of rewards and environment")
     # Before the engine, which takes minutes: a function that cannot be loaded fails within a second.
     await players.start(prompts)

@@ -133,7 +133,7 @@ class Players:
     ) -> "Players":
         """Make what the config names, or only what these tasks need; nothing is started.
 
-        Scorers run in the run of `directory`.
+        Scorers listen in `directory`.
         """
         loaded, counts = unchanged(config), Counter[str]()
         open_scorer = scorers_in(config, directory or run_root)

@@ -1,17 +1,24 @@
-"""A process of a reward model or teacher; it dies with the supervisor that started it, and has no state."""
+"""A process of a reward model, judge or teacher: it has no state, and dies with its supervisor."""
 
 import argparse
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.control.scoring import Score, endpoint_of, serve_scores
+from asyncrl.config.sections import SamplingConfig
+from asyncrl.control.scoring import NOTHING, Score, serve_scores
+from asyncrl.data.prompts import load_tokenizer
+from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.open import open_classifier, open_engine
+from asyncrl.errors import EngineError
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.hosting.progress import Pace, beat, begin
@@ -30,24 +37,25 @@ PROBE_S = 10.0
 def main() -> None:
     """Parse arguments and score until the run ends."""
     parser = argparse.ArgumentParser(prog="asyncrl-scorer")
+    parser.add_argument("--id", required=True)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--endpoint", required=True)
     parser.add_argument("--config", type=Path, required=True)
     arguments = parser.parse_args()
 
     def role() -> None:
         directory = RunDirectory(arguments.config.parent)
-        setup_logging(f"{arguments.name}.{arguments.index}", directory.logs, console=True)
+        setup_logging(arguments.id, directory.logs, console=True)
         forget_secrets(os.environ)
-        endpoint = endpoint_of(directory.path, arguments.name, arguments.index)
-        asyncio.run(_score(load_config(arguments.config), arguments.name, endpoint))
+        asyncio.run(_score(load_config(arguments.config), arguments.name, arguments.endpoint))
 
     run_role(role)
 
 
 async def _score(config: Config, name: str, endpoint: str) -> None:
     begin("load the model", Pace.SLOW)
-    model = (config.scorers | config.teacher)[name].model
+    scorer = (config.scorers | config.teacher)[name]
+    model = scorer.model
     log.info("loading %s", model)
     generator, sampling, device = (
         allotted(config, None, is_shared=False),
@@ -61,20 +69,50 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
         generator = generator.model_copy(update={"vllm": {}})
         engine = await open_engine(config.reference, generator, sampling, config.weights, device=device)
 
-        async def score(token_ids: list[int]) -> bytes:
-            return (await engine.score(token_ids)).astype(np.float32).tobytes()
+        async def score(request: Mapping[str, Any]) -> bytes:
+            return (await engine.score(request["ids"])).astype(np.float32).tobytes()
+    elif name in config.judges:
+        other = {"path": model, "revision": None, "chat_template": True, "lora": None}
+        judge = config.model.model_copy(update=other | {"router_replay": False})
+        generator = generator.model_copy(update={"vllm": {}})
+        sampling = SamplingConfig(max_prompt_tokens=scorer.max_tokens - 1, max_response_tokens=1)
+        engine = await open_engine(judge, generator, sampling, config.weights, device=device)
+        score = partial(_judgement, engine, load_tokenizer(judge), scorer.max_tokens)
     else:
         # The longest sequence of the policy, and no token of its own.
         dtype, most = config.model.dtype, sampling.max_tokens
-        score = open_classifier(model, dtype, generator, max_tokens=most, device=device)
-    await score([0, 0])  # warm, and known to work
+        classify = open_classifier(model, dtype, generator, max_tokens=most, device=device)
+
+        async def score(request: Mapping[str, Any]) -> float:
+            return await classify(request["ids"])
+
+    await score(NOTHING)  # warm, and known to work
     begin("score")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_scores(endpoint, score))
         while True:
-            await score([0, 0])
+            await score(NOTHING)
             beat()
             await asyncio.sleep(PROBE_S)
+
+
+async def _judgement(engine: Engine, tokenizer: Any, most: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat completion of a request, of at most so many tokens together. Raises EngineError."""
+    if "messages" not in request:
+        await engine.score(request["ids"])
+        return {}
+    messages = request["messages"]
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # of the template
+        raise EngineError(f"the chat template cannot render the question: {error}") from error
+    if len(ids) + (answer := request["max_tokens"]) > most:
+        text = f"a question of {len(ids)} tokens and an answer of {answer} are more than {most}"
+        raise EngineError(f"{text}; raise max_tokens of the scorer")
+    spec = SamplingSpec(temperature=request["temperature"], max_response_tokens=answer)
+    (said,) = await engine.sample(ids, 1, spec)
+    words = tokenizer.decode(said.response_ids, skip_special_tokens=True)
+    return {"choices": [{"message": {"content": words}}]}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.resolved import dump_config
-from asyncrl.config.reward_section import ModelScore, ScorerConfig
+from asyncrl.config.reward_section import ModelJudge, OfScorer, ScorerConfig
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import ProcessSpec
@@ -24,20 +24,30 @@ if TYPE_CHECKING:
 
 
 def scorer_specs(
-    config: Config, directory: RunDirectory, scorers: Mapping[str, ScorerConfig]
+    config: Config,
+    directory: RunDirectory,
+    scorers: Mapping[str, ScorerConfig],
+    *,
+    place: Path | None = None,
+    prefix: str = "",
 ) -> list[ProcessSpec]:
-    """Describe the processes of these scorers."""
+    """Describe the processes of these scorers, which listen in `place`, by default the run directory."""
+    from asyncrl.control.scoring import endpoint_of
+
     made = []
     for name, scorer in scorers.items():
         for index in range(scorer.count):
             gpus = scorer.gpus[index % len(scorer.gpus) :][:1] if scorer.gpus else ()
-            argv = module_argv("asyncrl.launch.scorer_process", "--name", name, "--index", str(index))
+            own = f"{prefix}{name}.{index}"
+            endpoint = endpoint_of(place or directory.path, name, index)
+            argv = ("--id", own, "--name", name, "--endpoint", endpoint, "--config", str(directory.config))
             made.append(
                 ProcessSpec(
-                    name=f"{name}.{index}",
-                    argv=[*argv, "--config", str(directory.config)],
+                    name=own,
+                    argv=module_argv("asyncrl.launch.scorer_process", *argv),
                     env=child_environment(config, directory.path, threads=1, gpus=gpus),
-                    log_path=directory.logs / f"{name}.{index}.out",
+                    log_path=directory.logs / f"{own}.out",
+                    serves=bool(prefix),
                 )
             )
     return made
@@ -46,11 +56,11 @@ def scorer_specs(
 def scorers_in(config: Config, directory: Path) -> OpenScorer:
     """Return what makes the Service of a scorer that listens in `directory`."""
 
-    def open_scorer(settings: ModelScore) -> "ScorerService":
+    def open_scorer(settings: OfScorer) -> "ScorerService":
         from asyncrl.control.scoring import ScorerService
 
-        count = config.scorers[settings.scorer].count
-        return ScorerService(settings.scorer, directory, count, remembers=settings.cache)
+        count, writes = config.scorers[settings.scorer].count, isinstance(settings, ModelJudge)
+        return ScorerService(settings.scorer, directory, count, remembers=settings.cache, writes=writes)
 
     return open_scorer
 

@@ -16,7 +16,7 @@ from asyncrl.config.environment_section import EnvironmentConfig, is_rollout
 from asyncrl.config.load import checked, read_draft
 from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, unusable
 from asyncrl.config.outline import kind_at
-from asyncrl.config.reward_section import REMOTE, HttpReward, LlmJudge, RewardFunctionConfig
+from asyncrl.config.reward_section import REMOTE, HttpReward, Judge, RewardFunctionConfig
 from asyncrl.config.rules import lacking_room
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
@@ -224,7 +224,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     Raises Missing, and RewardError for a judge's template.
     """
     if (remote := function.remote) is not None:
-        columns = columns_of(remote) if isinstance(remote, LlmJudge) else frozenset()
+        columns = columns_of(remote) if isinstance(remote, Judge) else frozenset()
         return Form(accepted=columns, required=columns, takes_all=True)
     name = function.function
     if ":" not in name:

@@ -1,7 +1,7 @@
-"""Rewards behind an HTTP address: `http_reward` and `llm_judge`.
+"""Rewards behind an HTTP address, and judges: `http_reward`, `llm_judge` and `model_judge`.
 
 http_reward   {"prompts": [text], "completions": [text], "columns": {name: [value]}}  ->  {"rewards": [0.5]}
-llm_judge     a chat completion of one user message, the rendered template
+judges        a chat completion of one user message, the rendered template
 """
 
 import json
@@ -16,10 +16,10 @@ import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from asyncrl.config.reward_section import HttpReward, LlmJudge
+from asyncrl.config.reward_section import HttpReward, Judge, LlmJudge
 from asyncrl.errors import RewardError
 from asyncrl.extras import from_extra
-from asyncrl.rewards.base import Question, RewardInput, Unanswered, number, unreadable
+from asyncrl.rewards.base import Question, RewardInput, Service, Unanswered, number, unreadable
 
 if TYPE_CHECKING:
     from aiolimiter import AsyncLimiter
@@ -44,7 +44,7 @@ class HttpService:
         self._url = settings.url + place
         self._key = key_of(settings)
         self._client: Any = None
-        self._limits: list[tuple[AsyncLimiter, Callable[[Question], float]]] = []
+        self._limiter: AsyncLimiter | None = None
         self.remembers = settings.cache
 
     async def start(self) -> None:
@@ -54,8 +54,7 @@ class HttpService:
         # The client of httpx with openai's many connections. openai's own repetitions would not be counted.
         # The address of a redirect was not allowed by anybody.
         self._client = DefaultAsyncHttpxClient(follow_redirects=False, timeout=None, headers=headers)
-        if rate := self._settings.requests_per_minute:
-            self._limit(rate, lambda _: 1.0)
+        self._limiter = limiter(self._settings.requests_per_minute)
 
     def questions(self, one: RewardInput) -> list[Question]:
         columns = {name: [value] for name, value in one.columns.items()}
@@ -63,8 +62,8 @@ class HttpService:
         return [Question(request=request, read=_reward)]
 
     async def admit(self, question: Question) -> None:
-        for limiter, amount in self._limits:
-            await limiter.acquire(amount(question))
+        if self._limiter is not None:
+            await self._limiter.acquire()
 
     async def ask(self, question: Question) -> Any:
         """The JSON of the answer. Its size is limited."""
@@ -95,12 +94,6 @@ class HttpService:
         if self._client is not None:
             await self._client.aclose()
 
-    def _limit(self, rate: int, amount: Callable[[Question], float]) -> None:
-        """Admit questions whose amounts add up to at most `rate` per minute."""
-        with from_extra("judge"):
-            from aiolimiter import AsyncLimiter
-        self._limits.append((AsyncLimiter(rate), amount))
-
     def _refusal(self, status: int, retry_after: str | None, text: str) -> Unanswered:
         if self._key:
             text = text.replace(self._key, "***")
@@ -114,22 +107,29 @@ class HttpService:
         return Unanswered(message, reason="limited" if status == 429 else "unavailable", pause_s=pause_s)
 
 
-class JudgeService(HttpService):
-    """The Service behind `llm_judge`."""
+class JudgeService:
+    """The Service behind `llm_judge` and `model_judge`: puts questions to a model's own Service."""
 
-    _settings: LlmJudge
-
-    def __init__(self, settings: LlmJudge) -> None:
+    def __init__(self, settings: Judge, model: Service) -> None:
         """Raises RewardError for a template that cannot be used."""
-        super().__init__(settings, place="/chat/completions")
+        self._settings, self._model = settings, model
         self._template, _ = read_template(settings.prompt)
+        self._limiter: AsyncLimiter | None = None
         # Of the answers so far, for the limit of tokens.
         self._answers, self._tokens = 0, 0
+        self.remembers = settings.cache
+        self.close = model.close
+        self.ask = model.ask
 
     async def start(self) -> None:
-        await super().start()
-        if rate := self._settings.tokens_per_minute:
-            self._limit(rate, partial(self._expected_tokens, rate))
+        await self._model.start()
+        if isinstance(self._settings, LlmJudge):
+            self._limiter = limiter(self._settings.tokens_per_minute)
+
+    async def admit(self, question: Question) -> None:
+        if self._limiter is not None:
+            await self._limiter.acquire(self._expected_tokens(self._limiter.max_rate, question))
+        await self._model.admit(question)
 
     def questions(self, one: RewardInput) -> list[Question]:
         against = self._settings.against
@@ -157,7 +157,7 @@ class JudgeService(HttpService):
 
     def _votes(self, prompt: str, value_of: Callable[[object], float], order: int = 0) -> list[Question]:
         messages = [{"role": "user", "content": prompt}]
-        request = {"model": self._settings.model, "messages": messages, **self._settings.request}
+        request = {"messages": messages, **self._settings.fields}
         read = partial(self._read, value_of)
         return [
             Question(request=request, read=read, prompt=prompt, vote=order * self._settings.votes + vote)
@@ -201,6 +201,15 @@ class JudgeService(HttpService):
         return min(self._tokens / self._answers if self._answers else guess, most)
 
 
+def limiter(rate: int | None) -> "AsyncLimiter | None":
+    """Return what admits amounts of at most `rate` per minute together; None without a rate."""
+    if rate is None:
+        return None
+    with from_extra("judge"):
+        from aiolimiter import AsyncLimiter
+    return AsyncLimiter(rate)
+
+
 def key_of(settings: HttpReward) -> str | None:
     """Return the key of a service, or None if it needs none. Raises RewardError."""
     if settings.key_env is None:
@@ -224,7 +233,7 @@ def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:
         raise RewardError(f"{path}:{error.lineno} is not a valid template: {error}; correct it") from error
 
 
-def columns_of(judge: LlmJudge) -> frozenset[str]:
+def columns_of(judge: Judge) -> frozenset[str]:
     """Return the columns that a judge needs. Raises RewardError."""
     _, columns = read_template(judge.prompt)
     return columns | {judge.against} if judge.against else columns

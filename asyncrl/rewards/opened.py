@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.backoff import Backoff
-from asyncrl.config.reward_section import TEXT_BYTES, HttpReward, LlmJudge, ModelScore, Remote, RewardConfig
+from asyncrl.config.reward_section import (
+    TEXT_BYTES,
+    HttpReward,
+    LlmJudge,
+    ModelJudge,
+    OfScorer,
+    Remote,
+    RewardConfig,
+)
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.rewards.base import Judgement, Question, RewardInput, Score, Service, Unanswered, scored
 from asyncrl.rewards.endpoints import HttpService, JudgeService
@@ -28,7 +36,7 @@ AT_ONCE = 256
 REMEMBERED = 1 << 14
 AGAIN = Backoff(first_s=0.25, longest_s=8.0)
 
-OpenScorer = Callable[[ModelScore], Service]
+OpenScorer = Callable[[OfScorer], Service]
 
 
 class Asker:
@@ -205,13 +213,14 @@ class Rewards:
 
 def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:
     if isinstance(settings, LlmJudge):
-        return JudgeService(settings)
+        return JudgeService(settings, HttpService(settings, place="/chat/completions"))
     if isinstance(settings, HttpReward):
         return HttpService(settings)
-    assert isinstance(settings, ModelScore)
+    assert isinstance(settings, OfScorer)
     if open_scorer is None:
-        raise RewardError(f"`model_score` needs the scorer `{settings.scorer}`, and no scorers run here")
-    return open_scorer(settings)
+        raise RewardError(f"the scorer `{settings.scorer}` is needed, and no scorers run here")
+    model = open_scorer(settings)
+    return JudgeService(settings, model) if isinstance(settings, ModelJudge) else model
 
 
 def _cut(text: str) -> str:

@@ -187,7 +187,7 @@ def main() -> int:
         directory,
         ends_run=True,
     )
-    up.generator_maker = lambda config, directory, store_url, keys, *, learner, prefix="g": (
+    up.generator_maker = lambda config, directory, store_url, keys, *, learner, prefix="g", scorers=None: (
         lambda index, count, running: spec(f"{prefix}{index}", ["-c", idle], directory)
     )
     up.LEAVE_S = 0.1

@@ -4,7 +4,10 @@ import asyncio
 import json
 import subprocess
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +21,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
+from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.control import scoring
 from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
@@ -34,6 +38,9 @@ from tests.support.models import SIZES, tiny_qwen2
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+# In place of {{}} stands the directory of a test.
+ASKED = "{{function: model_judge, params: {{scorer: rm, prompt: {}/judge.jinja}}}}"
 
 
 def reward_model(directory: Path, labels: int = 1) -> Path:
@@ -88,6 +95,39 @@ def scores(
     return asyncio.run(run())
 
 
+def language_model(directory: Path) -> Path:
+    """A tiny Qwen2 whose template ends a chat with `=`, and whose answers have digits."""
+    tiny_qwen2(directory, tied=False, seed=4)
+    (directory / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}=")
+    return directory
+
+
+def right_words(directory: Path, question: str, most: int) -> str:
+    """What transformers says to a question."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = tokenizer(f"{question}=", return_tensors="pt")["input_ids"]
+    said = model.generate(ids, do_sample=False, max_new_tokens=most)[0, ids.shape[1] :]
+    return str(tokenizer.decode(said, skip_special_tokens=True))
+
+
+@contextmanager
+def supervised(config: Config, directory: RunDirectory) -> Iterator[dict[str, int]]:
+    """The scorers of a run; yields their process ids."""
+    pids: dict[str, int] = {}
+    supervisor = Supervisor(
+        scorer_specs(config, directory, config.scorers), max_restarts=3, on_change=pids.update
+    )
+    watching = threading.Thread(target=supervisor.run)
+    watching.start()
+    try:
+        yield pids
+    finally:
+        supervisor.request_stop("over")
+        watching.join()
+        supervisor.stop()
+
+
 def right_score(directory: Path, ids: list[int]) -> float:
     """What transformers computes of token ids."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
@@ -103,13 +143,7 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
     draw = np.random.default_rng(0)
     groups = [[draw.integers(2, 12, size=n).tolist() for n in (1, 5, 31, 32)] for _ in range(2)]
     right = [[right_score(tmp_path / "rm", ids) for ids in group] for group in groups]
-    pids: dict[str, int] = {}
-    supervisor = Supervisor(
-        scorer_specs(config, directory, config.scorers), max_restarts=3, on_change=pids.update
-    )
-    watching = threading.Thread(target=supervisor.run)
-    try:
-        watching.start()
+    with supervised(config, directory) as pids:
         (first,) = scores(config, directory.path, groups[0], timeout_s=300.0)
         assert np.abs(np.subtract(first, right[0])).max() <= 1e-5
         before = pids["rm.0"]
@@ -120,10 +154,47 @@ def test_a_scorer_computes_what_transformers_does_and_is_started_again(config_fi
         wait_until(lambda: pids["rm.0"] != before)
         with pytest.raises(RewardError, match="the scorer `rm` says: vLLM refused a request of 99 tokens"):
             scores(config, directory.path, [[2] * 99], timeout_s=60.0)
-    finally:
-        supervisor.request_stop("over")
-        watching.join()
-        supervisor.stop()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_judge_of_the_run_says_what_transformers_does_and_is_started_again(
+    config_file, tmp_path, monkeypatch, engine
+):
+    monkeypatch.setattr(scoring, "WORDS_S", 2.0)
+    language_model(tmp_path / "rm")
+    (tmp_path / "judge.jinja").write_text("rate {{ response }}")
+    params = {"scorer": "rm", "prompt": str(tmp_path / "judge.jinja"), "max_tokens": 40}
+    function = {"function": "model_judge", "params": params | {"parse": "regex", "pattern": "([0-9])"}}
+    settings = [f"reward.functions={json.dumps([function])}", "scorers.rm.max_tokens=64"]
+    config = validated_config(config_file, [*settings, f"generator.engine={engine}"])
+    directory = RunDirectory(tmp_path / "runs" / "scored")
+    directory.create(fresh=False)
+    directory.config.write_text(dump_config(config))
+
+    async def judged(*responses: str) -> list[Score]:
+        reward = config.reward.model_copy(update={"timeout_s": 300.0})
+        rewards = Rewards(reward, directory.path, open_scorer=scorers_in(config, directory.path))
+        await rewards.start()
+        try:
+            return await rewards.score([RewardInput(prompt="", response=one, row={}) for one in responses])
+        finally:
+            await rewards.close()
+
+    def are_right(responses: list[str], found: list[Score]) -> None:
+        for response, score in zip(responses, found, strict=True):
+            (said,) = score.judgements
+            assert said.answer == right_words(tmp_path / "rm", f"rate {response}", 40)
+            digits = [letter for letter in said.answer if letter.isdigit()]
+            assert (said.prompt, score.total) == (f"rate {response}", float(digits[-1]))
+
+    with supervised(config, directory) as pids:
+        are_right(["x", "is it"], asyncio.run(judged("x", "is it")))
+        before = pids["rm.0"]
+        psutil.Process(before).kill()
+        are_right(["7"], asyncio.run(judged("7")))
+        wait_until(lambda: pids["rm.0"] != before)
+        with pytest.raises(RewardError, match="an answer of 40 are more than 64; raise max_tokens"):
+            asyncio.run(judged("x" * 30))
 
 
 def test_reward_test_starts_a_scorer_and_stops_it(config_file, tmp_path):
@@ -177,12 +248,12 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
     config = validated_config(config_file, ["scorers.rm.count=2"])
     asked: list[int] = [0, 0]
 
-    async def number(ids: list[int]) -> float:
-        asked[0] += any(ids)  # not those that look for a scorer
-        return float(sum(ids))
+    async def number(request: Mapping[str, Any]) -> float:
+        asked[0] += any(request["ids"])  # not those that look for a scorer
+        return float(sum(request["ids"]))
 
-    async def silence(ids: list[int]) -> float:
-        if not any(ids):
+    async def silence(request: Mapping[str, Any]) -> float:
+        if not any(request["ids"]):
             return 0.0
         asked[1] += 1
         await asyncio.Event().wait()
@@ -223,13 +294,18 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
         (["scorers.rm.model={}/nothing"], "found no "),
         (["reward.functions.0.params={{scorer: judge}}"], "asks the scorer `judge`; scorers has rm"),
         (["reward.functions=[3]"], "a section with function"),
-        (["reward.functions=[{{function: exact_match}}]"], "no reward function `model_score` asks it"),
-        (["control.bind=tcp://127.0.0.1:5000"], "cannot reach scorers"),
+        (["reward.functions=[{{function: exact_match}}]"], "no `model_score` and no `model_judge` asks it"),
+        ([f"reward.functions=[{ASKED}]"], "no chat template"),
+        ([f"reward.functions=[{ASKED},{{{{function: model_score, params: {{{{scorer: rm}}}}}}}}]"], "its own scorer"),
+        ([f"reward.functions=[{ASKED}]", "scorers.rm.model={}/judge"], "takes 512 tokens; lower it"),
+        ([f"reward.functions=[{ASKED}]", "scorers.rm.max_tokens=512"], "max_tokens of `model_judge` is 512"),
     ],
 )  # fmt: skip
 def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overrides, said):
     reward_model(tmp_path / "rm")
     reward_model(tmp_path / "two", labels=2)
+    language_model(tmp_path / "judge")
+    (tmp_path / "judge.jinja").write_text("good?")
     tokenizer = json.loads((reward_model(tmp_path / "other") / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = dict(zip(tokenizer["model"]["vocab"], range(99, 0, -1), strict=False))
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -239,7 +315,7 @@ def test_what_cannot_score_is_named_before_the_run(config_file, tmp_path, overri
 
 
 def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):
-    async def refuse(ids: list[int]) -> float:
+    async def refuse(request: Mapping[str, Any]) -> float:
         raise EngineError("too long")
 
     async def run() -> None:

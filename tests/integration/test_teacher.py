@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.opened import Asker
 from asyncrl.run.directory import RunDirectory
 from asyncrl.types import Group, Prompt, Rollout, VersionSpan
+from tests.support.command import ASYNCRL
 from tests.support.models import tiny_qwen2
+from tests.support.whole_run import rows, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -151,6 +154,35 @@ def test_an_answer_that_is_no_column_fails_the_group_and_is_counted(tmp_path, re
     asyncio.run(serve())
 
 
+def test_a_command_that_starts_generators_starts_their_teacher(tmp_path, monkeypatch):
+    """The learner's command starts none; both end with the run, and what listened is gone."""
+    place = tmp_path / "private"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    with tiny_run(tmp_path) as config:
+        teacher = f"algorithm.reference={{path: {tmp_path}/model, scorers: 1}}"
+        settings = ["algorithm.advantage=distill", teacher, "learner.steps=3", "data.eval=null"]
+        run = tmp_path / "runs" / "whole"
+        with (tmp_path / "up.out").open("ab") as out:
+            commands = [["learner", "--config", str(config), *settings]]
+            commands.append(["generator", "--count", "1", "--wait", "300"])
+            begun = [
+                subprocess.Popen([*ASYNCRL, *one], cwd=tmp_path, stdout=out, stderr=out) for one in commands
+            ]
+        try:
+            statuses = [process.wait(timeout=500) for process in begun]
+        finally:
+            for process in begun:
+                process.kill()
+                process.wait()
+        assert statuses == [0, 0], (tmp_path / "up.out").read_text()[-3000:]
+        assert steps(run) == [1, 2, 3]
+        assert all(row["reference/nll"] > 0 for row in rows(run) if "time/step" in row)
+        (log,) = run.glob("logs/*teacher.0.out")
+        assert str(begun[1].pid) in log.name
+    assert not list(place.rglob("*.sock"))
+
+
 def test_without_a_teacher_the_group_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "START_S", 0.2)
     with pytest.raises(RewardError, match="no scorer `teacher` answered"):
@@ -171,7 +203,6 @@ def test_a_group_without_a_usable_column_is_untrainable(column):
     [
         (["sampling.temperature=0.7"], "sampling.temperature is 0.7, not 1"),
         (["sampling.top_k=20"], "sampling.top_k is set, and scorers measure a token among all"),
-        (["control.bind=tcp://127.0.0.1:5000"], "other hosts cannot reach scorers"),
         (["sampling.max_response_tokens=504"], "scorers need one more than the longest sequence"),
     ],
 )

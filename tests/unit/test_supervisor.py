@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -319,6 +320,13 @@ def test_without_a_learner_the_run_ends_with_the_last_generator(tmp_path):
     with supervised(host, one(tmp_path, "g0"), one(tmp_path, "g1")) as supervisor:
         supervisor.run()
     assert len(host.processes) == 2 and 50.0 <= host.now_s() < 52.0
+
+
+def test_a_process_that_serves_the_generators_ends_with_the_last_one(tmp_path):
+    host = VirtualHost(rm=works, g0=dies(0, after_s=5.0))
+    with supervised(host, replace(one(tmp_path, "rm"), serves=True), one(tmp_path, "g0")) as supervisor:
+        supervisor.run()
+    assert len(host.processes) == 2 and 5.0 <= host.now_s() < 7.0
 
 
 def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
