@@ -28,7 +28,7 @@ from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.processes import module_argv
-from asyncrl.hosting.route import PEERS_VARIABLE
+from asyncrl.hosting.route import PEERS_VARIABLE, reaches
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
@@ -122,7 +122,8 @@ def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
         )
     directory = RunDirectory(config.run.directory)
     if not with_keys:
-        return rendered(config, None)
+        ports = reaches(reachable(config), f"{config.run.name}-learner")
+        return "".join(f"# {one}\n" for one in ports) + rendered(config, None)
     with needing(directory.path):
         directory.make()
         directory.draw_secret()

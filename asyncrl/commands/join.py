@@ -20,7 +20,7 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
 from asyncrl.commands.up import StartedRun, generator_maker
-from asyncrl.config.addresses import insecurities
+from asyncrl.config.addresses import CONTROL_PORT, filled_in, insecurities
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config
@@ -29,6 +29,7 @@ from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, Stor
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import family
 from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.route import of_generators, unreached
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
@@ -72,6 +73,7 @@ def joined(
         return found, _config_of(found, own, allowed)
 
     found, config = _wait_for_run(find, wait_s, report)
+    require_learner(found.url, config)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
@@ -94,6 +96,18 @@ def joined(
                 members.tend()
 
         yield StartedRun(supervisor, (), tend)
+
+
+def require_learner(store_url: str, config: Config) -> None:
+    """Raise RunError if a port of the learner is closed to this host, whose model may load for minutes.
+
+    The store has answered. If it is the learner's own, so has the learner's host.
+    """
+    learner = urlsplit(store_url).hostname
+    control = filled_in(config.control.bind, learner or "", CONTROL_PORT)
+    if learner and control and config.store.url is None:
+        for closed in unreached(of_generators(control), config.control.timeout_s):
+            raise RunError(closed)
 
 
 def _wait_for_run(
