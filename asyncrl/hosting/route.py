@@ -19,6 +19,7 @@ from asyncrl.config.addresses import (
     beside,
     filled_in,
     host_of,
+    is_loopback,
     weights_port,
 )
 from asyncrl.config.schema import Config
@@ -69,6 +70,14 @@ def of_generators(control: str) -> list[Reach]:
     """Return what generators must reach of a learner whose control plane is at tcp://HOST:PORT."""
     weights = Reach("generators-*", host_of(control), weights_port(control), "weights", "control.bind")
     return [_at(control, weights.who, "control plane", is_encrypted=True), weights]
+
+
+def in_clear(ports: Iterable[Reach]) -> str:
+    """Warn of what hosts send each other without encryption; empty if there is nothing."""
+    found = {one.what: one.key for one in ports if not (one.is_encrypted or is_loopback(one.host))}
+    named = ", ".join(f"{what} ({key})" for what, key in found.items())
+    cure = "use a network of your own, or a tunnel between the hosts, such as WireGuard (docs/security.md)"
+    return f"not encrypted between hosts: {named}; {cure}" if found else ""
 
 
 def _at(bind: str, who: str, what: str, *, is_encrypted: bool) -> Reach:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55125,
+    "lines of the package": 55140,
     "modules": 418,
-    "public functions and classes": 1494,
+    "public functions and classes": 1495,
     "modules of ours that a module imports, at most": 35,
     "private functions that are used once": 656,
 }

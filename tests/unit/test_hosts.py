@@ -17,7 +17,7 @@ from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.placement import misplaced, placement_of
-from asyncrl.hosting.route import Reach, reaches, unreached
+from asyncrl.hosting.route import Reach, in_clear, reaches, unreached
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
@@ -81,6 +81,11 @@ def test_the_ports_that_hosts_must_reach_follow_the_config():
         "control plane",
         "meeting of the learner's hosts",
     ]
+    said = in_clear(reaches(ours, "10.0.0.1"))
+    assert said.startswith("not encrypted between hosts: store (store.bind), weights (control.bind); use")
+    said = in_clear(reaches(far, "fd00::9"))
+    assert "hosts: weights (weights.transport), gradients (cluster.learner_hosts); use" in said
+    assert not in_clear(reaches(ours, "127.0.0.1"))
 
 
 @pytest.fixture

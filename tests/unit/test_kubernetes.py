@@ -180,7 +180,9 @@ def test_the_key_is_drawn_once_and_nothing_else_is_printed(file, capsys):
     printed = []
     for _ in range(2):
         assert typed(["up", str(file)]) == 0
-        printed.append(capsys.readouterr().out)
+        out, said = capsys.readouterr()
+        printed.append(out)
+        assert said.count("! not encrypted between hosts: store (store.bind), weights (control.bind)") == 1
     assert printed[0] == printed[1]
     key = (file.parent / "runs/far-7b/run.key").read_text()
     assert objects(printed[0])["Secret far-7b-learner"]["stringData"] == {"run.key": key}
