@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.probe import SKEW_S, clock_skew_s
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
@@ -44,6 +45,7 @@ class _Found(NamedTuple):
     keys: JoinKeys
     record: StoredRun
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
+    skew_s: float  # the store's clock minus ours
 
 
 @contextmanager
@@ -73,6 +75,11 @@ def joined(
         return found, _config_of(found, own, allowed)
 
     found, config = _wait_for_run(find, wait_s, report)
+    if abs(found.skew_s) > SKEW_S:
+        report(
+            f"! the clock of {socket.gethostname()} is {-found.skew_s:+.0f} s from that of the store; let a "
+            "time service set both, so that logs can be compared: timedatectl set-ntp true"
+        )
     require_learner(found.url, config)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
@@ -155,7 +162,8 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
-        return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
+        record = RunRecord(connection, keys.record).read()
+        return _Found(url, keys, record, learners, clock_skew_s(connection))
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55140,
+    "lines of the package": 55153,
     "modules": 418,
-    "public functions and classes": 1495,
+    "public functions and classes": 1496,
     "modules of ours that a module imports, at most": 35,
     "private functions that are used once": 656,
 }
