@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 
 import pytest
@@ -11,6 +12,7 @@ from asyncrl.cli.app import run as typed
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
@@ -357,6 +359,29 @@ def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():
     hosts.tend()
     with pytest.raises(RunError, match=r"generators-0 has no host after 0 s: it waits for 8 GPUs; free: 6"):
         hosts.tend()
+
+
+def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
+    """Stand-ins for its programs write down what they are called with."""
+    answers = {"squeue": "case $* in *%N*) echo n1 n2;; esac", "srun": f'echo "$*" >> {tmp_path}/steps'}
+    node = "echo NodeName=n$i NodeAddr=10.0.0.$i"
+    answers["scontrol"] = f"for i in 1 2; do case $2 in hostnames) echo n$i;; node) {node};; esac; done"
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr("asyncrl.cluster.slurm.signal.signal", lambda *_: None)
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": "slurm"})
+    cluster, asked = SlurmCluster(ours), []
+    (tmp_path / "far" / "logs").mkdir(parents=True)
+    for gpus in (2, 0):
+        (tmp_path / "steps").unlink()
+        plan = HostPlan(name=f"generators-{gpus}", role="generators", argv=["version"], gpus=gpus)
+        cluster.start(plan, tmp_path / "output")
+        cluster._placed[plan.name].step.wait(60)
+        asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
+    assert asked == [["--gpus-per-node=2"], []]
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):
