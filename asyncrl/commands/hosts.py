@@ -85,7 +85,8 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         )
         stack.enter_context(supervisor)
         each = config.generator.count or 1
-        scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
+        paths = directory.scale, directory.scaled
+        scaled = stack.enter_context(Scaled(supervisor, make, *paths, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
         yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
 

@@ -124,7 +124,7 @@ def started(
         if generators:
             seats = placement.learner_seats
             make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
-            scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
+            scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, directory.scaled))
             scaled.begin(len(placement.generators))
 
         def tend() -> None:
