@@ -12,6 +12,7 @@ from asyncrl.buffer.redis import RedisBuffer, hash_tag, keys_of
 from asyncrl.errors import StoreError
 
 FRAME_BYTES = 1 << 20
+SKEW_S = 5.0  # the protocol compares no clocks of two hosts, but people who read logs do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,13 @@ class StoreProbe:
     skew_s: float
 
 
+def clock_skew_s(connection: StoreConnection) -> float:
+    """Return the store's clock minus this host's clock, in seconds. Raises StoreError."""
+    before_s = time.time()
+    seconds, microseconds = connection.call(lambda client: client.time())
+    return seconds + microseconds / 1e6 - (before_s + time.time()) / 2
+
+
 def probe_store(connection: StoreConnection) -> StoreProbe:
     """Check version and eviction policy, load the functions; lease, put, take, fetch and commit a group.
 
@@ -35,9 +43,7 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
     server = connection.call(lambda client: client.info("server"))
     valkey = server.get("valkey_version")
     version = f"Valkey {valkey}" if valkey else f"Redis {server['redis_version']}"
-    before_s = time.time()
-    seconds, microseconds = connection.call(lambda client: client.time())
-    skew_s = seconds + microseconds / 1e6 - (before_s + time.time()) / 2
+    skew_s = clock_skew_s(connection)
     use = "use a Redis >= 7.0 or Valkey server directly"
     run = f"probe-{secrets.token_hex(8)}"
     buffer = RedisBuffer(connection, run, BufferRules(groups=1))

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.cluster.plans import LEARNER
 from asyncrl.commands.hosts import started_on_hosts, submitted
 from asyncrl.commands.stage import started_stage
 from asyncrl.commands.stopping import what_is_saved
 from asyncrl.commands.up import StartedRun, started
 from asyncrl.config.schema import Config
+from asyncrl.hosting.route import in_clear, reaches
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.lora import SETTINGS
 from asyncrl.run.directory import RunDirectory
@@ -59,6 +61,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
     if not fresh and (reason := nothing_left(config, directory, saved)):
         typer.echo(reason)
         return 0
+    typer.echo(f"! {in_clear(reaches(config, LEARNER))}", err=True)
     if command is not None:
         for line in submitted(config, command, fresh=fresh):
             typer.echo(line)

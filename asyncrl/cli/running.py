@@ -88,9 +88,10 @@ def run_up(
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain, back_to=back_to)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.engines import wants_gpus
-    from asyncrl.cluster.plans import described
+    from asyncrl.cluster.plans import LEARNER, described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
     from asyncrl.commands.hosts import become_host, is_node, manifests
+    from asyncrl.hosting.route import in_clear, reaches
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
@@ -101,6 +102,7 @@ def run_up(
                 "the manifests hold the run's keys, and standard output is a terminal that would show them; "
                 "add `| kubectl apply -f -`, or --dry-run, which leaves the keys out"
             )
+        typer.echo(f"! {in_clear(reaches(checked, LEARNER))}", err=True)
         typer.echo(manifests(checked, fresh=fresh, with_keys=not dry_run), nl=False)
         return 0
     submits = checked.cluster.kind == "slurm" and not allocation()

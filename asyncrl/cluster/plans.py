@@ -1,4 +1,4 @@
-"""The command of each host of a run, as a function of its config."""
+"""The command of each host of a run, and what hosts must reach, as functions of its config."""
 
 import shlex
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from asyncrl.buffer.users import GENERATOR, with_user
 from asyncrl.cluster.base import LEARNER_ADDRESS, HostPlan
 from asyncrl.config.addresses import AUTO, STORE_PORT, filled_in
 from asyncrl.config.schema import Config
+from asyncrl.hosting.route import reaches
 from asyncrl.run.keys import JoinKeys
 
 RANKS, GENERATORS = "learner-", "generators-"
@@ -58,7 +59,7 @@ def generators_plan(
 
 
 def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
-    """Yield the hosts of a run and their commands, by line."""
+    """Yield the hosts of a run, their commands, and the ports that hosts must reach, by line."""
     file = config.run.directory / "hosts.yaml"
     yield f"cluster.kind={config.cluster.kind}: one command per host; {file} is the config"
     hosts = range(config.cluster.generator_hosts)
@@ -69,3 +70,4 @@ def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
         key = ", with join.key" if plan.role == "generators" else ""
         words = " ".join(word if LEARNER_ADDRESS in word else shlex.quote(word) for word in plan.argv)
         yield f"{plan.name}{gpus}: asyncrl {words}{key}"
+    yield from map(str, reaches(config, LEARNER_ADDRESS))

@@ -102,7 +102,9 @@ class SlurmCluster:
             return
         peers = {PEERS_VARIABLE: " ".join(at for name, at in self.addresses.items() if name != node)}
         self._pid_file(plan.name).unlink(missing_ok=True)  # of an earlier command, whose number may be taken
-        words = ["sh", "-c", _NAMED, str(self._pid_file(plan.name)), *command]
+        # In a job that has whole nodes, but did not ask for their GPUs, a step sees those that it asks for.
+        gpus = [f"--gpus-per-node={plan.gpus}"] if plan.gpus else []
+        words = [*gpus, "sh", "-c", _NAMED, str(self._pid_file(plan.name)), *command]
         with output.open("ab") as file:
             self._placed[plan.name] = _Placed(
                 node,
@@ -196,7 +198,10 @@ class SlurmCluster:
 def _step(
     name: str, node: str, words: Sequence[str], output: IO[bytes] | int, env: dict[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Run a command on a node of the allocation. srun ends with its status."""
+    """Run a command, or options of srun and a command, on a node of the allocation.
+
+    srun ends with its status.
+    """
     where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", "--overlap"]
     return subprocess.Popen(
         ["srun", *where, "--kill-on-bad-exit=1", "--cpu-bind=none", "--export=ALL", *words],

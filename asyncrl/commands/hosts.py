@@ -28,7 +28,7 @@ from asyncrl.errors import RunError
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.processes import module_argv
-from asyncrl.hosting.route import PEERS_VARIABLE
+from asyncrl.hosting.route import PEERS_VARIABLE, reaches
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
@@ -85,7 +85,8 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         )
         stack.enter_context(supervisor)
         each = config.generator.count or 1
-        scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, prefix=GENERATORS, each=each))
+        paths = directory.scale, directory.scaled
+        scaled = stack.enter_context(Scaled(supervisor, make, *paths, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
         yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
 
@@ -122,7 +123,8 @@ def manifests(config: Config, *, fresh: bool, with_keys: bool) -> str:
         )
     directory = RunDirectory(config.run.directory)
     if not with_keys:
-        return rendered(config, None)
+        ports = reaches(reachable(config), f"{config.run.name}-learner")
+        return "".join(f"# {one}\n" for one in ports) + rendered(config, None)
     with needing(directory.path):
         directory.make()
         directory.draw_secret()

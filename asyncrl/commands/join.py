@@ -17,11 +17,12 @@ from urllib.parse import unquote, urlsplit
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
+from asyncrl.buffer.probe import SKEW_S, clock_skew_s
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
 from asyncrl.commands.allowance import check_allowed
 from asyncrl.commands.up import StartedRun, generator_maker
-from asyncrl.config.addresses import insecurities
+from asyncrl.config.addresses import CONTROL_PORT, filled_in, insecurities
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.schema import Config
@@ -30,6 +31,7 @@ from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, Stor
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec, family
 from asyncrl.hosting.progress import Limits
+from asyncrl.hosting.route import of_generators, unreached
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.directory import RunDirectory, find_run
@@ -45,6 +47,7 @@ class _Found(NamedTuple):
     keys: JoinKeys
     record: StoredRun
     learners: RunDirectory | None  # the learner's run directory, where this machine sees it
+    skew_s: float  # the store's clock minus ours
 
 
 @contextmanager
@@ -74,6 +77,12 @@ def joined(
         return found, _config_of(found, own, allowed)
 
     found, config = _wait_for_run(find, wait_s, report)
+    if abs(found.skew_s) > SKEW_S:
+        report(
+            f"! the clock of {socket.gethostname()} is {-found.skew_s:+.0f} s from that of the store; let a "
+            "time service set both, so that logs can be compared: timedatectl set-ntp true"
+        )
+    require_learner(found.url, config)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
@@ -114,6 +123,18 @@ def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
     except RunError:  # it is of another host
         return False
     return is_alive and {f"{name}.0" for name in scorers} <= directory.children().keys()
+
+
+def require_learner(store_url: str, config: Config) -> None:
+    """Raise RunError if a port of the learner is closed to this host, whose model may load for minutes.
+
+    The store has answered. If it is the learner's own, so has the learner's host.
+    """
+    learner = urlsplit(store_url).hostname
+    control = filled_in(config.control.bind, learner or "", CONTROL_PORT)
+    if learner and control and config.store.url is None:
+        for closed in unreached(of_generators(control), config.control.timeout_s):
+            raise RunError(closed)
 
 
 def _wait_for_run(
@@ -161,7 +182,8 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
-        return _Found(url, keys, RunRecord(connection, keys.record).read(), learners)
+        record = RunRecord(connection, keys.record).read()
+        return _Found(url, keys, record, learners, clock_skew_s(connection))
 
 
 def _run_here(url: str, config: Config | None) -> RunDirectory | None:

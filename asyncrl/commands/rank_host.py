@@ -20,6 +20,7 @@ from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.placement import placement_of
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import FLAG, HOST, LEARNER, name_of, workers_of
+from asyncrl.hosting.route import reaches, unreached
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.logs import setup_logging
@@ -43,6 +44,9 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
             f"{directory.secret_path} is not on this host: the hosts of a learner share its run directory; "
             "set run.root to a directory that all of them share, and start the learner first"
         )
+    meeting = [one for one in reaches(config, learner) if one.who == "learner-*"]
+    for closed in unreached(meeting, config.control.timeout_s):
+        raise RunError(closed)
     setup_logging(f"supervisor-{number}", directory.logs, console=True)
     os.environ[RUN_VARIABLE] = str(directory.path.resolve())
     placement = placement_of(config, count_gpus(), generators=0)

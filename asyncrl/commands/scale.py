@@ -33,23 +33,35 @@ class Scaled:
         supervisor: Supervisor,
         make: Callable[[int, int, Collection[str]], ProcessSpec],
         path: Path,
+        kept: Path,
         *,
         prefix: str = PREFIX,
         each: int = 1,
     ) -> None:
         """Start as many generators as the file at `path` says, with `each` of them in what `make` describes.
 
-        `make(index, their number, names of those that run)` raises RunError if one has no room.
+        `make(index, their number, names of those that run)` raises RunError if one has no room. The file at
+        `kept` has the number for another start.
         """
-        self._supervisor, self._make, self._path = supervisor, make, path
+        self._supervisor, self._make, self._path, self._kept = supervisor, make, path, kept
         self._prefix, self._each = prefix, each
-        self._wanted = 0
+        self._wanted = self._configured = 0
         self._started: set[str] = set()
 
     def begin(self, count: int) -> None:
-        """Start `count` generators. With 0, generators join by themselves and scaling is refused."""
+        """Start `count` generators, or as many as an earlier start with that `count` was scaled to.
+
+        With 0, generators join by themselves and scaling is refused.
+        """
+        self._configured = count
         if count:
-            self._grow(count, is_extra=False)
+            of = (read_record(self._kept) or {}).get("of")
+            kept = read_wanted(self._kept) if of == count else None
+            self._grow(min(count, kept or count), is_extra=False)
+            if kept is None:  # the config has changed, and counts
+                _forget(self._kept)
+            elif kept > count:
+                self._write(kept)
 
     def tend(self) -> None:
         """Follow the number in the file, and correct it if a generator could not be started."""
@@ -70,24 +82,22 @@ class Scaled:
             except RunError as error:
                 log.warning("%s", error)
                 self._write(self._wanted, refused=str(error))
+                return
         else:
             for name in sorted(staying, key=_index)[wanted:]:
                 self._supervisor.drain(name)
             self._wanted = wanted
+        replace_text(self._kept, json.dumps({"generators": wanted, "of": self._configured}))
 
     def __enter__(self) -> Self:
-        self._forget()  # a run that was killed may have left the file
+        _forget(self._path)  # a run that was killed may have left the file
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forget()
+        _forget(self._path)
 
     def _write(self, wanted: int, refused: str = "") -> None:
         write_wanted(self._path, wanted * self._each, refused=refused, each=self._each)
-
-    def _forget(self) -> None:
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
         taken = self._supervisor.names  # with the names of generators that are leaving
@@ -151,6 +161,11 @@ def _running(directory: RunDirectory) -> dict[str, str]:
         hosts = {name: one["phase"] for name, one in found if name.startswith(GENERATORS)}
         return {name: said[phase] for name, phase in hosts.items() if phase in said}
     return {name: "" for name in directory.children() if re.fullmatch(rf"{PREFIX}\d+", name)}
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _index(name: str) -> int:

@@ -30,7 +30,7 @@ from asyncrl.hosting.processes import module_argv
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.rank_group import FLAG as STANDBY
 from asyncrl.hosting.rank_group import MEMORY_SHARE, workers_of
-from asyncrl.hosting.route import peers_in, with_addresses
+from asyncrl.hosting.route import in_clear, peers_in, reaches, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.scorers import scorer_specs
@@ -125,7 +125,7 @@ def started(
         if generators:
             seats = placement.learner_seats
             make = generator_maker(config, directory, generator_url, keys.join, learner=seats)
-            scaled = stack.enter_context(Scaled(supervisor, make, directory.scale))
+            scaled = stack.enter_context(Scaled(supervisor, make, directory.scale, directory.scaled))
             scaled.begin(len(placement.generators))
 
         def tend() -> None:
@@ -224,6 +224,7 @@ def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:
             url = with_user(config.store.bind.replace("tcp://", "redis://"), GENERATOR)
         lines.append(f"from other hosts: asyncrl generator --store {url}")
         lines.append(f"with a copy of {join_key} there, which {SECRET_FILE_VARIABLE} names")
+        lines += filter(None, [in_clear(reaches(config, ""))])
     return lines
 
 

@@ -276,7 +276,8 @@ class ControlConfig(Part):
         ]
         | None
     ) = None
-    """Address for generators on other hosts, as `store.bind`; `auto` alone has port 16380."""
+    """Address for generators on other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from
+    the port two further on."""
     heartbeat_s: Positive = 1.0
     """Interval between two heartbeats of a generator."""
     timeout_s: Positive = 15.0

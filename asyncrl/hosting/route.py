@@ -1,13 +1,27 @@
-"""The address of this host that the other hosts of a run reach, which is that of the route to them."""
+"""The address of this host that the other hosts of a run reach, and the ports that hosts must reach.
+
+The address is that of the route to the others.
+"""
 
 import errno
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
-from asyncrl.config.addresses import CONTROL_PORT, STORE_PORT, filled_in
+from asyncrl.config.addresses import (
+    AUTO,
+    CONTROL_PORT,
+    STORE_PORT,
+    beside,
+    filled_in,
+    host_of,
+    is_loopback,
+    weights_port,
+)
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 
@@ -16,6 +30,77 @@ PEERS_VARIABLE = "ASYNCRL_PEERS"
 # Addresses of documentation (RFC 5737, RFC 3849), to which only a default route leads.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT = 9
+_REDIS_PORT = 6379
+
+
+class Reach(NamedTuple):
+    """Hosts of a run, and an address that they must reach."""
+
+    who: str
+    host: str
+    port: int  # 0 is any
+    what: str
+    key: str
+    is_encrypted: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.host} at port {self.port}" if self.port else f"every port of {self.host}"
+        text = f"{self.who} must reach {where}: {self.what} ({self.key})"
+        return text if self.is_encrypted else f"{text}, not encrypted"
+
+
+def reaches(config: Config, learner: str) -> list[Reach]:
+    """Return which hosts must reach what, if the first host of the learner has the address `learner`."""
+    control = str(filled_in(config.control.bind or AUTO, learner, CONTROL_PORT))
+    store = urlsplit(config.store.url or str(filled_in(config.store.bind or AUTO, learner, STORE_PORT)))
+    who, key = "generators-*", "store.bind"
+    if config.store.url:
+        who, key = f"learner-0, {who}", "store.url"
+    place, is_encrypted = (store.hostname or "", store.port or _REDIS_PORT), store.scheme == "rediss"
+    found = [Reach(who, *place, "store", key, is_encrypted), *of_generators(control)]
+    if config.weights.transport == "nccl":
+        found.append(Reach("generators-* and back", host_of(control), 0, "weights", "weights.transport"))
+    if config.cluster.learner_hosts > 1:
+        found.append(_at(beside(control), "learner-*", "meeting of the learner's hosts", is_encrypted=True))
+        found.append(Reach("learner-*", "learner-*", 0, "gradients", "cluster.learner_hosts"))
+    return found
+
+
+def of_generators(control: str) -> list[Reach]:
+    """Return what generators must reach of a learner whose control plane is at tcp://HOST:PORT."""
+    weights = Reach("generators-*", host_of(control), weights_port(control), "weights", "control.bind")
+    return [_at(control, weights.who, "control plane", is_encrypted=True), weights]
+
+
+def in_clear(ports: Iterable[Reach]) -> str:
+    """Warn of what hosts send each other without encryption; empty if there is nothing."""
+    found = {one.what: one.key for one in ports if not (one.is_encrypted or is_loopback(one.host))}
+    named = ", ".join(f"{what} ({key})" for what, key in found.items())
+    cure = "use a network of your own, or a tunnel between the hosts, such as WireGuard (docs/security.md)"
+    return f"not encrypted between hosts: {named}; {cure}" if found else ""
+
+
+def _at(bind: str, who: str, what: str, *, is_encrypted: bool) -> Reach:
+    return Reach(who, host_of(bind), int(bind.rpartition(":")[2]), what, "control.bind", is_encrypted)
+
+
+def unreached(ports: Iterable[Reach], wait_s: float) -> Iterator[str]:
+    """Yield what this host does not reach, each after `wait_s` at most, with the cure.
+
+    A refusal counts as an answer: perhaps nothing listens there yet.
+    """
+    for one in ports:
+        try:
+            if one.port:
+                socket.create_connection((one.host, one.port), wait_s).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError as error:
+            yield (
+                f"{socket.gethostname()} does not reach {one.host} at port {one.port} "
+                f"({error.strerror or error}), the {one.what} of the run; open it between these hosts, in "
+                f"firewalls and security groups, or choose another port with {one.key}"
+            )
 
 
 def address_towards(peer: str) -> str:

@@ -66,6 +66,7 @@ class RunDirectory:
     processes = _Below("processes.json")  # process ids, written by the supervisor
     # The wanted number of generators, from `asyncrl scale`. It exists while a supervisor starts generators.
     scale = _Below("scale.json")
+    scaled = _Below("scaled.json")  # the last one, for the next start, and the config's number then
     # How long a stop may take, from the supervisor. It exists from the stop to the next start.
     stopping = _Below("stopping.json")
     checkpoints = _Below("checkpoints")  # checkpoint directories

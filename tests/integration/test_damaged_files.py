@@ -103,7 +103,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     status, said = run(root, BEFORE)
     assert status == 0 and trained(root, BEFORE) == whole(BEFORE), said
     directory = RunDirectory(root / "runs" / NAME)
-    directory.scale.write_text('{"generators": 1}')
+    for scaled in (directory.scale, directory.scaled):
+        scaled.write_text('{"generators": 1, "of": 7}')
     directory.write_join_key(directory.keys().join)
     directory.weights.mkdir()
     (directory.weights / "rendezvous").write_text("left by a learner that was killed")

@@ -12,6 +12,7 @@ import torch
 import zmq
 
 from asyncrl import __version__
+from asyncrl.buffer import probe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
@@ -233,6 +234,22 @@ def test_the_gpus_of_this_host_are_checked_before_anything_starts(
             join_here()
     warned = capsys.readouterr().err
     assert all(part in warned for part in ("ECC", "reset", "Xid 79"))
+
+
+def test_a_host_whose_clock_is_off_says_by_how_much(record, host, join_here, monkeypatch, capsys):
+    wanted = config()
+    record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+
+    def start(*arguments):
+        raise InterruptedError("as far as this test goes")
+
+    monkeypatch.setattr(joining, "require_learner", start)
+    for behind_s, lines in ((90.0, 1), (1.0, 0)):
+        behind = SimpleNamespace(time=lambda behind_s=behind_s: time.time() - behind_s)
+        monkeypatch.setattr(probe, "time", behind)
+        with pytest.raises(InterruptedError):
+            join_here()
+        assert capsys.readouterr().out.count("is -90 s from that of the store; let a time service") == lines
 
 
 def test_the_wait_has_a_bound(record, host, join_here):

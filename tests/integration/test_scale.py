@@ -52,7 +52,7 @@ def make(index, count, running):
 lock = RunLock(directory.supervisor_lock)
 learner = spec("learner", "HANG", ends_run=True)
 with Supervisor([learner], max_restarts=0, on_change=directory.write_processes) as supervisor, stop_on_signals(supervisor):
-    with Scaled(supervisor, make, directory.scale) as scaled:
+    with Scaled(supervisor, make, directory.scale, directory.scaled) as scaled:
         scaled.begin(int(sys.argv[2]))
         supervisor.run(scaled.tend)
 """.replace("HANG", HANG)
@@ -136,3 +136,26 @@ def test_a_run_without_generators_of_its_own_is_not_scaled(run):
     finally:
         supervisor.terminate()
         supervisor.wait(timeout=60)
+
+
+def test_the_number_outlives_the_supervisor_until_the_config_has_another(run):
+    for count, change, running in (
+        (1, "+2", 3),
+        (1, None, 3),
+        (2, None, 2),
+        (1, None, 1),
+        (2, "-1", 1),
+        (2, None, 1),
+    ):
+        (run.path / "gave-back").unlink(missing_ok=True)
+        supervisor = start(run, count)
+        try:
+            wait_until(run.scale.exists)
+            if change:
+                assert scale(run, f"generators={change}")[0] == 0
+            wanted = {"learner", *(f"g{index}" for index in range(running))}
+            wait_until(lambda wanted=wanted: children(run) == wanted)
+            assert change or not (run.path / "gave-back").exists(), "none was started to be drained"
+        finally:
+            supervisor.terminate()
+            supervisor.wait(timeout=60)

@@ -1,6 +1,9 @@
 """What each host of a run is to do, and what follows when its command ends or it has no place."""
 
+import contextlib
 import json
+import os
+import socket
 
 import pytest
 from pydantic import ValidationError
@@ -9,13 +12,17 @@ from asyncrl.cli.app import run as typed
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
+from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.hosting.placement import misplaced, placement_of
+from asyncrl.hosting.route import Reach, in_clear, reaches, unreached
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.keys import RunKeys
+from tests.support.ports import free_ports
 
 KEYS = RunKeys(bytes(range(32))).join
 PLAIN = {
@@ -48,6 +55,71 @@ def test_plans_say_who_runs_what_and_hold_no_key(tmp_path):
     lines = [*described(ours, on_gpus=False), repr(generators), words]
     assert [line.split(":")[0] for line in lines[1:4]] == ["learner-0", "generators-0", "generators-1"]
     assert not any(KEYS.text() in line or KEYS.secret.hex() in line for line in lines)
+
+
+def test_the_ports_that_hosts_must_reach_follow_the_config():
+    ours = reachable(config())
+    assert [*described(ours, on_gpus=False)][4:] == [
+        "generators-* must reach {learner} at port 16379: store (store.bind), not encrypted",
+        "generators-* must reach {learner} at port 16380: control plane (control.bind)",
+        "generators-* must reach {learner} at port 16382: weights (control.bind), not encrypted",
+    ]
+    far = config(
+        store={"url": "rediss://learner@[fd00::5]/0"},
+        control={"bind": "tcp://[fd00::1]:65534"},
+        weights={"transport": "nccl"},
+        cluster=TWO,
+    )
+    assert [one[:3] for one in reaches(far, "fd00::9")] == [
+        ("learner-0, generators-*", "fd00::5", 6379),
+        ("generators-*", "fd00::1", 65534),
+        ("generators-*", "fd00::1", 0),
+        ("generators-* and back", "fd00::1", 0),
+        ("learner-*", "fd00::1", 65535),
+        ("learner-*", "learner-*", 0),
+    ]
+    assert [one.what for one in reaches(far, "fd00::9") if one.is_encrypted] == [
+        "store",
+        "control plane",
+        "meeting of the learner's hosts",
+    ]
+    said = in_clear(reaches(ours, "10.0.0.1"))
+    assert said.startswith("not encrypted between hosts: store (store.bind), weights (control.bind); use")
+    said = in_clear(reaches(far, "fd00::9"))
+    assert "hosts: weights (weights.transport), gradients (cluster.learner_hosts); use" in said
+    assert not in_clear(reaches(ours, "127.0.0.1"))
+
+
+@pytest.fixture
+def closed_port():
+    """A port whose host answers nothing, as behind a firewall: the queue of its connections is full."""
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        stack.enter_context(socket.create_connection(listener.getsockname(), 10.0))
+        yield listener.getsockname()[1]
+
+
+def test_a_port_that_is_closed_to_a_host_is_named_within_the_time_that_it_has(closed_port, tmp_path):
+    silent = {"control": {"bind": f"tcp://auto:{closed_port}", "timeout_s": 0.4, "heartbeat_s": 0.1}}
+    found = (
+        rf"does not reach 127\.0\.0\.1 at port {closed_port} \(timed out\), the control plane.* control\.bind"
+    )
+    with pytest.raises(RunError, match=found):
+        require_learner("redis://127.0.0.1:1/0", config(**silent))
+    require_learner("unix:///run/store.sock", config(**silent))
+    bind = {"bind": f"tcp://auto:{closed_port - 1}", "timeout_s": 0.4, "heartbeat_s": 0.1}
+    ranks = config(run={"name": "far", "root": str(tmp_path)}, cluster=TWO, control=bind)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "run.key").touch()
+    with (
+        pytest.raises(RunError, match=rf"at port {closed_port} .* the meeting of the learner's hosts"),
+        started_ranks(ranks, tmp_path / "run.yaml", 1, learner="127.0.0.1"),
+    ):
+        pass
+    [free] = free_ports(1)
+    others = [Reach("generators-*", "127.0.0.1", port, "store", "store.bind") for port in (free, 0)]
+    assert not [*unreached(others, 10.0)], "nothing listens yet, or any port will do"
 
 
 def test_what_the_user_sets_stays():
@@ -287,6 +359,29 @@ def test_a_host_that_finds_no_place_is_named_with_what_it_waits_for():
     hosts.tend()
     with pytest.raises(RunError, match=r"generators-0 has no host after 0 s: it waits for 8 GPUs; free: 6"):
         hosts.tend()
+
+
+def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
+    """Stand-ins for its programs write down what they are called with."""
+    answers = {"squeue": "case $* in *%N*) echo n1 n2;; esac", "srun": f'echo "$*" >> {tmp_path}/steps'}
+    node = "echo NodeName=n$i NodeAddr=10.0.0.$i"
+    answers["scontrol"] = f"for i in 1 2; do case $2 in hostnames) echo n$i;; node) {node};; esac; done"
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr("asyncrl.cluster.slurm.signal.signal", lambda *_: None)
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": "slurm"})
+    cluster, asked = SlurmCluster(ours), []
+    (tmp_path / "far" / "logs").mkdir(parents=True)
+    for gpus in (2, 0):
+        (tmp_path / "steps").unlink()
+        plan = HostPlan(name=f"generators-{gpus}", role="generators", argv=["version"], gpus=gpus)
+        cluster.start(plan, tmp_path / "output")
+        cluster._placed[plan.name].step.wait(60)
+        asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
+    assert asked == [["--gpus-per-node=2"], []]
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):

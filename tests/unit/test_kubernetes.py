@@ -180,7 +180,9 @@ def test_the_key_is_drawn_once_and_nothing_else_is_printed(file, capsys):
     printed = []
     for _ in range(2):
         assert typed(["up", str(file)]) == 0
-        printed.append(capsys.readouterr().out)
+        out, said = capsys.readouterr()
+        printed.append(out)
+        assert said.count("! not encrypted between hosts: store (store.bind), weights (control.bind)") == 1
     assert printed[0] == printed[1]
     key = (file.parent / "runs/far-7b/run.key").read_text()
     assert objects(printed[0])["Secret far-7b-learner"]["stringData"] == {"run.key": key}
@@ -191,7 +193,9 @@ def test_the_key_is_drawn_once_and_nothing_else_is_printed(file, capsys):
 
 def test_a_look_draws_no_key_and_a_terminal_gets_none(file, capsys, monkeypatch):
     assert typed(["up", "--dry-run", str(file)]) == 0
-    secret = objects(capsys.readouterr().out)["Secret far-7b-learner"]["stringData"]
+    printed = capsys.readouterr().out
+    assert "# generators-* must reach far-7b-learner at port 16382: weights (control.bind)" in printed
+    secret = objects(printed)["Secret far-7b-learner"]["stringData"]
     assert secret == {"run.key": ""} and not (file.parent / "runs").exists()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match=r"standard output is a terminal.*kubectl apply -f -"):

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from asyncrl.buffer.connection import StoreConnection
-from asyncrl.buffer.probe import StoreProbe, probe_store
+from asyncrl.buffer.probe import SKEW_S, StoreProbe, probe_store
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config
@@ -18,7 +18,6 @@ from asyncrl.launch.players import Players
 from asyncrl.preflight.checks.base import Finding, doubtful, fine, wrong
 from asyncrl.preflight.checks.host import port
 
-SKEW_S = 5.0  # the protocol compares no clocks of two hosts, but people who read logs do
 STORE_RETRY_S = 5.0
 
 
