@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55099,
+    "lines of the package": 55105,
     "modules": 418,
     "public functions and classes": 1489,
     "modules of ours that a module imports, at most": 35,
