@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55105,
+    "lines of the package": 55126,
     "modules": 418,
     "public functions and classes": 1489,
     "modules of ours that a module imports, at most": 35,
-    "private functions that are used once": 658,
+    "private functions that are used once": 659,
 }
 
 
