@@ -42,7 +42,7 @@ def init(
         )
     for path in write_task(directory, answers):
         typer.echo(f"wrote {path}")
-    validate([str(file)])
+    _validate(file, [], asks_hub=False)
 
 
 def _asked(question: str, default: Any, allowed: Collection[str] | None) -> Any:
@@ -62,18 +62,21 @@ def _asked(question: str, default: Any, allowed: Collection[str] | None) -> Any:
 @app.command()
 def validate(words: Words = None, config: ConfigOption = None) -> None:
     """Check a config and report all mistakes together, without loading a model."""
+    _validate(*required_config(words, config), asks_hub=True)
+
+
+def _validate(file: Path, overrides: list[str], *, asks_hub: bool) -> None:
     from asyncrl.config.named_files import is_stage
     from asyncrl.preflight.doubts import doubts
     from asyncrl.preflight.validate import validated_config
     from asyncrl.stages.rows import read_rows
     from asyncrl.stages.settings import validated_stage
 
-    file, overrides = required_config(words, config)
     if is_stage(file):
         read_rows(validated_stage(file, overrides))
         typer.echo(f"{file}: fine")
         return
-    found = validated_config(file, overrides, resumes=True)
+    found = validated_config(file, overrides, resumes=True, asks_hub=asks_hub)
     for doubt in doubts(found, file, overrides):
         typer.echo(f"! {doubt}")
     for source, share in zip(found.data.train, found.data.shares, strict=True):

@@ -49,7 +49,7 @@ def _checked(file: Path, overrides: list[str], *, resumes: bool, generators: boo
     from asyncrl.preflight.fit import HOST_SLOTS, require_fit, with_slots
     from asyncrl.preflight.validate import validated_config
 
-    checked = validated_config(file, overrides, resumes=resumes, generators=generators)
+    checked = validated_config(file, overrides, resumes=resumes, generators=generators, asks_hub=True)
     require_device(checked)
     require_usable_gpus(checked)
     placed = with_slots(checked, generators=generators)
@@ -95,7 +95,8 @@ def run_up(
     from asyncrl.preflight.validate import validated_config
 
     is_here = draft.cluster.kind != "kubernetes"
-    checked = validated_config(file, overrides, resumes=is_here and not fresh, generators=False)
+    resumes = is_here and not fresh
+    checked = validated_config(file, overrides, resumes=resumes, generators=False, asks_hub=True)
     if not is_here:
         if not dry_run and sys.stdout.isatty():
             raise ConfigError(

@@ -67,10 +67,9 @@ def sweep(
             raise typer.Exit(status)
     begun = [trial for trial in trials if trial.directory.config.exists()]
     if len(begun) > 1:
-        page = page_of(trials)
-        show_tables(compare_runs([trial.directory.path for trial in begun], page))
-        if seeds > 1:
-            show_tables([over_seeds([(trial.values, trial.directory) for trial in begun])])
+        page, paths = page_of(trials), [trial.directory.path for trial in begun]
+        means = [over_seeds([(trial.values, trial.directory) for trial in begun])] if seeds > 1 else []
+        show_tables(compare_runs(paths, page, means))
         typer.echo(page)
     if failed:
         typer.echo(f"failed: {', '.join(map(str, failed))}; the same command tries them again", err=True)

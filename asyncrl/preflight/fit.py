@@ -31,7 +31,7 @@ def plan_of(config_path: Path, overrides: Sequence[str]) -> Forecast:
 
     With `cluster.kind`, it is the host of the learner's first ranks.
     """
-    config = validated_config(config_path, overrides)
+    config = validated_config(config_path, overrides, asks_hub=True)
     try:
         rows = DataFiles(config).train_rows
     except DataError:

@@ -1,16 +1,28 @@
-"""What only libraries and services know of a config: arguments of a schedule, rights on the hub."""
+"""What only libraries and services know of a config: arguments of a schedule, names and rights on the hub."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.base import Mistake
+from asyncrl.config.named_files import SEEDS, is_local
 from asyncrl.config.schema import Config
 from asyncrl.extras import install_command
 from asyncrl.trainer.rates import rate_share
 
 # Schedules that need no arguments, which transformers would check, but takes seconds to import.
 PLAIN = ("constant", "linear", "cosine")
+ANSWER_S = 10.0  # longest wait for the hub
+# What refusals of the hub mean, by the names of its client's errors.
+REFUSALS = {
+    "GatedRepoError": "gives it only to those who have accepted its conditions there",
+    "HFValidationError": "takes no such name",
+    "RemoteEntryNotFoundError": "has it without config.json, so it is no model of transformers",
+    "RepositoryNotFoundError": "has none of this name, or not for you",
+    "RevisionNotFoundError": "has it without this revision",
+}
 
 
 def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
@@ -46,3 +58,61 @@ def _optimizer_problems(config: Config) -> Iterator[Mistake]:
             text = f"found {given}, which transformers' {optimizer.schedule} does not take: {error}"
             cure = f"correct it, or set another {where}.schedule"
             yield Mistake((f"{where}.schedule_arguments", f"{where}.schedule"), f"{text}; {cure}")
+
+
+def absent_names(config: Config) -> Iterator[Mistake]:
+    """Find names of models and datasets that neither this machine's cache has nor the hub gives.
+
+    If the hub cannot be reached, it is asked for one name only.
+    """
+    unreached = ""
+    for key, kind, name, revision in _hub_names(config):
+        from huggingface_hub import constants  # slow to import
+
+        if not (said := unreached or _refusal(kind, name, revision)):
+            continue
+        unreached = "" if said in REFUSALS.values() else said
+        found = f"found no {kind} {name}{f'@{revision}' if revision else ''} on this machine"
+        by_hand = f"`hf download {name} --repo-type {kind} --local-dir DIRECTORY` where there is a network"
+        cure = f"correct the name, run `hf auth login`, or give the directory that {by_hand} makes"
+        yield Mistake((key,), f"{found}, and {constants.ENDPOINT} {said}; {cure}")
+
+
+def _hub_names(config: Config) -> Iterator[tuple[str, str, str, str | None]]:
+    """Yield (key, model or dataset, name, revision) of what the hub has, by its name."""
+    models = [("model.path", config.model.path, config.model.revision)]
+    if config.algorithm.reference is not None:
+        models.append(("algorithm.reference.path", config.reference.path, config.reference.revision))
+    models += [(f"scorers.{name}.model", scorer.model, None) for name, scorer in config.scorers.items()]
+    for key, name, revision in models:
+        if not (is_local(name) or Path(name).exists()):
+            yield key, "model", name, revision
+    for key, task in config.data.tasks.items():
+        if not (task.path.startswith(SEEDS) or is_local(task.path) or Path(task.path).exists()):
+            whole, _, branch = task.path.partition("@")
+            yield key, "dataset", whole.partition(":")[0], branch or None
+
+
+def _refusal(kind: str, name: str, revision: str | None) -> str:
+    """Say why the hub does not give what this machine lacks; empty if it does, or if there is a copy."""
+    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
+
+    file = "config.json" if kind == "model" else "README.md"
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    plain = str.maketrans("", "", "/_")  # the library of datasets makes one directory of both parts
+    try:
+        if kind == "dataset" and name.lower().translate(plain) in {
+            one.name.lower().translate(plain) for one in made.glob("*")
+        }:
+            return ""
+        if isinstance(try_to_load_from_cache(name, file, revision=revision, repo_type=kind), str):
+            return ""
+        url = hf_hub_url(name, file, revision=revision, repo_type=kind)
+        HfApi().get_hf_file_metadata(url=url, timeout=ANSWER_S)
+    except Exception as error:  # noqa: BLE001 - the service and its client raise anything
+        known = type(error).__name__
+        if kind == "dataset" and known == "RemoteEntryNotFoundError":
+            return ""
+        line = " ".join(str(error).split()) or known
+        return REFUSALS.get(known, f"cannot be asked ({line:.300})")
+    return ""

@@ -69,7 +69,7 @@ class Trial:
 
 def try_rewards(config_path: Path, overrides: Sequence[str], *, count: int, samples: Path | None) -> Trial:
     """Score `count` responses from `samples`, or else answers to `count` prompts. Raises DataError."""
-    config = validated_config(config_path, overrides)
+    config = validated_config(config_path, overrides, asks_hub=True)
     cases = list(sample_cases(config, samples, count) if samples else generic_cases(config, count))
     if not cases:
         raise DataError(f"{samples or 'data.train'} holds no response to score; give another --samples")

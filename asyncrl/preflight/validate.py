@@ -33,7 +33,7 @@ from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
 from asyncrl.preflight.definitions import Definition, Missing, definition
-from asyncrl.preflight.outside import outside_problems
+from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
 from asyncrl.rewards.endpoints import columns_of, key_of
@@ -47,12 +47,18 @@ SHOWN = 3  # rows that a message names
 
 
 def validated_config(
-    path: Path, overrides: Sequence[str] = (), *, resumes: bool = False, generators: bool = True
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resumes: bool = False,
+    generators: bool = True,
+    asks_hub: bool = False,
 ) -> Config:
     """Return the config after checking its files, functions, rows, sandbox and GPUs on this machine.
 
     With `resumes`, the config is also compared with the run that it would resume, if there is one. Without
-    `generators`, and with `cluster.kind`, these are on other machines.
+    `generators`, and with `cluster.kind`, these are on other machines. With `asks_hub`, the hub is
+    asked for models and datasets, if nothing else is wrong.
 
     Raises:
         ConfigError: its text lists every mistake with its line.
@@ -84,6 +90,8 @@ def validated_config(
             reported = {mistake.keys for mistake in found}  # for example a missing file
             found += [one for one in _resume_problems(path, config, root) if one.keys not in reported]
         for mistake in found:
+            draft.add(mistake)
+        for mistake in absent_names(config) if asks_hub and is_here and not draft.problems else ():
             draft.add(mistake)
     return checked(draft)
 

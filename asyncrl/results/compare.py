@@ -23,8 +23,11 @@ OF_SEEDS = ("eval/accuracy", "eval/reward_mean", "reward/mean")
 ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 
 
-def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
-    """Return tables of results and differences. With `to`, also write a page with overlaid curves."""
+def compare_runs(runs: Sequence[Path], to: Path | None, also: Sequence[Table] = ()) -> list[Table]:
+    """Return tables of results and differences, and `also` at the end.
+
+    With `to`, also write a page with them and with overlaid curves.
+    """
     directories = {directory.path.resolve(): directory for directory in map(find_run, runs)}
     if len(directories) < 2 or len(directories) < len(runs):
         given = ", ".join(map(str, runs))
@@ -34,12 +37,12 @@ def compare_runs(runs: Sequence[Path], to: Path | None) -> list[Table]:
     archives = labelled([read_archive(directory) for directory in directories.values()])
     of_scores = gaps(archives)
     if to:
-        write_text(to, compare_page(archives, of_scores))
-    return [results(archives), *of_scores, *differences(archives)]
+        write_text(to, compare_page(archives, [*of_scores, *also]))
+    return [results(archives), *of_scores, *differences(archives), *also]
 
 
 def compare_page(archives: Mapping[str, Archive], of_scores: Sequence[Table]) -> str:
-    """Return tables, with those of `gaps`, and overlaid curves as a page."""
+    """Return tables, with those of scores, and overlaid curves as a page."""
     sections = [
         Section(title="Results", tables=[replace(results(archives), title=""), *of_scores]),
         Section(title="Curves", charts=overlaid(archives)),

@@ -123,8 +123,10 @@ class CheckpointStore:
         return set(map(_step, self._steps()))
 
     def latest(self, *, exported: bool = False) -> Path | None:
-        """Return the newest checkpoint that verifies, and is `exported`; the reasons against newer ones are
-        logged."""
+        """Return the newest checkpoint that verifies, or whose model does if it is to be `exported`.
+
+        The reasons against newer ones are logged.
+        """
         newest, passed_over = self._newest(self.verify_export if exported else self.verify)
         for reason in passed_over.values():
             log.warning("checkpoint passed over: %s", reason)
@@ -183,16 +185,22 @@ class CheckpointStore:
         if newest is None:
             self._require_beginning(passed_over)
 
-    def verify(self, directory: Path) -> None:
-        """Check signature, step, and the content of every file. Raises CheckpointError with what is wrong."""
-        step = self._manifests.verify(directory)
+    def verify(self, directory: Path, part: str = "") -> None:
+        """Check signature, step, and the content of every file whose name begins with `part`.
+
+        Raises CheckpointError with what is wrong.
+        """
+        step = self._manifests.verify(directory, part)
         if self._name(step) != directory.name:
             signed = f"{directory}: signed as step {step}"
             raise CheckpointError(f"{signed}; give the directory its name back")
 
     def verify_export(self, directory: Path) -> None:
-        """Do as `verify`, and raise CheckpointError if there is no Hugging Face model."""
-        self.verify(directory)
+        """Verify the Hugging Face model alone, for which no other file is needed.
+
+        Raises CheckpointError, also if there is none.
+        """
+        self.verify(directory, f"{EXPORT}/")
         if not self._manifests.is_exported(directory):
             why = f"{directory} has no {EXPORT}/ yet, which its run writes next to training"
             raise CheckpointError(

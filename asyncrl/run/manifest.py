@@ -68,13 +68,17 @@ class Manifests:
         """Whether a checkpoint lists its Hugging Face model. Raises CheckpointError."""
         return _lists_export(self.read(directory))
 
-    def verify(self, directory: Path) -> int:
-        """Check signature and content of every file, and return the step. Raises CheckpointError."""
+    def verify(self, directory: Path, part: str = "") -> int:
+        """Check the signature, and the content of every file whose name begins with `part`; return the step.
+
+        Raises CheckpointError.
+        """
         manifest = self.read(directory)
         passed_over = (UNFINISHED,) if _lists_export(manifest) else (UNFINISHED, f"{EXPORT}/")
-        expected, found = manifest["files"], {str(p.relative_to(directory)): p for p in files_in(directory)}
-        found = {name: path for name, path in found.items() if not name.startswith(passed_over)}
-        found.pop(MANIFEST)
+        expected = {name: digest for name, digest in manifest["files"].items() if name.startswith(part)}
+        found = {str(path.relative_to(directory)): path for path in files_in(directory)}
+        found = {n: p for n, p in found.items() if n.startswith(part) and not n.startswith(passed_over)}
+        found.pop(MANIFEST, None)
         if expected.keys() != found.keys():
             names = ", ".join(sorted(expected.keys() ^ found.keys()))
             raise CheckpointError(f"{directory}: {names} missing or not in {MANIFEST}; {RESTORE}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.extras import from_extra
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import of_sets
+from asyncrl.telemetry.history import of_sets, score
 from asyncrl.telemetry.jsonl import Lines, finite, to_json
 
 BIN = re.compile(r"(?P<name>.+)/(?P<at>\d+)")  # `NAME/3`: the share of the distribution NAME at the value 3
@@ -27,6 +27,8 @@ FLUSH_S = 10
 INIT_TIMEOUT_S = 60.0
 # Shown in the run's summary next to the last value; the largest value of an alarm says if it was ever active.
 HIGHEST, LOWEST = ("reward/mean", "eval/*", "alarm/*"), ("policy/entropy", "mismatch/ess")
+# In the summary also as `0.412 ± 0.014 (n 1,319)`.
+SCORES = ("eval/accuracy", "eval/reward_mean")
 # Logged a second time under one prefix, because W&B makes one section of a workspace for each prefix.
 # `deploy/wandb_overview.py` makes a report of them.
 OVERVIEW = (
@@ -119,6 +121,8 @@ class WandbTracker:
             for name, weights in histograms.items()
         }
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
+        for name in (name for wanted in SCORES for name in of_sets(wanted, numbers)):
+            self._run.summary[f"{name} with error"] = score(numbers, name)
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         """Show rollouts as a table, every few steps."""

@@ -25,7 +25,8 @@ trackers = open_trackers(
     samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}},
 )
 for step in [1, 2, 3, 2, 3, 25]:  # a resume goes back
-    trackers.log({{"reward/mean": step / 10, **LAGS}}, step=step)
+    held_out = {{"eval/hard/accuracy": 0.5, "eval/hard/se/accuracy": 0.125, "eval/hard/prompts": 1000.0}}
+    trackers.log({{"reward/mean": step / 10, **LAGS, **(held_out if step == 3 else {{}})}}, step=step)
     trackers.samples([record(step=step), record(step=step, response="[red]\\x1b[31m")])
 trackers.close()
 """
@@ -54,6 +55,8 @@ for frame in frames(open(sys.argv[1], "rb").read()):
     if record.WhichOneof("record_type") == "history":
         row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         print(json.dumps({"history": row}))
+    if record.WhichOneof("record_type") == "summary":
+        print(json.dumps({"summed": {item.key: json.loads(item.value_json) for item in record.summary.update}}))
     if record.WhichOneof("record_type") == "metric":
         kinds = [kind.name for kind, wanted in record.metric.summary.ListFields() if wanted]
         name = record.metric.glob_name or record.metric.name
@@ -120,6 +123,8 @@ def test_an_offline_run_holds_config_metrics_by_step_and_samples(tmp_path: Path)
         "last",
         "max",
     ]
+    summed = [record["summed"] for record in records if "summed" in record]
+    assert {"eval/hard/accuracy with error": "0.5 ± 0.12 (n 1,000)"} in summed
     tables = [row for row in rows if any(key.startswith("samples/train") for key in row)]
     assert [row["step"] for row in tables] == [1, 25], "every ten steps"
     (table,) = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/samples/train_*"))[:1]

@@ -175,6 +175,9 @@ def test_the_best_is_exported_if_it_is_whole(tmp_path: Path) -> None:
         save(store, judged, step)
     assert saved_export(directory, best=True) == directory.checkpoints / "step-000001" / "hf"
     assert saved_export(directory) == directory.checkpoints / "step-000004" / "hf"
-    (directory.checkpoints / "step-000001" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"state.json is not what was written"):
+    best = directory.checkpoints / "step-000001"
+    (best / "state.json").write_text("{}")
+    assert saved_export(directory, best=True) == best / "hf", "a model needs no other file"
+    (best / "hf" / "model.safetensors").write_text("torn")
+    with pytest.raises(CheckpointError, match=r"hf/model.safetensors is not what was written"):
         saved_export(directory, best=True)

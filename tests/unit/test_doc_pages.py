@@ -1,6 +1,7 @@
 """What the documentation quotes exists: messages, metrics, commands with their options, keys and paths."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from asyncrl.config.data_section import DataSource, EvalSet
 from asyncrl.config.load import load
 from asyncrl.config.outline import all_paths
 from asyncrl.config.schema import Config
+from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
 from asyncrl.stages.pipeline import PipelineConfig
 from asyncrl.stages.settings import StageConfig
+from tests.support.model_files import model_files
 from tests.support.pages import PAGES, ROOT, Command, blocks, commands, files, inline_commands, text_of
 
 GROUP = typer.main.get_command(app)
@@ -159,6 +162,31 @@ ITEMS = {f"reward.functions.{key}" for key in ("function", "weight", "name", "pa
 ITEMS |= {f"data.train.{key}" for key in DataSource.model_fields} | {
     f"data.eval.{key}" for key in EvalSet.model_fields
 }
+
+
+def test_recipes_of_rewards_are_configs_that_validate_accepts(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "rewards.md"
+    shown = list(blocks(page))
+    written = files(page) | {"rubric.jinja": next(text for language, text in shown if language == "jinja")}
+    for file, content in written.items():
+        (tmp_path / file).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    model_files(Path("model"))
+    row = {"prompt": "2+2=", "answer": "4", "reference": "It is 4.", "tests": ["assert True"]}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    sizes = "sampling: {max_prompt_tokens: 8, max_response_tokens: 8}"
+    base = f"run: {{name: t}}\nmodel: {{path: ./model}}\ndata: {{train: rows.jsonl}}\n{sizes}\n"
+    recipes = [text for language, text in shown if language == "yaml"]
+    assert len(recipes) == 5
+    for recipe in recipes:
+        Path("task.yaml").write_text(base + recipe)
+        validated_config(Path("task.yaml"))
+    brief, careful = (
+        load_function(f"{name}.py:{to}") for name, to in (("rank", "brief"), ("careful", "careful"))
+    )
+    assert brief("", ["a", "aa", "aaa"]) == pytest.approx([2 / 3, 1 / 3, 0])
+    scores = [careful("", said, "4") for said in ("so 4", "I do not know", "5")]
+    assert scores == [1, 0, -1] and careful("", "4", None) is None
 
 
 def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):

@@ -89,6 +89,23 @@ def test_a_model_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert model_of(tmp_path, 1) == "one" * 100
 
 
+def test_a_model_is_exported_from_a_checkpoint_of_which_another_file_is_damaged(tmp_path: Path) -> None:
+    run, trainer = slow_run(tmp_path, "one")
+    trainer.may_write.set()
+    run.checkpoint(1, last=False)
+    run.finish()
+    newest = tmp_path / "step-000001"
+    (newest / "weights").write_text("torn")
+    assert run.checkpoints.latest() is None, "a resume reads that file"
+    assert run.checkpoints.latest(exported=True) == newest
+    (newest / "hf" / "more.bin").write_text("nobody has written this")
+    with pytest.raises(CheckpointError, match=r"hf/more\.bin missing or not in MANIFEST"):
+        run.checkpoints.verify_export(newest)
+    (newest / "hf" / "more.bin").unlink()
+    (newest / "hf" / "model.safetensors").write_text("torn")
+    assert run.checkpoints.latest(exported=True) is None
+
+
 @pytest.mark.parametrize("failures", [0, 1, exports.ATTEMPTS - 1, exports.ATTEMPTS])
 def test_a_failed_export_is_tried_again_and_at_last_an_error(
     failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

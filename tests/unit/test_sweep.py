@@ -12,7 +12,7 @@ from asyncrl.commands.sweep import page_of, swept
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.results.archive import read_archive
-from asyncrl.results.compare import over_seeds
+from asyncrl.results.compare import compare_runs, over_seeds
 from asyncrl.run.directory import RunDirectory
 from tests.support.synthetic_run import SyntheticRun
 from tests.support.task_config import README
@@ -86,3 +86,6 @@ def test_seeds_are_summed_up_with_their_error(tmp_path):
     (values, count, *cells), (_, one, *single) = table.rows
     assert (values, count, one) == ("learner.steps=9", "3", "1")
     assert cells[-1] == f"{statistics.fmean(last):.3g} ± {error:.3g}" and single[-1] == f"{last[0]:.3g} ± -"
+    page = tmp_path / "page.html"
+    assert compare_runs([directory.path for _, directory in runs], page, [table])[-1] is table
+    assert cells[-1] in page.read_text()
