@@ -48,7 +48,7 @@ class Estimator:
         if self.penalty is not None:
             kl_T = self.penalty(measured["logprobs_T"], measured["reference_logprobs_T"])
             rewards = replace(rewards, token_rewards_T=-kl_coefficient * kl_T)
-        if self.tracker is not None:
+        if self.tracker:
             rewards = self.tracker.foretold(rewards, [group.ticket_id for group in groups])
         returns_T = in_time(self.targets, rewards) if self.targets else None
         return Estimates(rewards, in_time(self.advantage, rewards), returns_T)
@@ -56,6 +56,7 @@ class Estimator:
     def _rewards(self, groups: Sequence[Group], measured: Mapping[str, Tensor]) -> GroupRewards:
         episodes = [episode for group in groups for episode in group.by_episode]
         firsts = [episode[0] for episode in episodes]  # reward and ending are those of the episode
+        given = [rollout.reward_parts for rollout in firsts]
         rollouts = [rollout for episode in episodes for rollout in episode]
         lengths_S = torch.tensor([sum(rollout.actions for rollout in episode) for episode in episodes])
         # Greedy rewards are not shaped. If they are needed, the intake has rejected groups without one.
@@ -66,10 +67,7 @@ class Estimator:
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(episodes)), lengths_S),
-            parts={
-                name: torch.tensor([rollout.reward_parts.get(name, 0.0) for rollout in firsts])
-                for name in self.parts
-            },
+            parts={name: torch.tensor([parts.get(name, 0.0) for parts in given]) for name in self.parts},
             greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.truncated for rollout in firsts]),
             behaviour_logprobs_T=torch.from_numpy(
@@ -81,11 +79,7 @@ class Estimator:
 
     def _shape(self, rollout: Rollout, response_tokens: int) -> float:
         reward = rollout.reward
+        known = {"max_response_tokens": self.max_response_tokens, "finish_reason": rollout.finish_reason}
         for shape in self.shaping:
-            reward = shape(
-                reward,
-                response_tokens=response_tokens,
-                max_response_tokens=self.max_response_tokens,
-                finish_reason=rollout.finish_reason,
-            )
+            reward = shape(reward, response_tokens=response_tokens, **known)
         return reward

@@ -6,7 +6,6 @@ from asyncrl.batch.coefficients import Coefficients
 from asyncrl.batch.critic_steps import CriticSteps
 from asyncrl.batch.objective import Objective
 from asyncrl.batch.plan import Plan, Planner
-from asyncrl.batch.tracker import Tracker
 from asyncrl.trainer.base import StepResult, Trainer
 
 
@@ -18,14 +17,13 @@ class Recipe:
     objective: Objective
     coefficients: Coefficients
     critic: CriticSteps | None  # None where no advantage needs values
-    tracker: Tracker | None = None  # None where no advantage needs what is expected of rows
     epochs: int
     reference_decay: float  # 1 if the reference is frozen, or if there is none
 
     def train_policy(self, trainer: Trainer, plan: Plan, version: int) -> tuple[StepResult, ...]:
         """Run the policy's optimizer steps, then adapt coefficients and reference; in the warm-up not."""
-        if self.tracker is not None:
-            self.tracker.record(plan.rewards)
+        if tracker := self.planner.estimator.tracker:
+            tracker.record(plan.rewards)
         if self.critic and version < self.critic.warmup_steps:
             return ()
         kl, entropy = self.coefficients.kl, self.coefficients.entropy

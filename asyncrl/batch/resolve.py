@@ -67,7 +67,6 @@ def make_recipe(
     function = _function("advantage", advantage)
     # Without a parameter `decay` nothing is forgotten.
     decay = getattr(inspect.signature(function).parameters.get("decay"), "default", 1.0)
-    tracker = Tracker(row, decay=decay) if registry.EXPECTED in needs else None
     estimator = Estimator(
         advantage=function,
         max_response_tokens=max_response_tokens,
@@ -77,7 +76,7 @@ def make_recipe(
         targets=partial(make_targets, **discounts) if has_critic else None,
         needs_greedy=GREEDY in needs,
         needs_turns=bool(needs & registry.OF_TURNS),
-        tracker=tracker,
+        tracker=Tracker(row, decay=decay) if registry.EXPECTED in needs else None,
     )
     return Recipe(
         planner=Planner(
@@ -93,7 +92,6 @@ def make_recipe(
         critic=CriticSteps(clip=critic.clip, epochs=batch.epochs, warmup_steps=critic.warmup_steps)
         if has_critic
         else None,
-        tracker=tracker,
         epochs=batch.epochs,
         reference_decay=kl.reference_decay if "reference_logprobs_T" in columns else 1.0,
     )

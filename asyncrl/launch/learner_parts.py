@@ -96,7 +96,7 @@ def open_lead_run(
         every=config.checkpoint.every,
         begun=begun,
         coefficients=recipe.coefficients,
-        tracker=recipe.tracker,
+        tracker=recipe.planner.estimator.tracker,
         taking=taking,
         reporting=reporting,
         mark_saved=directory.mark_saved,

@@ -66,8 +66,8 @@ def train(
         checkpoints, state = resume(config, directory, trainer)
         log.info("beginning at step %d", state.version)
         recipe.coefficients.resume(state.coefficients)
-        if recipe.tracker:
-            recipe.tracker.resume(state.tracker)
+        if tracker := recipe.planner.estimator.tracker:
+            tracker.resume(state.tracker)
         run: LeadRun | FollowerRun
         if rendezvous.rank == 0:
             lead = open_lead_run(

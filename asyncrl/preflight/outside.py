@@ -1,6 +1,5 @@
 """What only libraries and services know of a config: arguments of a schedule, names and rights on the hub."""
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,16 +94,17 @@ def _hub_names(config: Config) -> Iterator[tuple[str, str, str, str | None]]:
 
 def _refusal(kind: str, name: str, revision: str | None) -> str:
     """Say why the hub does not give what this machine lacks; empty if it does, or if there is a copy."""
-    from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_url, try_to_load_from_cache
 
     file = "config.json" if kind == "model" else "README.md"
-    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
     plain = str.maketrans("", "", "/_")  # the library of datasets makes one directory of both parts
     try:
-        if kind == "dataset" and name.lower().translate(plain) in {
-            one.name.lower().translate(plain) for one in made.glob("*")
-        }:
-            return ""
+        if kind == "dataset":
+            from datasets.config import HF_DATASETS_CACHE  # slow to import
+
+            made = {one.name.lower().translate(plain) for one in Path(HF_DATASETS_CACHE).glob("*")}
+            if name.lower().translate(plain) in made:
+                return ""
         if isinstance(try_to_load_from_cache(name, file, revision=revision, repo_type=kind), str):
             return ""
         url = hf_hub_url(name, file, revision=revision, repo_type=kind)

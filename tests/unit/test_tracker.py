@@ -98,8 +98,8 @@ def recipe_of(steps: list[list[Group]], state: LearnerState | None = None, **alg
         reward_parts=(),
         row=row_of,
     )
-    assert made.tracker is not None
-    made.tracker.resume((state or LearnerState()).tracker)
+    assert made.planner.estimator.tracker is not None
+    made.planner.estimator.tracker.resume((state or LearnerState()).tracker)
     return made
 
 
@@ -134,25 +134,27 @@ def test_a_resumed_run_continues_with_the_same_numbers(cut, tmp_path):
     first = recipe_of(STEPS)
     begun = trained(first, STEPS, 0, cut)
     saving, _ = run_on(tmp_path, FileOps(), every=1)
-    saving.tracker = first.tracker
+    saving.tracker = first.planner.estimator.tracker
     saving.checkpoint(cut, last=False)
     saving.exports.finish()
     second = recipe_of(STEPS, LearnerState.from_dict(saving.checkpoints.state(cut)))
     assert begun + trained(second, STEPS, cut, len(STEPS)) == wanted
-    assert second.tracker.state() == whole.tracker.state()
+    assert second.planner.estimator.tracker.state() == whole.planner.estimator.tracker.state()
 
 
 def test_by_default_a_batch_leaves_nine_tenths_of_the_weight():
     recipe = recipe_of(ONE_ROW)
     trained(recipe, ONE_ROW, 0, 1)
-    assert json.loads(json.dumps(recipe.tracker.state())) == {"0": [0.9 * 0.25 + 1.0, 0.9 + 4.0]}
+    assert json.loads(json.dumps(recipe.planner.estimator.tracker.state())) == {
+        "0": [0.9 * 0.25 + 1.0, 0.9 + 4.0]
+    }
 
 
 def test_planning_alone_records_nothing():
     recipe = recipe_of(STEPS)
     samples = recipe.planner.assemble(STEPS[0], 5)
     first, again = (recipe.planner.plan(STEPS[0], samples, {}, 0.0) for _ in range(2))
-    assert advantages(first) == advantages(again) and recipe.tracker.state() == {}
+    assert advantages(first) == advantages(again) and recipe.planner.estimator.tracker.state() == {}
     assert first.rewards.row_S.tolist() == [1, 2, 3, 4]
 
 
@@ -161,19 +163,19 @@ def test_a_row_is_expected_to_pay_for_the_kl_too():
     trained(recipe, ALONE, 0, 1)
     (rollout,) = ALONE[0][0].rollouts
     paid = sum(known("logprobs_T", t) - known("reference_logprobs_T", t) for t in rollout.response_ids)
-    assert recipe.tracker.state() == {"4": [pytest.approx(1.9 * (1.0 - 0.25 * paid)), 1.9]}
+    assert recipe.planner.estimator.tracker.state() == {"4": [pytest.approx(1.9 * (1.0 - 0.25 * paid)), 1.9]}
 
 
 def test_a_batch_that_is_not_finite_is_forgotten():
     recipe = recipe_of(STEPS)
     trained(recipe, STEPS, 0, 2)
-    before = recipe.tracker.state()
+    before = recipe.planner.estimator.tracker.state()
     plan = recipe.planner.plan(STEPS[2], recipe.planner.assemble(STEPS[2], 5), {}, 0.0)
     for wrong in (torch.nan, torch.inf):
         rewards = plan.rewards.rewards_S.clone()
         rewards[1] = wrong
-        recipe.tracker.record(replace(plan.rewards, rewards_S=rewards))
-    assert recipe.tracker.state() == before != {}
+        recipe.planner.estimator.tracker.record(replace(plan.rewards, rewards_S=rewards))
+    assert recipe.planner.estimator.tracker.state() == before != {}
 
 
 def test_a_users_advantage_forgets_only_if_it_has_a_decay(tmp_path):
@@ -184,11 +186,13 @@ def test_a_users_advantage_forgets_only_if_it_has_a_decay(tmp_path):
     for name, params, decay in (("never", {}, 1.0), ("some", {}, 0.25), ("some", {"decay": 0.75}, 0.75)):
         recipe = recipe_of(ALONE, advantage=Choice(name=f"{file}:{name}", **params))
         assert trained(recipe, ALONE, 0, 2) == [[1.0], [1.0]]
-        assert recipe.tracker.state() == {"4": [decay * (decay + 1.0), decay * (decay + 1.0) + 1.0]}
+        assert recipe.planner.estimator.tracker.state() == {
+            "4": [decay * (decay + 1.0), decay * (decay + 1.0) + 1.0]
+        }
 
 
 def test_other_advantages_keep_no_record():
     recipe = make_recipe(
         AlgorithmConfig(), BatchConfig(), CriticConfig(), SETTINGS, max_response_tokens=8, reward_parts=()
     )
-    assert recipe.tracker is None and recipe.planner.estimator.tracker is None
+    assert recipe.planner.estimator.tracker is None and recipe.planner.estimator.tracker is None
