@@ -44,6 +44,7 @@ class Adoption:
     def __post_init__(self) -> None:
         self.newest = Weights(0)  # the last weights that sampled
         self._order: UpdateOrder | None = None
+        self._under_way: UpdateOrder | None = None
         self._ordered, self._verified = asyncio.Event(), asyncio.Event()
         self._adopted = asyncio.Condition()
 
@@ -76,13 +77,14 @@ class Adoption:
             return False
 
     async def listen(self) -> None:
-        """Keep the newest order until the learner says stop.
+        """Keep the newest order until the learner says stop. It repeats one that may have been lost.
 
         A stop also ends the wait for an update that is under way, because its learner may be gone.
         """
         while not isinstance(order := await self.control.next_order(), Stop):
-            self._order = order
-            self._ordered.set()
+            if order != self._under_way:
+                self._order = order
+                self._ordered.set()
         log.info("the learner says stop: %s", order.reason)
 
     async def run(self) -> None:
@@ -91,8 +93,11 @@ class Adoption:
         while True:
             await self._ordered.wait()
             self._ordered.clear()
-            assert self._order is not None
-            await self.control.report(await self._adopt(self._order))
+            self._under_way = self._order
+            assert self._under_way is not None
+            report = await self._adopt(self._under_way)
+            self._under_way = None
+            await self.control.report(report)
 
     async def _adopt(self, order: UpdateOrder) -> UpdateReport:
         paused_before_s, started_s = self.engine.stats().paused_s, time.monotonic()

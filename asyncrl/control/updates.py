@@ -54,8 +54,9 @@ class _Member:
     target: Weights | None = None
     # End of the update, or of the back-off.
     until_s: float = 0.0
-    # Transport of that update.
+    # Transport of that update, and its order.
     over: str = ""
+    order: UpdateOrder | None = None
     # Failed updates in a row.
     failures: int = 0
     # Updates that the alternative brings in a row this time, and how many of them are left.
@@ -132,6 +133,12 @@ class UpdateSchedule:
         """An order, whose version may be newer than the announced one, is on its way."""
         member = self.members[holder]
         member.target, member.until_s, member.over = order.weights, now_s + self.deadline_s, order.transport
+        member.order = order
+
+    def outstanding(self, holder: str) -> UpdateOrder | None:
+        """Return the order on which the holder has not reported, if there is one."""
+        member = self.members.get(holder)
+        return member.order if member is not None and member.target is not None else None
 
     def reported(self, holder: str, report: UpdateReport, now_s: float) -> list[Action]:
         """The generator's report; one that is not on the current update is late and ignored."""

@@ -262,6 +262,9 @@ class ControlHub:
                 self._answer(peer, answer)
             case AlreadyMember():
                 self._send(holder, Welcome(version=self._schedule.newest))
+                # It has missed our answers: its connection may have taken an order or a report with it.
+                if order := self._schedule.outstanding(holder):
+                    self._send(holder, order)
                 self._add(holder, now_s)
             case Joined(replaced=dead):
                 log.info("generator %s joined with version %d", holder, hello.version)

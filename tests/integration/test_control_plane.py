@@ -492,6 +492,25 @@ def test_only_a_learner_that_does_not_answer_is_silent(stage, caplog):
     assert caplog.text.count(said) == 1
 
 
+def test_an_order_that_was_lost_with_its_connection_comes_again_before_the_deadline(stage):
+    make_learner, _ = stage
+    learner = make_learner(timeout_s=LONG_S, deadline_s=10 * LONG_S)
+
+    async def scenario():
+        client = ControlClient(learner.hub.endpoint, heartbeat_s=0.2, timeout_s=5.0)
+        await client.join(hello_of("a"))
+        await asyncio.to_thread(learner.publish, 1)
+        order = await asyncio.wait_for(client.next_order(), LONG_S)
+        client._is_member = False  # as after silence of the learner
+        assert await asyncio.wait_for(client.next_order(), LONG_S) == order
+        await client.report(UpdateReport(version=1, applied=True))
+        await client.leave()
+
+    asyncio.run(scenario())
+    learner.wait_for(lambda counters, _: (counters["updates"], counters["updates_failed"]) == (1, 0))
+    learner.wait_until_nothing_is_read()
+
+
 def test_twenty_joins_and_leaves_in_a_row(stage):
     make_learner, make_generator = stage
     learner = make_learner(timeout_s=4.0)

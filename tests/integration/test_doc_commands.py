@@ -81,6 +81,7 @@ NOT_TYPED = {
     "OMP_NUM_THREADS=1 python -m bench.learner": "minutes: tests/unit/test_attention.py has the dispatches",
     "OMP_NUM_THREADS=1 python -m bench.layers": "minutes of compiling, with the trainer of bench.learner",
     "python -m bench.crowd": "minutes: tests/integration/test_control_plane.py has generators that join",
+    "python -m bench.hosts": "tens of minutes: tests/integration/test_hosts.py and test_rank_hosts.py lose such hosts",
     "python -m bench.cores": "minutes of measuring: tests/unit/test_gpus.py has what processes are told",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
     "python -m asyncrl.quickstart.stories": "network; tests/unit/test_stories.py makes it of another model",

@@ -452,6 +452,24 @@ def test_an_update_under_running_requests_is_reported_with_its_probe():
                 assert logprob == pytest.approx(logprobs_of(logits_of(int(version)))[token], abs=1e-6)
 
 
+def test_an_order_that_is_repeated_while_it_is_carried_out_is_carried_out_once():
+    world = World(token_s=0.005)
+
+    async def script(world: World) -> None:
+        world.staging.arrived.clear()
+        for _ in range(2):
+            await world.control.orders.put(world.order(1))
+            await until(lambda: world.control.orders.empty())
+        world.staging.arrived.set()
+        assert (await world.reported()).version == 1
+        await world.control.orders.put(world.order(2))
+        assert (await world.reported()).version == 2
+        await world.control.orders.put(world.order(2))  # the report may have been lost
+        assert (await world.reported()).version == 2
+
+    world.run(script)
+
+
 def test_a_stop_does_not_wait_for_an_update_whose_sender_is_gone():
     world = World(token_s=0.005)
 

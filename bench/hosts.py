@@ -1,0 +1,168 @@
+"""What a dead host costs a run of asyncrl on three hosts, and whether it loses or repeats a group.
+
+The hosts are networks of this machine (`namespaces`: needs root), or nodes of a Ray cluster or of a Slurm
+that this program starts. A tiny model is really trained, by the engine `transformers` and a DeepSpeed
+learner. All times are what the run wrote, in seconds from the fault:
+
+step_s      to the learner's next step, also one that it makes again after its checkpoint
+new_step_s  to the next step that it had not made before
+pause_s     the longest time without a step, until the host is back
+back_s      until the host has its generator again; of the learner's, until all generators have joined again
+
+`generator process` is the measure of `generator host`: only the generator is killed. Ray has a node to spare;
+a node of Slurm is turned on again as soon as Slurm has missed it.
+
+    python -m bench.hosts [--engine namespaces ray slurm] [--times 20] [--minutes 60] [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from bench.environment import describe, report
+from bench.host_runs import Namespaces, Row, Run, opened
+from tests.support.waiting import let_pass
+from tests.support.whole_run import tiny_run
+
+GENERATORS = ("cluster.generator_hosts=2", "generator.count=1")
+RANKS = ("cluster.learner_hosts=2", "learner.ranks=2", "cluster.generator_hosts=1", "generator.count=1")
+CUT_S, OFF_S, GOOD_S = 5.0, 20.0, 60.0
+# How often, on each engine: a learner's host or one of its ranks; a cable; a host of generators. A job of
+# Slurm that has lost its first node goes on without it, so that nothing would be measured.
+TIMES = {"namespaces": (5, 3, 20), "ray": (2, 0, 5), "slurm": (0, 0, 5)}
+MEASURED = ("step_s", "new_step_s", "pause_s", "back_s")
+
+
+def lose(run: Run, host: str) -> float:
+    """All processes of a host end. Returns when."""
+    run.engine.lose(run, host)
+    at = time.time()
+    run.engine.restore(run, host)
+    return at
+
+
+def kill_generator(run: Run, host: str) -> float:
+    run.generator(host).kill()
+    return time.time()
+
+
+def cut(run: Run, host: str, for_s: float, *, is_off: bool = False) -> float:
+    """Pull out a host's cable, for good if for `GOOD_S`; with `is_off`, all its processes end behind that."""
+    cable = run.engine.cable(run, host)
+    cable.cut()
+    if is_off:
+        cable.ends[1].kill()
+    at = time.time()
+    let_pass(for_s)
+    if for_s != GOOD_S:
+        cable.heal()
+    return at
+
+
+def generators_die(times: tuple[int, ...], until_s: float, run: Run) -> None:
+    """All faults of a run with two hosts of generators; the learner's first."""
+    run.wait(lambda: run.joined("learner-0", 0.0), "generator")
+    first = "generators-0"
+    for _ in range(times[0]):
+        run.strike("learner host", "learner-0", lose, run.joined)
+    for _ in range(times[1]):
+        healed = lambda host, at: run.heard(host, at + CUT_S)  # noqa: E731
+        run.strike("cable cut for 5 s", first, partial(cut, for_s=CUT_S), healed)
+        run.strike("host off for 20 s, no FIN", first, partial(cut, for_s=OFF_S, is_off=True), run.joined)
+    for number in range(times[2]):
+        host = f"generators-{number % 2}"
+        if time.monotonic() < until_s:
+            run.strike("generator process", host, kill_generator, run.joined)
+            run.strike("generator host", host, lose, run.joined)
+    if times[1]:
+        run.strike("cable cut for good", first, partial(cut, for_s=GOOD_S))
+
+
+def ranks_die(times: int, run: Run) -> None:
+    for _ in range(times):
+        run.strike("host of a rank", "learner-1", lose)
+
+
+def measured(
+    engine: Namespaces,
+    at: Path,
+    found: list[Row],
+    save: Callable[[], None],
+    faults: Callable[[Run], object],
+    *overrides: str,
+) -> None:
+    """A run from its command to the proof after its end. What gets stuck ends it, and is a row."""
+    at.mkdir()
+    with tiny_run(at) as config:
+        run = Run(engine, config, found, save)
+        try:
+            found.append({"started": [*engine.overrides, *overrides], "start_s": run.begin(*overrides)})
+            print(json.dumps(found[-1]), flush=True)
+            faults(run)
+            found.append(run.end())
+        except (AssertionError, ValueError, OSError, psutil.Error, subprocess.SubprocessError) as error:
+            found.append({"stuck": f"{type(error).__name__}: {error}"})
+        finally:
+            print(json.dumps(found[-1]), flush=True)
+            save()
+            if run.up is not None:
+                run.up.kill()
+                run.up.wait(60)
+
+
+def summary(found: list[Row]) -> Row:
+    """Median and maximum by fault, and how much more the death of a host costs than that of a process."""
+    faults = dict[str, Row]()
+    for fault in dict.fromkeys(row["fault"] for row in found if "fault" in row):
+        rows = [row for row in found if row.get("fault") == fault and "pause_s" in row]
+        values = {key: [row[key] for row in rows if key in row] for key in MEASURED}
+        both = {key: [round(statistics.median(of), 2), max(of)] for key, of in values.items() if of}
+        faults[fault] = {"times": len(rows), **both}
+    host, process = (faults.get(f"generator {what}", {}) for what in ("host", "process"))
+    more = {
+        key: round(host[key][0] - process[key][0], 2) for key in MEASURED if key in host and key in process
+    }
+    return {"median and maximum": faults, "generator host less generator process, medians": more}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", nargs="+", choices=TIMES, default=["namespaces"])
+    parser.add_argument("--times", type=int, default=20, help="most repetitions of each fault")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no generator of an engine dies later")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="which keeps the results of other engines")
+    options = parser.parse_args()
+    result = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    for name in options.engine:
+        found, described = list[Row](), describe("asyncrl", "torch", "deepspeed", "transformers", "ray")
+        times, until_s = (
+            tuple(min(options.times, most) for most in TIMES[name]),
+            time.monotonic() + options.minutes * 60,
+        )
+
+        def save(name: str = name, found: list[Row] = found, described: Row = described) -> None:
+            result[name] = {"environment": described, **summary(found), "rows": found}
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as at, opened(name, Path(at)) as engine:
+            if name == "namespaces":  # for comparison, without hosts
+                alone = Namespaces(("generator.count=2",))
+                measured(alone, Path(at, "alone"), found, save, lambda run: None)
+            die = partial(generators_die, times, until_s)
+            measured(engine, Path(at, "generators"), found, save, die, *GENERATORS)
+            if name == "namespaces":
+                measured(engine, Path(at, "ranks"), found, save, partial(ranks_die, times[0]), *RANKS)
+    report(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
