@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 54963,
-    "modules": 415,
-    "public functions and classes": 1488,
+    "lines of the package": 55579,
+    "modules": 416,
+    "public functions and classes": 1504,
     "modules of ours that a module imports, at most": 35,
-    "private functions that are used once": 648,
+    "private functions that are used once": 654,
 }
 
 
