@@ -73,12 +73,6 @@ def beside(bind: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
-def weights_port(bind: str) -> int:
-    """Return the port from which weights come, after that of the meeting; 0, any, if there is none."""
-    port = int(bind.rpartition(":")[2]) + 2
-    return port if port <= 65535 else 0
-
-
 def insecurities(url: str) -> Iterator[str]:
     """Yield each reason why a store is not safe for a run's frames and password; a local store has none."""
     if stays_here(url):

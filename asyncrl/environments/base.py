@@ -124,9 +124,9 @@ class Talk(Protocol):
         ...
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
-        """Give the last turn a reward, and a hash of the state that it started from.
+        """Give the last turn a reward or none, and a hash of the state that it started from.
 
-        64 bits of the hash count. What is None stays as it is.
+        64 bits of the hash count.
         """
         ...
 

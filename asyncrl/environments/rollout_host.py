@@ -70,10 +70,7 @@ class Session:
         return await self._host.ask({"text": text, "episode": self._number})
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
-        """Give the last turn a reward, and the hash (64 bits) of the state that it started from.
-
-        What is None stays as it is.
-        """
+        """Give the last turn a reward, if any, and the hash (64 bits) of the state that it started from."""
         self._host.tell({"reward": reward, "state": state, "episode": self._number})
 
 

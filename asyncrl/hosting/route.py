@@ -20,7 +20,6 @@ from asyncrl.config.addresses import (
     filled_in,
     host_of,
     is_loopback,
-    weights_port,
 )
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -68,7 +67,7 @@ def reaches(config: Config, learner: str) -> list[Reach]:
 
 def of_generators(control: str) -> list[Reach]:
     """Return what generators must reach of a learner whose control plane is at tcp://HOST:PORT."""
-    weights = Reach("generators-*", host_of(control), weights_port(control), "weights", "control.bind")
+    weights = Reach("generators-*", host_of(control), 0, "weights", "control.bind")
     return [_at(control, weights.who, "control plane", is_encrypted=True), weights]
 
 

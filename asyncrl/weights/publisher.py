@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.addresses import host_of, weights_port
+from asyncrl.config.addresses import host_of
 from asyncrl.config.schema import Config
 from asyncrl.errors import TransferError
 from asyncrl.lineage import INITIAL, History
@@ -46,7 +46,7 @@ class SlotPublisher:
         initial_logprobs: its log-probabilities under the initial weights, in nats.
         directory: emptied and owned by this object, for the versions of the disk transport.
         deadline_s: bound on one transfer.
-        interface: address of this host for generators on other hosts, which fetch weights from `port` of it;
+        interface: address of this host for generators on other hosts, which fetch weights from a port of it;
             None if all are on this host.
         history: history of the weights that are published.
         target: what a version replaces in an engine, see `UpdateOrder`.
@@ -62,7 +62,6 @@ class SlotPublisher:
         directory: Path,
         deadline_s: float,
         interface: str | None = None,
-        port: int = 0,
         history: History = INITIAL,
         target: str = "weights",
     ) -> None:
@@ -108,7 +107,7 @@ class SlotPublisher:
         self._over_nccl: set[str] = set()  # generators; a reader is `id:incarnation`
         self._interface = interface
         # Connections need no open address if they come from this host.
-        self._server = None if interface is None else self._serve(interface, port)
+        self._server = None if interface is None else self._serve(interface)
 
     @property
     def one_host(self) -> bool:
@@ -262,14 +261,13 @@ class SlotPublisher:
             self._server.most_handed = len(self._over_nccl)
         return published.order(transport, layout=layout, source=source)
 
-    def _serve(self, host: str, port: int = 0) -> SlotServer:
+    def _serve(self, host: str) -> SlotServer:
         return SlotServer(
             host,
             self._file_of,
             self._layout.total_bytes,
             deadline_s=self._template.deadline_s,
             start=partial(start, SENDS),
-            port=port,
         )
 
     def _file_of(self, stamp: int) -> int:
@@ -297,7 +295,6 @@ def open_publisher(
         directory=directory,
         deadline_s=config.weights.deadline_s,
         interface=config.control.bind and host_of(config.control.bind),
-        port=weights_port(config.control.bind) if config.control.bind else 0,
         history=history,
         target=config.model.update_target,
     )

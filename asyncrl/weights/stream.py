@@ -62,7 +62,6 @@ class SlotServer:
         *,
         deadline_s: float,
         start: Callable[[socket.socket], Worker] | None = None,
-        port: int = 0,
     ) -> None:
         """Listen on one address of this host. Raises OSError.
 
@@ -73,7 +72,6 @@ class SlotServer:
             deadline_s: a connection that lasts longer is closed, unless a process has it.
             start: starts the process for a connection that asks for a group, up to `most_handed`, which is 0
                 at first; a further connection ends the oldest one.
-            port: where to listen; if it is taken, or 0, the kernel chooses another one.
         """
         self._find, self._size_bytes, self._deadline_s = find, size_bytes, deadline_s
         self._start = start
@@ -82,13 +80,7 @@ class SlotServer:
         self._handed: list[asyncio.Task[None]] = []
         self._key = secrets.token_bytes(32)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if not port:
-                raise
-            log.warning("weights do not come from port %d (%s), but from one of the kernel's", port, error)
-            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self._host, self._port = host, self._listener.getsockname()[1]
         # Open connections; with a task, those that have not presented the key yet, the oldest one first.

@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncrl.engine.base import OWNER_ENV
-from asyncrl.engine.vllm.plugin import register
 from asyncrl.errors import ConfigError
 from asyncrl.hosting import gpus, nvidia, smi
 from asyncrl.hosting.environment import ON_CPU, child_environment
@@ -125,33 +123,6 @@ def test_children_get_uuids_in_full(monkeypatch, tmp_path):
         assert visible_devices([0, 1]) == f"{whole[1]},{whole[0]}"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7c,GPU-00")
     assert visible_devices([0, 1]) == "MIG-7c,GPU-00", "what nvidia-smi does not list is not touched"
-
-
-def test_vllm_asks_about_the_gpu_of_an_instance(monkeypatch):
-    """NVML numbers instances within their GPU: the fourth one of a GPU is no fifth GPU."""
-    monkeypatch.setitem(
-        sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels")
-    )  # only builds for GPUs have it
-    from vllm.platforms import cuda
-
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID={"GPU-2e": "second GPU", "MIG-7c": "instance"}.__getitem__,
-        nvmlDeviceGetDeviceHandleFromMigDeviceHandle={"instance": "second GPU"}.__getitem__,
-        nvmlDeviceGetIndex={"second GPU": 1, "instance": 3}.__getitem__,
-        nvmlDeviceGetHandleByIndex=["first GPU", "second GPU"].__getitem__,
-        nvmlDeviceGetName=str,
-    )
-    platform, name = cuda.NvmlCudaPlatform, "device_control_id_to_physical_device_id"
-    monkeypatch.setattr(cuda, "pynvml", nvml)
-    monkeypatch.setattr(platform, name, getattr(platform, name))  # is put back afterwards
-    monkeypatch.delenv(OWNER_ENV, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7c")
-    register()
-    assert platform.get_device_name() == "second GPU"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-2e")
-    assert [platform.get_device_name(one) for one in range(2)] == ["first GPU", "second GPU"]
 
 
 LISTED = """\

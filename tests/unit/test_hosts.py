@@ -62,7 +62,7 @@ def test_the_ports_that_hosts_must_reach_follow_the_config():
     assert [*described(ours, on_gpus=False)][4:] == [
         "generators-* must reach {learner} at port 16379: store (store.bind), not encrypted",
         "generators-* must reach {learner} at port 16380: control plane (control.bind)",
-        "generators-* must reach {learner} at port 16382: weights (control.bind), not encrypted",
+        "generators-* must reach every port of {learner}: weights (control.bind), not encrypted",
     ]
     far = config(
         store={"url": "rediss://learner@[fd00::5]/0"},

@@ -194,7 +194,7 @@ def test_the_key_is_drawn_once_and_nothing_else_is_printed(file, capsys):
 def test_a_look_draws_no_key_and_a_terminal_gets_none(file, capsys, monkeypatch):
     assert typed(["up", "--dry-run", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "# generators-* must reach far-7b-learner at port 16382: weights (control.bind)" in printed
+    assert "# generators-* must reach every port of far-7b-learner: weights (control.bind)" in printed
     secret = objects(printed)["Secret far-7b-learner"]["stringData"]
     assert secret == {"run.key": ""} and not (file.parent / "runs").exists()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -17,7 +17,6 @@ from asyncrl.weights import stream
 from asyncrl.weights.layout import checksums
 from asyncrl.weights.slots import Slots
 from asyncrl.weights.stream import SlotServer, fetch
-from tests.support.ports import free_ports
 from tests.support.publications import LARGE, LAYOUT, filled
 from tests.support.waiting import HANG, LONG_S, let_pass, wait_until
 
@@ -153,17 +152,6 @@ class Pair:
 
     def end(self):
         self.is_ended = True
-
-
-def test_a_server_has_the_port_that_it_is_given_unless_another_has_it(caplog):
-    [port] = free_ports(1)
-    with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(2):
-            server = SlotServer("127.0.0.1", lambda stamp: -1, 1, deadline_s=20.0, port=port)
-            stack.callback(server.close)
-            found.append(server.source(STAMP)["port"])
-    assert found[0] == port != found[1] and f"do not come from port {port}" in caplog.text
 
 
 def test_a_generator_gets_a_process_only_over_nccl_and_as_many_as_members():
