@@ -444,7 +444,7 @@ MUTANTS = [
     Mutant("batch/tracker", "totals_S := rewards.totals_S)", "totals_S := rewards.rewards_S.double())"),
     Mutant("batch/tracker", "int(row): (total, number)", "int(row) + 1: (total, number)"),
     Mutant("batch/resolve", '"default", 1.0', '"name", 1.0'),
-    Mutant("batch/recipe", "self.tracker.record(plan.rewards)", "pass"),
+    Mutant("batch/recipe", "tracker.record(plan.rewards)", "pass"),
     Mutant("batch/recipe", "entropy_gradient=bool(entropy)", "entropy_gradient=False"),
     Mutant("batch/recipe", "sequences=plan.rewards.num_sequences", "sequences=len(plan.sequences)"),
     Mutant("batch/estimate", "in_time(self.targets, rewards)", "self.targets(rewards)"),
