@@ -20,6 +20,7 @@ from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.turn_advantages import turn_value_targets
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner
+from asyncrl.batch.tracker import Tracker
 from asyncrl.batch.turn_columns import turn_columns, turn_parts
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.judge import make_judge
@@ -149,6 +150,9 @@ def planned(groups: Sequence[Group], advantage: str = "grpo", **settings) -> Pla
         parts=("good",),
         shaping=SHAPING,
         needs_greedy=True,
+        tracker=Tracker(int, decay=0.9)
+        if registry.EXPECTED in registry.needs("advantage", advantage)
+        else None,
     )
     planner = Planner(
         estimator=estimator, columns=NEEDS, proximal=True, settings=replace(SETTINGS, **settings)
