@@ -1,11 +1,14 @@
 """The rows that a config names, as far as processes need them that render no prompts."""
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
-from asyncrl.data.mixture import Mixture, make_mixture
 from asyncrl.data.row_functions import load_parts
+
+if TYPE_CHECKING:
+    from asyncrl.data.mixture import Mixture
 
 
 class DataFiles:
@@ -48,7 +51,9 @@ class DataFiles:
         return [len(part) for part in rows], fingerprint_of(data, rows)
 
     @cached_property
-    def _mixture(self) -> Mixture:
+    def _mixture(self) -> "Mixture":
+        from asyncrl.data.mixture import make_mixture  # it imports NumPy
+
         return make_mixture(self._config.data, self.train_rows, seed=self._config.run.seed)
 
     @cached_property
