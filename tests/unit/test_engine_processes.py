@@ -56,7 +56,7 @@ try:
     assert generator.kv_cache_gib, "the model's shape was read"
     loaded = loaded.model_copy(update={"generator": generator})
     asyncio.run(
-        generator_process._generate(loaded, hello, None, None, RunDirectory(config.parent), None)
+        generator_process._generate(loaded, hello, None, None, RunDirectory(config.parent), config.parent, None)
     )
 except Reached:
     asked_first = [*asked]

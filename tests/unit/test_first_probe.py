@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_the_code_of_a_model_is_judged_once_before_weights_are_read(
     directory = RunDirectory(tmp_path / "run")
     directory.make()
     unused: Any = None
-    start = (config_of(), directory, *[unused] * 3, Rendezvous(), torch.device("cpu"), (), unused)
+    data: Any = SimpleNamespace(row=int)
+    start = (config_of(), directory, unused, unused, data, Rendezvous(), torch.device("cpu"), (), unused)
     with pytest.raises(ConfigError, match="sliding_window 16 on 50 tokens"):
         training.train(*start)
     directory.saved_mark.touch()

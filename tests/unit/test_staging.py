@@ -59,7 +59,7 @@ def test_a_generator_that_was_started_elsewhere_uses_the_files_of_its_run(tmp_pa
     monkeypatch.chdir(tmp_path / "elsewhere")
     seen = []
 
-    async def generate(config, hello, store, keys, directory, context):
+    async def generate(config, hello, store, keys, directory, scorers, context):
         seen.append(directory)
 
     monkeypatch.setattr(generator, "_generate", generate)
