@@ -72,7 +72,7 @@ class ControlClient:
         self._wire_key, self._keys = wire_key, keys
         self._hello: Hello | None = None
         self._beat: Heartbeat | None = None
-        self._is_member = self._was_ordered = False
+        self._is_member = self._was_ordered = self._is_over = False
         self._unanswered = 0  # heartbeats and hellos since the learner's last message
         self._order: UpdateOrder | Stop | None = None
         self._arrived = asyncio.Event()
@@ -136,17 +136,22 @@ class ControlClient:
             return
         self._task.cancel()
         await asyncio.wait([self._task], timeout=self._timeout_s)
-        if self._is_member:
-            hello = self._hello
-            await self._send(Leave(generator_id=hello.generator_id, incarnation=hello.incarnation))
+        await self._say_leave()
         self._socket.close(linger=_FLUSH_MS)
         await asyncio.to_thread(self._context.term)
         self._task = None
 
+    async def _say_leave(self) -> None:
+        if self._is_member and self._hello is not None:
+            self._is_member = False
+            await self._send(
+                Leave(generator_id=self._hello.generator_id, incarnation=self._hello.incarnation)
+            )
+
     # --- the task ---------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        while True:
+        while not self._is_over:
             # Time in which this process was stopped, or its loop was busy, is not silence of the learner.
             if self._unanswered >= _SILENT_BEATS:
                 if self._is_member:
@@ -173,9 +178,11 @@ class ControlClient:
 
     async def _listen_until(self, until_s: float) -> None:
         # At least one look, because answers may have arrived while this process was stopped.
-        is_over = False
-        while not is_over and await self._socket.poll(max(until_s - time.monotonic(), 0.0) * 1000):
-            is_over = time.monotonic() >= until_s
+        is_late = False
+        while not (is_late or self._is_over) and await self._socket.poll(
+            max(until_s - time.monotonic(), 0.0) * 1000
+        ):
+            is_late = time.monotonic() >= until_s
             try:
                 # The message that `poll` saw may be gone, together with the learner that sent it.
                 await self._handle(CODEC.decode(await self._socket.recv(zmq.NOBLOCK), self._wire_key))
@@ -207,6 +214,8 @@ class ControlClient:
                 self._put(message)
             case Stop():
                 self._put(message)
+                self._is_over = True
+                await self._say_leave()  # the learner waits for it
             case _:
                 raise WireError(f"{type(message).__name__} is for the learner")
 

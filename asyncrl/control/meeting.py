@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 OVER = 1  # status of an attempt that other hosts have ended: it is started again
 _PAUSE_S = 0.05
-# A connection that is closed while its other end sends loses what has not been read there.
-_FAREWELL_S = 0.25
+# Most time for the other end to answer the farewell.
+_FAREWELL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,7 @@ class _Host:
     where: str
     peer: bytes
     heard_s: float
+    has_ended: bool = False
 
 
 class LeadHost:
@@ -183,10 +184,13 @@ class LeadHost:
                 else:
                     self._hosts[number] = _Host(number, message.where, peer, self._attention.look())
                     self._send(peer, Beat())
-            case Ended(status=status) if host is not None and self._has_met:
+            case Ended(status=status) if host is not None:
+                self._send(peer, Ended(OVER))
+                if not self._has_met:
+                    del self._hosts[host.number]
+                    return
+                host.has_ended = True
                 self._over = f"the ranks of learner-{host.number} have ended ({ending(status)})"
-            case Ended() if host is not None:
-                del self._hosts[host.number]
             case _:  # it comes from an attempt that is over
                 self._send(peer, Ended(OVER))
 
@@ -221,7 +225,13 @@ class LeadHost:
     def __exit__(self, *_: object) -> None:
         for host in self._hosts.values():
             self._send(host.peer, Ended(self._status))
-        time.sleep(_FAREWELL_S)
+        # A connection that is closed while its other end sends loses what has not been read there.
+        until_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < until_s and not all(
+            host.has_ended or self._is_silent(host) for host in self._hosts.values()
+        ):
+            time.sleep(_PAUSE_S)
+            self._read()
         self._router.close()
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -299,6 +309,8 @@ class FollowerHost:
                 self._heard_s = self._attention.now_s
                 if not isinstance(heard, Beat):
                     self._heard = heard
+                    if isinstance(heard, Ended):
+                        self._send(heard)  # host 0 waits for it
                     return
 
     def _send(self, message: Message) -> None:
@@ -310,6 +322,9 @@ class FollowerHost:
 
     def __exit__(self, *_: object) -> None:
         self._send(Ended(self._status))
-        time.sleep(_FAREWELL_S)
+        until_s = time.monotonic() + min(_FAREWELL_S, self._terms.silent_s - self._silent_s)
+        while not isinstance(self._heard, Ended) and time.monotonic() < until_s:
+            time.sleep(_PAUSE_S)
+            self._exchange(Ended(self._status))
         self._socket.close()
         self._context.term()

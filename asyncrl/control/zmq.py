@@ -46,8 +46,8 @@ _LOOK_S = 0.05
 _MESSAGES_PER_ROUND = 1000
 _STOP_S = 10.0
 _FLUSH_MS = 1000
-# Time for members to read the farewell.
-_FAREWELL_S = 0.25
+# Most time for members to answer the farewell.
+_FAREWELL_S = 5.0
 # Most welcomed newcomers that have not answered; they get weights after their second message.
 MAX_GREETED = 64
 
@@ -156,14 +156,8 @@ class ControlHub:
         try:
             while self._stop_reason is None:
                 self._round()
-            members = self._membership.members if self._farewell else {}
-            for member in members.values():
-                self._send(member.holder, Stop(reason=self._stop_reason))
-            # A connection that is closed while its other end sends loses what has not been read there.
-            until_s = time.monotonic() + _FAREWELL_S
-            while members and time.monotonic() < until_s:
-                self._wait()
-                self._read_messages()
+            if self._farewell:
+                self._say_farewell(Stop(reason=self._stop_reason))
         except BaseException as error:
             self._failure = error
             raise
@@ -174,6 +168,21 @@ class ControlHub:
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.term()
+
+    def _say_farewell(self, stop: Stop) -> None:
+        """Send `stop` to the members, and wait until all have left.
+
+        A connection that is closed while its other end sends would lose what has not been read there.
+        """
+        told, until_s = set[str](), time.monotonic() + _FAREWELL_S
+        while (members := self._membership.members) and time.monotonic() < until_s:
+            for member in list(members.values()):
+                if member.holder not in told and self._send(member.holder, stop):
+                    told.add(member.holder)
+            self._wait()
+            self._read_messages()
+        for member in members.values():
+            log.warning("generator %s has not answered the learner's farewell", member.holder)
 
     def _round(self) -> None:
         self._wait()

@@ -248,6 +248,23 @@ def test_a_generator_stopped_in_mid_transfer_disturbs_nobody_and_comes_back(stag
     assert [holder.split(":")[0] for holder in learner.dead] == ["sick"]
 
 
+@pytest.mark.parametrize("options", [{}, {"endpoint": "tcp://127.0.0.1:*", "transport": "tcp"}])
+def test_a_generator_that_gets_no_core_for_a_second_still_hears_the_farewell(stage, options, caplog):
+    make_learner, make_generator = stage
+    learner = make_learner(**options)
+    generator = make_generator(learner, "a")
+    generator.expect("joined")
+    learner.wait_for(lambda _, members: list(members) == ["a"])
+    stop(generator.process.pid)
+    farewell = threading.Thread(target=learner.hub.stop, args=("enough",))
+    farewell.start()
+    farewell.join(1.0)
+    generator.signal(signal.SIGCONT)
+    generator.expect("stopped", "enough")
+    farewell.join(LONG_S)
+    assert "has not answered" not in caplog.text
+
+
 @pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_a_transfer_that_hangs_is_given_up_and_only_its_generator_waits(stage, transport):
     make_learner, make_generator = stage

@@ -173,6 +173,18 @@ def test_the_end_of_rank_0_is_that_of_all(hosts, status):
     assert ends(host) == status
 
 
+def test_a_host_that_gets_no_core_for_a_while_still_hears_how_it_ended(hosts):
+    lead, host = together(hosts, silent_s=30.0)
+    lead.finish(0)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive(), "it waits for the answer"
+    assert host.look() == 0 or ends(host) == 0
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_a_silent_host_ends_the_attempt_on_both_sides(hosts, caplog):
     lead, host = together(hosts)
     assert ends(lead) == OVER and "learner-1 (" in caplog.text and "has been silent for" in caplog.text
