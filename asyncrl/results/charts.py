@@ -40,7 +40,7 @@ class Curve:
 
 CURVES = (
     Curve("Reward", ("reward/mean", "reward/*/mean")),
-    Curve("Held-out accuracy", ("eval/accuracy", "eval/pass@*", "eval/maj@*"), "share"),
+    Curve("Held-out reward", ("eval/reward_mean", "eval/accuracy", "eval/pass@*", "eval/maj@*")),
     Curve(
         "Response length", ("completions/length_mean", "completions/length_max", "eval/length_mean"), "tokens"
     ),
@@ -101,7 +101,8 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
         for name, series in _series(archive, curve.names, but=shown).items():
             shown.add(name)
             # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
-            # pass@1 equals the accuracy. Constant series, such as zeros, are shown for each metric.
+            # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, such as zeros, are
+            # shown for each metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series
         if curve.log:

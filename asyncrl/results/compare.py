@@ -18,7 +18,7 @@ from asyncrl.telemetry.history import Points, Which, of_sets
 from asyncrl.telemetry.text import duration, number
 
 # Plotted over minutes too: a run with fewer steps may need more time.
-OVER_TIME = ("eval/accuracy", "reward/mean")
+OVER_TIME = ("eval/reward_mean", "reward/mean")
 OF_SEEDS = ("eval/accuracy", "eval/reward_mean", "reward/mean")
 ALWAYS_DIFFERENT = frozenset({"run.name", "run.root"})
 

@@ -108,12 +108,12 @@ def _figures(state: RunView, width: int) -> list[Text]:
         return share(state.latest(name))
 
     column, scores = width // 2 + 1, []
-    for name in of_sets("eval/accuracy", state.history.names):
-        accuracy = state.series(name)
-        scores.append(f"{visible(set_of(name))} {state.history.score(name, accuracy[-1][0])}".strip())
+    for name in of_sets("eval/reward_mean", state.history.names):
+        evaluated = state.series(name)
+        scores.append(f"{visible(set_of(name))} {state.history.score(name, evaluated[-1][0])}".strip())
     held_out = "  ".join(scores) or "-"
     if len(scores) == 1:
-        at, value = highest(accuracy)
+        at, value = highest(evaluated)
         best = f"  best {number(value)} at step {at}"
         held_out += best if len("held-out ") + cell_len(held_out + best) < column else ""
     bound = f" of {state.status.lag_bound}" if state.status and state.status.lag_bound is not None else ""
@@ -212,16 +212,16 @@ def _hosts(state: RunView, width: int) -> list[Text]:
 
 
 def _curves(state: RunView, width: int, height: int) -> list[Text]:
-    """Return reward and held-out accuracy of the first set side by side, if that has two evaluations."""
-    evaluated = next(iter(of_sets("eval/accuracy", state.history.names)), "eval/accuracy")
-    reward, accuracy = state.series("reward/mean"), state.series(evaluated)
+    """Return rewards in training and of the first held-out set side by side, if that has two evaluations."""
+    name = next(iter(of_sets("eval/reward_mean", state.history.names)), "eval/reward_mean")
+    reward, evaluated = state.series("reward/mean"), state.series(name)
     if height < 5:
         return []
-    if len(accuracy) < 2:
+    if len(evaluated) < 2:
         return curve("reward/mean", reward, width=width, height=height, style="cyan")
     column = (width - 1) // 2
     left = curve("reward/mean", reward, width=column, height=height, style="cyan")
-    right = curve(evaluated, accuracy, width=column, height=height, style="green")
+    right = curve(name, evaluated, width=column, height=height, style="green")
     lines = []
     for first, second in zip_longest(left, right, fillvalue=Text("")):
         line = first.copy()

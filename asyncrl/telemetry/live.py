@@ -104,7 +104,7 @@ def step_line(state: RunView, step: int) -> str:
         ]
         return "  ".join(part for part in parts if part)
     scores: list[str] = []
-    for name in of_sets("eval/accuracy", state.history.names):
+    for name in of_sets("eval/reward_mean", state.history.names):
         if evaluated := [known for known, _ in state.series(name) if known <= step]:
             label = f"held-out {visible(set_of(name))}".rstrip()
             scores.append(f"{label} {state.history.score(name, evaluated[-1])}")

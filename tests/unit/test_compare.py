@@ -31,7 +31,7 @@ def make_run(
         for step, reward in enumerate(rewards, start=1)
     ]
     rows += [
-        {"step": step, "time": 1e6, "eval/accuracy": value}
+        {"step": step, "time": 1e6, "eval/accuracy": value, "eval/reward_mean": value}
         | ({"eval/se/accuracy": 0.0213, "eval/prompts": 1319} if step else {})
         for step, value in (accuracy or {}).items()
     ]
@@ -106,7 +106,7 @@ def test_the_page_overlays_curves_by_step_and_by_time(
     page = Page((tmp_path / "page.html").read_text())
     assert [step for step, _ in page.curves("Reward (reward/mean)")["b"]] == [1, 2, 3]
     assert page.curves("Reward over time")["b"] == [(0.0, 0.2), (1.0, 0.9), (2.0, 0.4)]
-    assert page.curves("Held-out accuracy (eval/accuracy)").keys() == {"a"}
+    assert page.curves("Held-out reward (eval/reward_mean)").keys() == {"a"}
     assert over_time(read_archive(RunDirectory(runs[1])), "nothing") == []
 
 

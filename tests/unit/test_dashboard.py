@@ -55,7 +55,7 @@ def test_at_80_by_24_the_key_figures_are_there_and_nothing_is_cut(tmp_path: Path
         "lrn 12%  gen 40%  stall 3.0%", "k3 0.0011  ess 0.98", "probe 0.013  1.3 GB/s", "0.0213 TFLOP/s", "entropy 1.21  grad 0.314", "cut 3.1%",
         "3,308 = 64 leased + 12 ready + 32 taken + 3,200 done  0 missing", "zero_variance 300", "lease_expired 3", "died 1",
         "updates_failed 2", "generators wait 40% of the time: 3 of 4 would do, or add learner.ranks", "reward/mean",
-        "eval/accuracy",
+        "eval/reward_mean",
         "g0           sampling             v100      0      302      64", "g3", "exact_match", "v97-99",
         "How many apples does Tom have?",
     ]:  # fmt: skip
@@ -232,7 +232,7 @@ def test_on_gpus_the_fullest_one_is_shown_against_its_plan(tmp_path: Path) -> No
     memory |= {"allocated_bytes/rank1": 41 * gib, "planned_bytes/rank1": 40 * gib}
     of_step = {"time/step": 5.0, "perf/mfu": 0.31} | {f"memory/{name}": size for name, size in memory.items()}
     run.learner.log(of_step, step=4)
-    run.learner.log({"eval/accuracy": 0.4}, step=5)
+    run.learner.log({"eval/reward_mean": 0.4}, step=5)
     text = "\n".join(picture(read_state(run.directory), 80, 24))
     assert "compute   mfu 31%  41.0 GiB of 40.0 GiB" in text
 
@@ -266,7 +266,7 @@ def test_a_ringing_alarm_is_a_red_line_and_stands_in_the_line_of_its_step(tmp_pa
     before = picture(read_state(run.directory), 80, 24)
     row = {"time/step": 5.0, "mismatch/ess": 0.21, "policy/entropy": 0.7}
     run.learner.log({**row, "alarm/ess": 1.0, "alarm/entropy": 0.0}, step=4)
-    run.learner.log({"eval/accuracy": 0.4}, step=5)
+    run.learner.log({"eval/reward_mean": 0.4}, step=5)
     state = read_state(run.directory)
     assert state.alarms == ["ess"]
     lines = picture(state, 120)

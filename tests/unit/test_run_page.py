@@ -96,7 +96,7 @@ def test_curves_and_figures_are_what_was_logged(tmp_path: Path) -> None:
     page, archive = page_of(run), archive_of(run)
     rewards = [(step, row["reward/mean"]) for step, row in sorted(archive.history.rows.items())]
     assert page.curves("Reward")["reward/mean"] == rewards and len(rewards) == 35
-    assert [step for step, _ in page.curves("Held-out accuracy")["eval/accuracy"]] == [10, 20, 30]
+    assert [step for step, _ in page.curves("Held-out reward")["eval/reward_mean"]] == [10, 20, 30]
     assert page.curves("Mean age of a token")["staleness/in_flight"][7] == (8, 0.91)
     assert page.curves("Groups") == {"groups": [("trained", 0), ("zero_variance", 35 * 3)]}
     waiting = page.curves("Waiting: learner for groups, generators for tickets")
@@ -133,8 +133,7 @@ def test_an_unfinished_run_a_run_without_evaluation_and_one_that_never_began_hav
     (run.directory / "samples.jsonl").write_bytes((run.directory / "samples.jsonl").read_bytes()[:-20])
     page = page_of(run)
     assert (
-        "Held-out accuracy" not in page.text_of["figcaption"]
-        and len(page.curves("Reward")["reward/mean"]) == 8
+        "Held-out reward" not in page.text_of["figcaption"] and len(page.curves("Reward")["reward/mean"]) == 8
     )
     assert "Dropped samples" not in page.text_of["h2"] and "Best samples" in page.text_of["h2"]
 
