@@ -156,8 +156,17 @@ class ControlHub:
         try:
             while self._stop_reason is None:
                 self._round()
-            if self._farewell:
-                self._say_farewell(Stop(reason=self._stop_reason))
+            # A connection that is closed while its other end sends loses what has not been read there.
+            members = self._membership.members if self._farewell else {}
+            told, until_s = set[str](), time.monotonic() + _FAREWELL_S
+            while members and time.monotonic() < until_s:
+                for holder in {member.holder for member in members.values()} - told:
+                    if self._send(holder, Stop(reason=self._stop_reason)):
+                        told.add(holder)
+                self._wait()
+                self._read_messages()
+            if members:
+                log.warning("%s did not answer the learner's farewell", ", ".join(members))
         except BaseException as error:
             self._failure = error
             raise
@@ -168,21 +177,6 @@ class ControlHub:
             if self._authenticator is not None:
                 self._authenticator.stop()
             self._context.term()
-
-    def _say_farewell(self, stop: Stop) -> None:
-        """Send `stop` to the members, and wait until all have left.
-
-        A connection that is closed while its other end sends would lose what has not been read there.
-        """
-        told, until_s = set[str](), time.monotonic() + _FAREWELL_S
-        while (members := self._membership.members) and time.monotonic() < until_s:
-            for member in list(members.values()):
-                if member.holder not in told and self._send(member.holder, stop):
-                    told.add(member.holder)
-            self._wait()
-            self._read_messages()
-        for member in members.values():
-            log.warning("generator %s has not answered the learner's farewell", member.holder)
 
     def _round(self) -> None:
         self._wait()

@@ -101,7 +101,7 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
         for name, series in _series(archive, curve.names, but=shown).items():
             shown.add(name)
             # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
-            # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, such as zeros, are
+            # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, as zeros, are
             # shown for each metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series

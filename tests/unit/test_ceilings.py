@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55548,
+    "lines of the package": 55576,
     "modules": 417,
     "public functions and classes": 1503,
     "modules of ours that a module imports, at most": 35,
