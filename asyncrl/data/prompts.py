@@ -22,6 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import Curricula
 from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
+from asyncrl.data.file_tokenizer import FileTokenizer
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.images import image_bytes
 from asyncrl.data.mixture import make_mixture
@@ -91,12 +92,16 @@ class RowRenderer:
 def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
     """Return what renders rows with the tokenizer.json of the model's directory; torch is not imported.
 
-    Raises DataError if the config wants a chat template, and the tokenizer has no usable one.
+    Nor is transformers without a chat template. Raises DataError if the config wants one, and the tokenizer
+    has no usable one.
     """
-    from transformers import PreTrainedTokenizerFast
-
     try:
-        tokenizer = model.templated(PreTrainedTokenizerFast.from_pretrained(model.path))
+        if model.chat_template:
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = model.templated(PreTrainedTokenizerFast.from_pretrained(model.path))
+        else:
+            tokenizer = FileTokenizer(Path(model.path))
     except Exception:  # noqa: BLE001 - loading the model says what is wrong with its files
         return None
     require_template(model, tokenizer)

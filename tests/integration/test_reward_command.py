@@ -289,13 +289,14 @@ def test_prompts_are_the_same_texts_without_torch(chat, config):
     words = ["asyncrl", "reward", "test", str(config), *overrides]
     code = (
         "import sys, atexit\n"
-        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        "atexit.register(lambda: print({'torch', 'transformers'} & {*sys.modules}, file=sys.stderr))\n"
         f"sys.argv = {words}\nfrom asyncrl.cli.main import main\nmain()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
     )
-    assert (done.returncode, done.stderr.splitlines()[-1:]) == (0, ["False"]), done.stderr
+    imported = "{'transformers'}" if chat else "set()"
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (0, [imported]), done.stderr
     assert "3 of 3 prompts in data.eval also occur in data.train" in done.stderr
 
 
