@@ -150,7 +150,9 @@ class Generator:
     async def _lease_forever(self) -> None:
         pause_s = SHORTEST_PAUSE_S
         while True:
-            leased = sum([await self._lease(lane) for lane in self.lanes])
+            # Until a group is handed over, the learner has nothing to do: what it trains first comes first.
+            leased = 0 if self._heartbeats.groups else await self._lease(self.lanes[-1])
+            leased = leased or sum([await self._lease(lane) for lane in self.lanes])
             pause_s = SHORTEST_PAUSE_S if leased else min(pause_s * 2, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 

@@ -85,3 +85,23 @@ def test_no_process_outlives_a_killed_parent(tmp_path, ranks, method, least):
         wait_until_ended(children)
     finally:
         parent.kill()
+
+
+SAMPLES = """
+import sys
+sys.path.insert(0, {root!r})
+from asyncrl.engine.base import SamplingSpec
+from tests.support.vllm_engines import running_engine, STORIES
+if __name__ == "__main__":
+    with running_engine(STORIES) as (runner, engine):
+        runner.run(engine.score([1, 300, 301]))
+        runner.run(engine.sample([1, 300], 4, SamplingSpec(temperature=1.0, max_response_tokens=8)))
+"""
+
+
+def test_no_request_waits_for_a_compiler(tmp_path):
+    script, compiled = tmp_path / "samples.py", tmp_path / "compiled"
+    script.write_text(SAMPLES.format(root=str(Path(__file__).parents[2])))
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    subprocess.run([sys.executable, str(script)], check=True, timeout=280, env=environment)
+    assert not [*compiled.rglob("*.so")]

@@ -212,6 +212,30 @@ def test_it_samples_what_it_holds_credit_for_and_no_more():
     assert world.control.events == ["join", "leave"]
 
 
+def test_until_a_group_is_handed_over_what_is_trained_comes_before_the_evaluation(monkeypatch):
+    world = World(max_running=2 * G)
+    asked = MemoryBuffer(BufferRules(groups=8, lease_s=30.0, max_attempts=2))
+    asked.recover(Ledger(), version=0, limit=8)
+    (train,) = world.generator.lanes
+    single = replace(train.limits, rollouts=1)
+    evaluation = replace(train, name="eval", buffer=asked.peer(), limits=single)
+    world.generator = replace(world.generator, lanes=[evaluation, train])
+    sampler, begun = world.generator.sampler, list[int]()
+    respond = sampler.group
+
+    async def group(prompt: Prompt, ticket_id: int, limits: GroupLimits, *rest: Any, **options: Any) -> Group:
+        begun.append(limits.rollouts)
+        return await respond(prompt, ticket_id, limits, *rest, **options)
+
+    monkeypatch.setattr(sampler, "group", group)
+
+    async def script(world: World) -> None:
+        await until(lambda: world.learner.audit().ready == 4 and asked.audit().ready == 8)
+
+    world.run(script)
+    assert begun[:6] == [G, G, 1, 1, 1, 1] and sorted(begun) == [1] * 8 + [G] * 4
+
+
 def test_a_group_that_is_larger_than_the_engine_is_sampled_alone():
     world = World(max_running=1, greedy=True)
 

@@ -123,6 +123,9 @@ def set_environment(generator: GeneratorConfig, *, device: Device) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # workers never exit by themselves
+    if device == "cpu":
+        # For one comparison of all logits vLLM would start a compiler, for which the first requests wait.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if device == "cpu" and generator.threads is not None:
         # vLLM would bind every engine of this host to the same first cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
