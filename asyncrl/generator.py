@@ -34,8 +34,7 @@ from asyncrl.wire.group_frames import encode_group
 
 log = logging.getLogger(__name__)
 
-# Few tickets per lease, so that generators that start together share the credit.
-TICKETS_PER_LEASE = 4
+TICKETS_PER_LEASE = 4  # few, so that generators that start together share the credit
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
 STORE_FULL_S = 30.0  # between two warnings
 
@@ -150,8 +149,7 @@ class Generator:
     async def _lease_forever(self) -> None:
         pause_s = SHORTEST_PAUSE_S
         while True:
-            # Until a group is handed over, the learner has nothing to do: what it trains first comes first.
-            leased = 0 if self._heartbeats.groups else await self._lease(self.lanes[-1])
+            leased = 0 if self._heartbeats.groups else await self._lease(self.lanes[-1])  # the learner waits
             leased = leased or sum([await self._lease(lane) for lane in self.lanes])
             pause_s = SHORTEST_PAUSE_S if leased else min(pause_s * 2, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
@@ -163,8 +161,7 @@ class Generator:
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
-        # A learner that went back to a checkpoint issues tickets of another history. Generators that have its
-        # weights may sample them now; here these weights are yet to come.
+        # Of a learner that went back to a checkpoint: others may have its weights; here they are yet to come.
         foreign = [ticket.id for ticket in lease.tickets if self._weights.newest not in ticket.history]
         if foreign:
             await asyncio.to_thread(lane.buffer.give_back, self._holder, foreign)
