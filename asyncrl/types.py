@@ -58,6 +58,7 @@ class Prompt:
     held_out: int | None = None  # its place in its set of data.eval, from 0; it seeds the prompt's episodes
     task: int = 0  # place of its source or set in `DataConfig.tasks`, which scores and plays it
     images: Callable[[], Any] | None = None  # reads its images now, as `engine.base.PromptImages`
+    teacher_ids: tuple[int, ...] = ()  # what the teacher reads in its place; () if it reads the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,6 +19,7 @@ from config_reference import json_schema, minimal, resumed, shown, tables
 
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.config import registry
+from asyncrl.config.algorithm import ReferenceConfig
 from asyncrl.config.base import Choice, Keys, Part
 from asyncrl.config.load import load_config
 from asyncrl.config.outline import kind_at
@@ -102,6 +103,8 @@ def presets() -> Iterator[str]:
     yield "| preset | advantage | policy loss | correction | aggregation | further |"
     yield "|---|---|---|---|---|---|"
     plain = flat(minimal())
+    told = minimal().algorithm.model_copy(update={"reference": ReferenceConfig()})
+    plain |= flat(minimal().model_copy(update={"algorithm": told}))
     for path in sorted((ROOT / "configs" / "algorithms").glob("*.yaml")):
         config = load_preset(path)
         own = {key: value for key, value in flat(config).items() if value != plain.get(key)}

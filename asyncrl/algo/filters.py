@@ -5,7 +5,7 @@ A rejected group is counted under its reason, and the learner refills the batch 
 
 from dataclasses import dataclass
 
-from asyncrl.algo.ranges import NonNegative
+from asyncrl.algo.ranges import EQUAL, NonNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class GroupOutcome:
     missing: int = 0  # episodes that failed, and that the group goes without
 
 
-def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = 1e-6) -> str | None:
+def zero_variance(group: GroupOutcome, *, tolerance: NonNegative = EQUAL) -> str | None:
     """Rejects a group whose rewards are all equal, for its advantages are zero.
 
     Keeps a group of one, unless other episodes are missing.

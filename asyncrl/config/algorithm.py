@@ -17,10 +17,13 @@ _TEACHER = refused("the training so far was held to the other reference")
 class ReferenceConfig(Part):
     """The reference model, where it is not the initial policy: a teacher."""
 
-    path: Annotated[str, _TEACHER]
-    """Its directory or hub name, with the tokenizer of model.path."""
+    path: Annotated[str | None, _TEACHER] = None
+    """Its directory or hub name, with the tokenizer of model.path; null is model.path."""
     revision: Annotated[str | None, _TEACHER] = None
     """Hub revision; pin it for repeatable runs."""
+    template: Annotated[str | None, _TEACHER] = None
+    """Text with {column} placeholders that the teacher reads in place of the prompt, such as the reference
+    answer, which the policy does not see; needs `scorers`."""
     scorers: NonNegativeInt = 0
     """Processes that hold the teacher; 0: the learner holds it."""
     gpus: tuple[NonNegativeInt, ...] = ()

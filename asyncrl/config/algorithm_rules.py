@@ -149,6 +149,9 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
         text = f"algorithm.reference is set, but neither algorithm.kl nor advantage `{advantage.name}` uses "
         text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
         yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
+    if reference and reference.path is None and reference.template is None:
+        text = "algorithm.reference has no path, so it is model.path, as without it; set path, or template, "
+        yield broken("algorithm.reference", f"{text}or drop it")
     key = "algorithm.kl.reference_decay"
     if reference and kl.reference_decay < 1:
         text = f"algorithm.reference is a model of its own, and {key} would mix the policy's weights into it"
@@ -170,6 +173,13 @@ def _a_scorer_can_teach(run: RunFields) -> Iterator[Mistake]:
         if teacher and teacher.scorers and is_wrong:
             text = f"{key} is {teacher.scorers}, but {other} {found}; change it, or drop {key}"
             yield broken(f"{key} {other}", text)
+    told = "algorithm.reference.template"
+    if teacher and teacher.template is not None and not teacher.scorers:
+        text = f"{told} is set, but {key} is 0, and in the learner a teacher reads what the policy reads"
+        yield broken(f"{told} {key}", f"{text}; set it to 1, or drop {told}")
+    if teacher and teacher.template is not None and run.environment.is_used:
+        text = f"{told} stands in place of the prompt of a row, and episodes have many; drop it, or the "
+        yield broken(f"{told} environment.uses", f"{text}environment")
 
 
 def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:

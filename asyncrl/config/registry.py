@@ -141,7 +141,7 @@ def parameters(kind: str, name: str) -> type[BaseModel]:
     module, _, function = TABLES[kind][name].partition(":")
     (node,) = [node for node in _body(module) if isinstance(node, ast.FunctionDef) and node.name == function]
     fields: dict[str, Any] = {
-        argument.arg: (_annotation(argument.annotation), ast.literal_eval(default) if default else ...)
+        argument.arg: (_annotation(argument.annotation), _default(default))
         for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         if argument.arg not in (*SUPPLIED.get(kind, ()), *ON_REQUEST)
     }
@@ -153,6 +153,13 @@ def parameters(kind: str, name: str) -> type[BaseModel]:
 @functools.cache
 def _body(module: str) -> list[ast.stmt]:
     return ast.parse((Path(algo.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")).body
+
+
+def _default(node: ast.expr | None) -> Any:
+    """Return a default, which is a literal or a name of `ranges`; `...` if there is none."""
+    if isinstance(node, ast.Name):
+        return vars(ranges)[node.id]
+    return ast.literal_eval(node) if node else ...
 
 
 def _annotation(node: ast.expr | None) -> Any:

@@ -99,11 +99,6 @@ class Judge(Remote):
         """Number of questions about a response."""
         return self.votes * (2 if self.against and self.both_orders else 1)
 
-    @property
-    def fields(self) -> dict[str, JsonValue]:
-        """What a request has besides its messages."""
-        raise NotImplementedError
-
 
 class LlmJudge(Judge, HttpReward):
     """A judge behind the interface of OpenAI."""
@@ -115,10 +110,6 @@ class LlmJudge(Judge, HttpReward):
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request, such as `temperature` and `max_tokens`."""
 
-    @property
-    def fields(self) -> dict[str, JsonValue]:
-        return {"model": self.model, **self.request}
-
 
 class ModelJudge(Judge, OfScorer):
     """A judge in processes of the run."""
@@ -127,10 +118,6 @@ class ModelJudge(Judge, OfScorer):
     """Temperature of its answers; 0 takes the most probable token."""
     max_tokens: PositiveInt = 512
     """Most tokens of an answer."""
-
-    @property
-    def fields(self) -> dict[str, JsonValue]:
-        return self.model_dump(include={"temperature", "max_tokens"})
 
 
 REMOTE: dict[str, type[Remote]] = {

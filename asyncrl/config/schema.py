@@ -137,10 +137,15 @@ class Config(RunFields):
     @property
     def reference(self) -> ModelConfig:
         """The model that the reference is loaded from: model.path, or the teacher."""
-        if self.algorithm.reference is None:
+        if (one := self.algorithm.reference) is None:
             return self.model
-        named = self.algorithm.reference.model_dump(include={"path", "revision"})
+        named = {"path": one.path, "revision": one.revision} if one.path is not None else {}
         return self.model.model_copy(update={**named, "lora": None, "router_replay": False})
+
+    @property
+    def teacher_template(self) -> str | None:
+        """The template of what the teacher reads in place of the prompt."""
+        return self.algorithm.reference.template if self.algorithm.reference else None
 
     @property
     def teacher(self) -> dict[str, ScorerConfig]:
@@ -148,7 +153,7 @@ class Config(RunFields):
         one = self.algorithm.reference
         if one is None or not one.scorers:
             return {}
-        return {TEACHER_NAME: ScorerConfig(model=one.path, count=one.scorers, gpus=one.gpus)}
+        return {TEACHER_NAME: ScorerConfig(model=self.reference.path, count=one.scorers, gpus=one.gpus)}
 
     @property
     def lag_bound(self) -> int:

@@ -50,10 +50,21 @@ class RowRenderer:
     tokenizer: Any
     # Of a model that sees the images of rows.
     processor: ImageProcessor | None = None
+    # Renders what a teacher reads in place of the prompt.
+    teacher: "RowRenderer | None" = None
 
     def prompt(self, rows: Rows, index: int) -> Prompt:
         """Return the prompt of a row. Raises DataError that names the row if it has none."""
-        return self._prompt(rows[index], rows.place(index), rows.directory(index))
+        prompt = self._prompt(rows[index], rows.place(index), rows.directory(index))
+        if self.teacher is None:
+            return prompt
+        return replace(prompt, teacher_ids=self.teacher.prompt(rows, index).token_ids)
+
+    def for_teacher(self, template: str) -> "RowRenderer":
+        """Return one whose prompts have `teacher_ids` by this template."""
+        data = self.reader.data.model_copy(update={"template": template})
+        key = "algorithm.reference.template"
+        return replace(self, teacher=replace(self, reader=replace(self.reader, data=data, template_key=key)))
 
     def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)
@@ -125,7 +136,7 @@ class _Part:
         for index in range(len(self.rows)) if every else self.rows.checked:
             beat()
             prompt = self.render.prompt(self.rows, index)
-            self.lengths[index] = len(prompt.token_ids)
+            self.lengths[index] = _longer(prompt)
             yield index, prompt.text
 
     @property
@@ -144,12 +155,18 @@ class _Part:
     def prompt(self, index: int) -> Prompt:
         """Return a prompt, of which at most the last `limit` tokens are left. Raises DataError."""
         prompt = self.render.prompt(self.rows, index)
-        if len(prompt.token_ids) > self.limit and self.render.reader.data.long_prompts != "truncate":
-            found = f"{self.rows.place(index)}: the prompt has {len(prompt.token_ids)} tokens"
+        if _longer(prompt) > self.limit and self.render.reader.data.long_prompts != "truncate":
+            found = f"{self.rows.place(index)}: the prompt has {_longer(prompt)} tokens"
             cure = "raise it, remove the row, or set data.long_prompts"
             raise DataError(f"{found}; sampling.max_prompt_tokens allows {self.limit}; {cure}")
         held_out = index if self.is_held_out else None
-        return replace(prompt, token_ids=prompt.token_ids[-self.limit :], task=self.task, held_out=held_out)
+        ids, taught = prompt.token_ids[-self.limit :], prompt.teacher_ids[-self.limit :]
+        return replace(prompt, token_ids=ids, teacher_ids=taught, task=self.task, held_out=held_out)
+
+
+def _longer(prompt: Prompt) -> int:
+    """Return the number of tokens that policy or teacher reads, whichever is larger."""
+    return max(len(prompt.token_ids), len(prompt.teacher_ids))
 
 
 class PromptSource:
@@ -163,10 +180,12 @@ class PromptSource:
         *,
         seed: int,
         tokenizer: Any = None,
+        teacher: str | None = None,
     ) -> None:
         """Open the rows and look at prompts. Raises DataError that names the unusable rows.
 
         `tokenizer` takes the place of the policy's, which takes seconds to import, if nothing is decoded.
+        `teacher` is the template of what a teacher reads in place of the prompts of data.train.
         """
         self.tokenizer = tokenizer or load_tokenizer(model)
         require_template(model, self.tokenizer)
@@ -176,6 +195,8 @@ class PromptSource:
         render = RowRenderer(reader, self.renderer, self.tokenizer, processor)
         tasks, sources = [*data.tasks.values()], len(data.train)
         readers = [replace(render, reader=replace(reader, data=data.of(one))) for one in tasks]
+        if teacher is not None:
+            readers[:sources] = [one.for_teacher(teacher) for one in readers[:sources]]
         loaded = enumerate(zip(load_parts(data, tasks), readers, strict=True))
         limit, self._data = sampling.max_prompt_tokens, data
         parts = [_Part(rows, one, limit, task, task >= sources) for task, (rows, one) in loaded]

@@ -44,6 +44,7 @@ class PromptReader:
 
     data: DataConfig
     chat_template: bool
+    template_key: str = "data.template"  # that messages name
 
     def read(self, row: Row, where: str) -> str | list[Message]:
         """Return the text, or, with a chat template, messages in the form of episodes, as `plain` gives it.
@@ -107,12 +108,12 @@ class PromptReader:
         try:
             return row[self.data.prompt_field] if template is None else _Template().vformat(template, (), row)
         except KeyError as error:
-            wanted = "data.prompt_field" if template is None else "data.template"
+            wanted = "data.prompt_field" if template is None else self.template_key
             text = f"{wanted} wants column `{error.args[0]}`; the row has {sorted(row)}"
             raise DataError(f"{where}: {text}") from error
         except (ValueError, IndexError, AttributeError, TypeError) as error:
             cure = "write {column}, and {{ for a brace"
-            raise DataError(f"data.template is not a valid template ({error}); {cure}") from error
+            raise DataError(f"{self.template_key} is not a valid template ({error}); {cure}") from error
 
 
 def with_messages(row: Row, data: DataConfig, taken: Counter[str]) -> Row:

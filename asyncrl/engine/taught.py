@@ -39,12 +39,13 @@ class TaughtSampler:
         started_s = time.monotonic()
         with ungrouped():
             async with asyncio.TaskGroup() as tasks:
-                taught = [tasks.create_task(self._taught(one)) for one in group.rollouts]
+                taught = [tasks.create_task(self._taught(prompt, one)) for one in group.rollouts]
         rollouts = tuple(task.result() for task in taught)
         return replace(group, rollouts=rollouts, reward_s=group.reward_s + time.monotonic() - started_s)
 
-    async def _taught(self, rollout: Rollout) -> Rollout:
-        ids: Sequence[int] = [*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()]
+    async def _taught(self, prompt: Prompt, rollout: Rollout) -> Rollout:
+        before = prompt.teacher_ids or rollout.prompt_ids.tolist()
+        ids: Sequence[int] = [*before, *rollout.response_ids.tolist()]
 
         def read(reply: object) -> tuple[NDArray[np.float32], str]:
             if not isinstance(reply, bytes) or len(reply) != 4 * (len(ids) - 1):

@@ -338,6 +338,9 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
     wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
+    if config.teacher_template is not None and key.startswith("data.train"):
+        columns = _columns_of(config.teacher_template)
+        wants["algorithm.reference.template"] = lambda row: [one for one in columns if one not in row]
     if (images := config.data.images_key) is not None:
         wants["data.images_key"] = lambda row: [] if images in row else [images]
     for name, lacking in wants.items():
@@ -387,8 +390,12 @@ def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | N
 def _prompt_columns(config: Config) -> list[str]:
     if config.data.template is None:
         return [config.data.prompt_field]
+    return _columns_of(config.data.template)
+
+
+def _columns_of(template: str) -> list[str]:
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(config.data.template) if name]
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
     except ValueError:  # the reader reports what is wrong with the template
         return []
     return [name.split(".")[0].split("[")[0] for name in names]

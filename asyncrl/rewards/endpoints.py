@@ -110,9 +110,9 @@ class HttpService:
 class JudgeService:
     """The Service behind `llm_judge` and `model_judge`: puts questions to a model's own Service."""
 
-    def __init__(self, settings: Judge, model: Service) -> None:
-        """Raises RewardError for a template that cannot be used."""
-        self._settings, self._model = settings, model
+    def __init__(self, settings: Judge, model: Service, fields: Mapping[str, Any]) -> None:
+        """Take what a request has besides its messages. Raises RewardError for an unusable template."""
+        self._settings, self._model, self._fields = settings, model, fields
         self._template, _ = read_template(settings.prompt)
         self._limiter: AsyncLimiter | None = None
         # Of the answers so far, for the limit of tokens.
@@ -157,7 +157,7 @@ class JudgeService:
 
     def _votes(self, prompt: str, value_of: Callable[[object], float], order: int = 0) -> list[Question]:
         messages = [{"role": "user", "content": prompt}]
-        request = {"messages": messages, **self._settings.fields}
+        request = {"messages": messages, **self._fields}
         read = partial(self._read, value_of)
         return [
             Question(request=request, read=read, prompt=prompt, vote=order * self._settings.votes + vote)

@@ -213,14 +213,17 @@ class Rewards:
 
 def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:
     if isinstance(settings, LlmJudge):
-        return JudgeService(settings, HttpService(settings, place="/chat/completions"))
+        service = HttpService(settings, place="/chat/completions")
+        return JudgeService(settings, service, {"model": settings.model, **settings.request})
     if isinstance(settings, HttpReward):
         return HttpService(settings)
     assert isinstance(settings, OfScorer)
     if open_scorer is None:
         raise RewardError(f"the scorer `{settings.scorer}` is needed, and no scorers run here")
     model = open_scorer(settings)
-    return JudgeService(settings, model) if isinstance(settings, ModelJudge) else model
+    if not isinstance(settings, ModelJudge):
+        return model
+    return JudgeService(settings, model, settings.model_dump(include={"temperature", "max_tokens"}))
 
 
 def _cut(text: str) -> str:

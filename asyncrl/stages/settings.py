@@ -49,7 +49,7 @@ class StageData(Part):
 def _is_for_the_stage(config: "StageConfig") -> Iterator[Mistake]:
     """Find a teacher, an adapter, and settings of TRL that another stage has."""
     stage, lora = config.stage, config.model.lora
-    if stage == "distil" and config.teacher is None:
+    if stage == "distil" and (config.teacher is None or config.teacher.path is None):
         text = "teacher is missing, and distil needs one; add teacher: {path: ...}"
         yield broken("teacher stage", text)
     elif stage != "distil" and config.teacher is not None:
@@ -125,8 +125,8 @@ def _file_problems(config: StageConfig) -> Iterator[Mistake]:
     yield from tracker_problems(config.telemetry)
     if config.model.lora and config.model.lora.start:
         yield from _start_problems(config.model.path, config.model.lora, config.model.lora.start)
-    if config.teacher:
-        yield from _teacher_problems(config.teacher, config.model.path)
+    if config.teacher and config.teacher.path is not None:
+        yield from _teacher_problems(config.teacher.path, config.teacher.revision, config.model.path)
     if 0 < (gpus := count_gpus()) < config.ranks and not config.trl.get("use_cpu"):
         yield Mistake(("ranks",), f"found {config.ranks}, and this host has {gpus} GPUs; use at most {gpus}")
 
@@ -140,13 +140,13 @@ def _start_problems(path: str, lora: LoraConfig, start: Path) -> Iterator[Mistak
         yield Mistake((key,), found or text)
 
 
-def _teacher_problems(teacher: ReferenceConfig, student: str) -> Iterator[Mistake]:
-    for keys, text in policy_problems(ModelConfig(path=teacher.path, revision=teacher.revision)):
+def _teacher_problems(path: str, revision: str | None, student: str) -> Iterator[Mistake]:
+    for keys, text in policy_problems(ModelConfig(path=path, revision=revision)):
         if keys == ("model.path",):
             yield Mistake(("teacher.path",), text)
-    words, ours = _words(teacher.path), _words(student)
+    words, ours = _words(path), _words(student)
     if None not in (words, ours) and words != ours:
-        text = f"found {teacher.path}, whose vocabulary is not that of {student}: their distributions"
+        text = f"found {path}, whose vocabulary is not that of {student}: their distributions"
         yield Mistake(("teacher.path", "model.path"), f"{text} cannot be compared; give another teacher")
 
 

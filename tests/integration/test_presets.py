@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from asyncrl.batch.hooks import Hooks
 from asyncrl.batch.resolve import recipe_of
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.lanes import group_limits
+from asyncrl.columns import TEACHER
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -35,7 +36,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import choose_device
-from asyncrl.types import Group
+from asyncrl.types import Group, Rollout
 from tests.support.command import ASYNCRL
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -220,6 +221,17 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+def with_teacher(batches: Sequence[Sequence[Group]]) -> list[list[Group]]:
+    """The groups with the column that a teacher in processes of its own would add."""
+    draw = np.random.default_rng(0)
+
+    def taught(one: Rollout) -> Rollout:
+        logprobs = -draw.random(len(one.response_ids), np.float32)
+        return replace(one, recorded={**one.recorded, TEACHER: logprobs})
+
+    return [[replace(g, rollouts=tuple(map(taught, g.rollouts))) for g in batch] for batch in batches]
+
+
 TRAINED: dict[str, dict[str, torch.Tensor]] = {}
 """Final weights by preset, for the test that follows."""
 
@@ -227,7 +239,7 @@ TRAINED: dict[str, dict[str, torch.Tensor]] = {}
 @pytest.mark.parametrize("preset", PRESETS, ids=NAMES)
 def test_a_preset_trains_on_stale_rollouts(world: World, preset: Path) -> None:
     config = world.config(preset)
-    run = train(config, world.batches)
+    run = train(config, with_teacher(world.batches) if config.teacher else world.batches)
     warmup = config.critic.warmup_steps if preset.stem == "ppo" else 0
     for version, (before, after) in enumerate(zip(run.weights, run.weights[1:], strict=False)):
         assert (distance(before, after) > 1e-5) == (version >= warmup), f"step {version}"

@@ -65,7 +65,9 @@ class Plain:
         return group
 
 
-def taught(directory: Path, rollouts: Sequence[Rollout], timeout_s: float) -> tuple[Group, Counter[str]]:
+def taught(
+    directory: Path, rollouts: Sequence[Rollout], timeout_s: float, prompt: Prompt = PROMPT
+) -> tuple[Group, Counter[str]]:
     """The group with the answers of the teacher that listens in `directory`."""
 
     async def run() -> Group:
@@ -74,7 +76,7 @@ def taught(directory: Path, rollouts: Sequence[Rollout], timeout_s: float) -> tu
         teacher = Asker("the teacher", service, config, counts)
         await teacher.start()
         try:
-            return await TaughtSampler(Plain(rollouts), teacher.answer, counts).group(PROMPT, 1, LIMITS, SPEC)
+            return await TaughtSampler(Plain(rollouts), teacher.answer, counts).group(prompt, 1, LIMITS, SPEC)
         finally:
             await teacher.close()
 
@@ -116,16 +118,23 @@ def test_the_column_of_a_teacher_is_what_transformers_computes(config_file, tmp_
     try:
         watching.start()
         group, counts = taught(directory.path, [rollout(*one) for one in ids], timeout_s=300.0)
+        told = replace(PROMPT, teacher_ids=(9, 4, 8, 2, 3))
+        informed, _ = taught(directory.path, [rollout(*one) for one in ids], 300.0, told)
     finally:
         supervisor.request_stop("over")
         watching.join()
         supervisor.stop()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    for one, (prompt, response) in zip(group.rollouts, ids, strict=True):
+
+    def right(prompt: Sequence[int], response: Sequence[int]) -> np.ndarray:
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        right = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
-        assert np.abs(one.recorded[TEACHER] - right).max() <= 1e-4
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+    for one, other, (prompt, response) in zip(group.rollouts, informed.rollouts, ids, strict=True):
+        assert np.abs(one.recorded[TEACHER] - right(prompt, response)).max() <= 1e-4
+        assert np.abs(other.recorded[TEACHER] - right(told.teacher_ids, response)).max() <= 1e-4
+        assert other.prompt_ids.tolist() == prompt, "the policy is trained behind its own prompt"
     assert trainable(group, LIMITS) is None
     assert counts["reward_calls"] == 3 and not counts["reward_retries"]
 

@@ -264,6 +264,20 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         algorithm(advantage="distill", reference={"path": "t"}, kl={"reference_decay": 0.9}),
         "would mix the policy's weights into it; drop one of them",
     ),
+    (algorithm(advantage="distill", reference={"template": "{answer}", "scorers": 1}), None),
+    (
+        algorithm(advantage="distill", reference={"scorers": 1}),
+        "algorithm.reference has no path, so it is model.path, as without it; set path, or template",
+    ),
+    (
+        algorithm(advantage="distill", reference={"path": "t", "template": "{answer}"}),
+        "algorithm.reference.template is set, but algorithm.reference.scorers is 0",
+    ),
+    (
+        {"environment": {"uses": "game.py:Game"}}
+        | algorithm(advantage="distill", reference={"template": "{answer}", "scorers": 1}),
+        "algorithm.reference.template stands in place of the prompt of a row, and episodes have many",
+    ),
     (
         {"batch": {"group_size": 1}} | algorithm(advantage={"name": "distill", "reward": 1.0}),
         "compares rollouts of one group",

@@ -144,7 +144,7 @@ def test_a_ratio_that_is_to_be_clipped_can_leave_one(path, tmp_path):
 
 
 ONE_STEP = {"reinforce", "rloo", "remax", "opo", "gpg", "grpo", "dr_grpo", "grpo_passk", "lite_ppo"}
-ONE_STEP |= {"dpo", "ipo", "kto", "best_of_n", "distill"}
+ONE_STEP |= {"dpo", "ipo", "kto", "best_of_n", "distill", "opsd"}
 """Without a ratio, or about the advantage: there PPO's loss is the policy gradient with weights."""
 
 

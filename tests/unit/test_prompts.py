@@ -240,6 +240,35 @@ def test_the_end_of_a_long_prompt_stays_if_it_is_truncated(tmp_path, jsonl, capl
     assert prompts.longest == 4
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_teacher_reads_columns_that_the_policy_does_not(tmp_path, jsonl, chat):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    train, held_out = (jsonl(name, {"prompt": "1+2=", "answer": 3}) for name in ("t", "e"))
+
+    def opened(limit: int, template: str, **data) -> PromptSource:
+        sampling = SamplingConfig(max_prompt_tokens=limit)
+        loaded, policy = (
+            DataConfig(train=train, eval=held_out, **data),
+            ModelConfig(path=model, chat_template=chat),
+        )
+        return PromptSource(loaded, policy, sampling, seed=0, teacher=template)
+
+    before, after = ([BOS, *ids("[user]")], ids("[assistant]")) if chat else ([BOS], [])
+    prompts = opened(64, "{answer}: {prompt}")
+    prompt = prompts.prompt(1)
+    assert list(prompt.token_ids) == [*before, *ids("1+2="), *after]
+    assert list(prompt.teacher_ids) == [*before, *ids("3: 1+2="), *after]
+    assert prompts.eval_prompts(1)[0].teacher_ids == () and prompt.text.count("3") == 0
+    assert prompts.longest == len(prompt.teacher_ids)
+    short = len(prompt.token_ids)
+    with pytest.raises(DataError, match=f"raise it to {len(prompt.teacher_ids)}"):
+        opened(short, "{answer}: {prompt}")
+    cut = opened(short, "{answer}: {prompt}", long_prompts="truncate").prompt(1)
+    assert (cut.token_ids, cut.teacher_ids) == (prompt.token_ids, prompt.teacher_ids[-short:])
+    with pytest.raises(DataError, match=r"algorithm\.reference\.template wants column `solution`"):
+        opened(64, "{solution}")
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

@@ -108,6 +108,10 @@ CHANGES = {
         "algorithm.advantage=distill",
         "algorithm.reference={path: teacher, revision: abc}",
     ],
+    "algorithm.reference.template": [
+        "algorithm.advantage=distill",
+        "algorithm.reference={template: '{prompt}{answer}', scorers: 1}",
+    ],
     "learner.ranks": ["learner.ranks=2"],
     "learner.zero_stage": ["learner.zero_stage=2"],
     "learner.offload_optimizer": [

@@ -560,6 +560,12 @@ def test_a_signature_of_any_known_form_passes(source: str):
 def test_columns_of_a_template_are_looked_for():
     (line,) = said_of(GOOD.replace("  prompt_field: question", "  template: 'Q: {question[0]} {context}'"))
     assert "run.yaml:8  data.template: wants column `context`" in line
+    told = "algorithm.reference={template: '{question} {solution}', scorers: 1}"
+    lines = said_of(GOOD, "algorithm.advantage=distill", told)
+    assert any(
+        "algorithm.reference.template: wants column `solution`, which data/train" in one for one in lines
+    )
+    assert not any("lacks" in one and "data/test" in one for one in lines), "nobody teaches there"
 
 
 def test_rows_of_seeds_are_looked_at_like_a_file():
