@@ -120,6 +120,9 @@ Schedule = Literal[
 ]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Part):
     """The optimizer of a model and its learning rate."""
 
@@ -128,7 +131,7 @@ class OptimizerConfig(Part):
     and `adafactor` need `zero_stage` 0."""
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of both moments; `adafactor` has its own."""
     eps: Positive = 1e-8
     """Added to the root of the second moment; `adafactor` has its own."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
+from asyncrl.algo.ranges import NonNegativeInt
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.base import Part, Root, marked
 from asyncrl.config.checkpoint_section import CheckpointConfig
@@ -55,7 +56,7 @@ class RunConfig(Part):
     """Directory that holds the run directories."""
     environment: tuple[str, ...] = ()
     """Further environment variables that processes inherit, such as `X_*`."""
-    seed: Annotated[int, TICKET] = 0
+    seed: Annotated[NonNegativeInt, TICKET] = 0
     """Seed of the prompts' order and the learner."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema, field_validator
 
-from asyncrl.algo.ranges import MOST_KEPT, NonNegativeInt, Positive, PositiveInt, Share
+from asyncrl.algo.ranges import MOST_KEPT, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 from asyncrl.config.addresses import one_address, one_interface
 from asyncrl.config.algorithm import ANY_SETTINGS, OptimizerConfig
 from asyncrl.config.base import Choice, Part, marked
@@ -228,7 +228,7 @@ class GeneratorConfig(Part):
     """GPUs per generator; must divide the attention heads."""
     max_running: PositiveInt = 256
     """Sequences in flight per generator; of episodes more (`environment.episodes_per_slot`)."""
-    gpu_memory_utilization: Share | None = None
+    gpu_memory_utilization: PositiveShare | None = None
     """Share of a GPU for each generator; by default a GPU's generators divide 0.85, or 0.4 next to the
     learner."""
     kv_cache_gib: Positive | None = None
@@ -258,7 +258,7 @@ class WeightsConfig(Part):
     """Time limit of a transfer."""
     bucket_mib: PositiveInt = 64
     """Largest piece that `nccl` sends, rounded down to a multiple of 16."""
-    probe_tokens: Annotated[int, Field(ge=2)] = 32
+    probe_tokens: Annotated[int, Field(ge=2, le=8192)] = 32
     """Length of the sequence that learner and generator score after every update."""
     probe_limit: Positive = 0.05
     """Difference of log-probabilities on it that is always allowed. In bfloat16 or quantised, the limit

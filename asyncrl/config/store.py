@@ -32,7 +32,7 @@ class StoreConfig(Part):
     url: (
         Annotated[
             str,
-            Field(pattern=r"^(redis|rediss|unix)://", examples=["redis://HOST:6379/0"]),
+            Field(pattern=r"^(redis|rediss|unix)://.", examples=["redis://HOST:6379/0"]),
             AfterValidator(_without_password),
         ]
         | None

@@ -1,6 +1,7 @@
 """Finds the definition of a function or a class that a config names, in its source: nothing is run."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.named_files import unusable
@@ -17,6 +18,8 @@ class Missing(Exception):
 def definition(name: str) -> Definition | None:
     """Return the definition of `path.py:name`; None for modules and for names without a `def` or `class`."""
     place, _, attribute = name.rpartition(":")
+    if ":" in place:
+        raise Missing(f"found two colons in {name}; write `path.py:name`, or `module:name`")
     if not place.endswith(".py"):
         if "/" in place:
             raise Missing(f"found no file {place}; a file needs its suffix; write `{place}.py:{attribute}`")
@@ -36,18 +39,64 @@ def definition(name: str) -> Definition | None:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
+    _refuse_constant(tree, attribute, file)
     if attribute not in found and not _is_bound(tree, attribute):
         hint = did_you_mean(attribute, found, "correct the name")
         raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
     return found.get(attribute)
 
 
+def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=found)], value=ast.Constant(value=value)) if found == name:
+                raise Missing(f"`{name}` is {value!r} in {file}:{node.lineno}; name a function or a class")
+
+
 def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Return whether a module imports or assigns a name, or defines it below its top level."""
+    """Return whether a module, when it is imported, imports, assigns or defines a name."""
     return any(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
         or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
-        or (isinstance(node, Definition) and node.name == name and node not in tree.body)
-        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-        for node in ast.walk(tree)
+        or (isinstance(node, Definition) and node.name in (name, "__getattr__"))
+        for node in _run(tree)
     )
+
+
+def _run(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs when a module is imported: no bodies of functions and classes, and no script's part."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
+            yield node
+            if not isinstance(node, Definition):
+                yield from _run(node)
+
+
+def absent_imports(name: str) -> Iterator[str]:
+    """Yield where the file of `path.py:name` imports, at its top level, what this Python does not have."""
+    file = Path(name.rpartition(":")[0])
+    if file.suffix != ".py" or not file.is_file():
+        return
+    for node in ast.parse(file.read_bytes()).body:
+        match node:
+            case ast.Import(names=names):
+                packages = [one.name for one in names]
+            case ast.ImportFrom(module=str(module), level=0):
+                packages = [module]
+            case _:
+                continue
+        for package in (one.partition(".")[0] for one in packages):
+            beside = [file.parent / f"{package}.py", file.parent / package]
+            if package_spec(package) is None and not any(path.exists() for path in beside):
+                yield f"{file}:{node.lineno} imports `{package}`, which is not installed here; install it"
+
+
+def returns_nothing(node: Definition) -> str:
+    """Say that no call of a function returns a value; empty if one may, or if its body is `...`."""
+    body = [one for statement in node.body for one in (statement, *_run(statement))]
+    if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in body):
+        return "yields, so calling it makes a generator, not a number; return the number"
+    returns = (isinstance(one, ast.Return) and one.value is not None for one in body)
+    if any(returns) or any(isinstance(one, ast.Constant) and one.value is ... for one in body):
+        return ""
+    return "has no `return` with a value, so every response would go without a reward; return a number"

@@ -4,11 +4,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from asyncrl.builds import CPU, build_of
 from asyncrl.config.algorithm_rules import optimizers
+from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import Node
 from asyncrl.config.load import read_draft
 from asyncrl.config.model_files import SHOWN, ends_no_response
@@ -20,9 +23,15 @@ from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
+from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
+LOWEST_LR = 1e-10  # in a million steps, a weight moves by at most 0.0001
+LEAST_TOP_P = 0.01  # of a vocabulary, the most probable token has more
+LEAST_STALL_S = 60.0
+HIGHEST_PROBE_LIMIT = 10.0  # about ln of a vocabulary
+HIGHEST_TEMPERATURE = 3.0  # from there on, language models write no words
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
 REPEATED = 0.2  # share of rows that are repetitions of others
 ODD = 0.1  # share of rows whose value in a column may be of another type by mistake
@@ -36,7 +45,15 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     """
     root = read_draft(Config, path, overrides).root
     found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
-    found += (*_endless(config), *_rows(config), *missing_device(config), *idle_keys(config))
+    found += (
+        *_endless(config),
+        *_numbers(config),
+        *_rows(config),
+        *_prompts(config, root, path),
+        *_imports(config, generators=generators),
+        *missing_device(config),
+        *idle_keys(config),
+    )
     has_all = generators and config.cluster.kind is None
     idle = _idle(config, generators=generators) if has_all or not generators else ()
     return [*found, *_cores(config, generators=has_all), *idle]
@@ -81,7 +98,7 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
 
 
 def _cores(config: Config, *, generators: bool) -> Iterator[str]:
-    """Warn of more processes of one kind than this machine has cores, without GPUs.
+    """Warn of more processes of one kind, or threads of one, than this machine has cores, without GPUs.
 
     Without `generators`, these are on other hosts.
     """
@@ -89,7 +106,10 @@ def _cores(config: Config, *, generators: bool) -> Iterator[str]:
         return
     cores = len(os.sched_getaffinity(0))
     counts = {"learner.ranks": config.ranks_per_host}
-    counts |= {"generator.count": config.generator.count or 0} if generators else {}
+    counts["learner.threads"] = config.learner.threads or 0
+    if generators:
+        counts["generator.count"] = config.generator.count or 0
+        counts["generator.threads"] = config.generator.threads or 0
     for key, count in counts.items():
         if count > cores:
             yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"
@@ -101,9 +121,41 @@ def _rates(config: Config) -> Iterator[str]:
         if optimizer.lr > HIGHEST_LR:
             found = f"{where}.lr is {optimizer.lr:g}, by about which Adam moves every weight in every step"
             yield f"{found}: that destroys a model; set 1e-6 to 1e-4 (a tiny model takes 1e-3)"
+        if optimizer.lr < LOWEST_LR:
+            found = f"{where}.lr is {optimizer.lr:g}, with which no weight moves; set 1e-6 to 1e-4"
+            yield found
         if optimizer.warmup_of(steps) > steps:
             found = f"{where}.warmup_steps is {optimizer.warmup_steps}, but the run has {steps} optimizer"
             yield f"{found} steps: the rate stays below {where}.lr; set warmup_steps lower"
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    """Warn of numbers with which nothing is learned or noticed, and of a step that outlasts its episode."""
+    sampling, stop = config.sampling, config.learner.stop_when
+    if sampling.top_k == 1 or (sampling.top_k > 1 and (sampling.min_p == 1 or sampling.top_p < LEAST_TOP_P)):
+        found = f"sampling.top_k is {sampling.top_k}, top_p {sampling.top_p:g} and min_p {sampling.min_p:g}"
+        yield f"{found}: one token is left, so all answers to a prompt are equal; set top_k=50 or drop them"
+    share = stop.metric.rpartition("/")[2].partition("@")[0] if stop is not None else ""
+    if stop is not None and share in ("accuracy", "pass", "maj") and (stop.reaches or 0.0) > 1:
+        found = f"learner.stop_when.reaches is {stop.reaches:g}, but {stop.metric} is at most 1"
+        yield f"{found}, so nothing ends the training; set a share such as 0.9"
+    if config.weights.probe_limit > HIGHEST_PROBE_LIMIT:
+        found = (
+            f"weights.probe_limit is {config.weights.probe_limit:g} nats, which an engine with wrong weights"
+        )
+        yield f"{found} does not reach; set it below 1"
+    if config.control.stall_s < LEAST_STALL_S:
+        found = (
+            f"control.stall_s is {config.control.stall_s:g}, and a run without a new group for so long ends"
+        )
+        yield f"{found}, as while engines start; set at least {LEAST_STALL_S:g}"
+    for section, chosen in (("sampling", sampling.temperature), ("eval", config.eval.temperature)):
+        if chosen > HIGHEST_TEMPERATURE:
+            yield f"{section}.temperature is {chosen:g}, at which tokens are nearly random; set 0.6 to 1.2"
+    for key, one in config.environments.items():
+        if one.is_used and one.step_s > one.episode_s:
+            text = f"{key}.step_s is {one.step_s:g}, but {key}.episode_s, which ends the whole episode, is"
+            yield f"{text} {one.episode_s:g}; set step_s lower"
 
 
 def _weights(config: Config) -> Iterator[str]:
@@ -118,12 +170,40 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
 
 
+def _imports(config: Config, *, generators: bool) -> Iterator[str]:
+    """Warn of what files of rewards and environments import, and this machine does not have."""
+    if not generators or config.cluster.kind is not None:
+        return
+    named = [one.function for one in config.reward_functions.values()]
+    named += [name for _, name, one in config.environment_names if one.python is None]
+    for name in dict.fromkeys(named):
+        yield from absent_imports(name)
+
+
 def _endless(config: Config) -> Iterator[str]:
     """Warn of a model whose responses no token can end."""
     path = Path(config.model.path)
     if not config.sampling.stop and path.is_dir() and ends_no_response(path):
         found = f"no file in {path} names an end token, so every response is as long as the limit allows"
         yield f"{found}; set eos_token_id in its generation_config.json, or give sampling.stop"
+
+
+def _prompts(config: Config, root: Node, path: Path) -> Iterator[str]:
+    """Warn of a template that makes equal prompts, and of fewer prompts than are to be evaluated."""
+    template = config.data.template
+    plays = any(one.is_used for one in config.environments.values())
+    if template is not None and not plays and not any(name for _, name, _, _ in Formatter().parse(template)):
+        yield "data.template names no column, so all prompts are equal; write one as {column}"
+    number = ("eval", "prompts")
+    own = root.has(number) and root.nearest(number).place.rpartition(":")[0] in ("", str(path))
+    for key, task in config.data.tasks.items():
+        if not isinstance(task, EvalSet) or not local_files(task.path):
+            continue
+        wanted = task.limit or (config.eval.prompts if own else 0)
+        with suppress(DataError):  # `validate` reports it
+            if (count := len(load_rows(task.path))) < wanted:
+                found = f"{wanted} prompts are to be evaluated, but {key} ({task.path}) has {count}"
+                yield f"{found}; set eval.prompts lower, or give it more rows"
 
 
 def _rows(config: Config) -> Iterator[str]:
@@ -152,9 +232,15 @@ def _rows(config: Config) -> Iterator[str]:
 
 def _odd_values(rows: Rows, column: str, key: str) -> Iterator[str]:
     values = {index: row[column] for index, row in enumerate(rows) if row.get(column) is not None}
-    nan = [index for index, value in values.items() if isinstance(value, float) and math.isnan(value)]
+    null = [index for index, row in enumerate(rows) if column in row and row[column] is None]
+    if len(rows) > 1 and all(row.get(column) in (None, "") for row in rows):
+        yield f"{key}: column `{column}` is null or empty in every row; give it values, or drop it"
+    elif 0 < len(null) <= ODD * len(rows):
+        yield f"{key}: column `{column}` is null in {_places(rows, null)}; give it a value, or drop the rows"
+    nan = [index for index, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if nan:
-        yield f"{key}: column `{column}` is NaN in {_places(rows, nan)}; give it a number, or remove the rows"
+        found = f"column `{column}` is {'infinite' if math.isinf(values[nan[0]]) else 'NaN'} in"
+        yield f"{key}: {found} {_places(rows, nan)}; give it a number, or remove the rows"
     kinds = {index: _kind(value) for index, value in values.items()}
     (usual, count), *others = Counter(kinds.values()).most_common() or [("", 0)]
     odd = [index for index, kind in kinds.items() if kind != usual]
@@ -182,6 +268,10 @@ def _evaluation(config: Config, root: Node) -> Iterator[str]:
         if not is_held_out and (local_files(one.path) or data.split_of(one) == data.split):
             where = f"set {name} of data.eval" if name else "data.eval"
             yield f"{where} is data.train ({one.path}): the evaluation is not held out; give it its own rows"
+    for key, task in config.data.tasks.items():
+        if isinstance(task, EvalSet) and (task.every or 0) > config.learner.steps:
+            found = f"{key}.every is {task.every}, but learner.steps is {config.learner.steps}"
+            yield f"{found}: only the first and the last weights are evaluated; set it lower"
     if not data.eval and config.eval != EvalConfig():
         yield "eval is set, but data.eval is not: nothing is evaluated; set data.eval, or drop the section"
 

@@ -16,6 +16,10 @@ _OF_AGENTS = "only agents (environment.command) call the endpoint; drop it"
 _OF_OTHERS = "only the store of `url` has it, and store.url is not set; set it, or drop this"
 _OF_VLLM = "generator.engine is transformers, which has no such thing; drop it, or take vllm"
 
+_OF_CLUSTERS = "cluster.kind is null, so there is one host; set it to what places hosts, or drop this"
+_OF_KUBERNETES = "cluster.kind is not kubernetes, which alone has it; set it, or drop this"
+_OF_SLURM = "cluster.kind is not slurm, which alone has it; set it, or drop this"
+
 # Key -> whether it has an effect, and otherwise why not and what to do.
 KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.revision": (
@@ -70,6 +74,13 @@ KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda one: bool(one.teacher),
         "algorithm.reference.scorers is 0, so the learner holds the teacher; set it, or drop this",
     ),
+    "cluster.generator_hosts": (lambda one: one.cluster.kind is not None, _OF_CLUSTERS),
+    "cluster.pending_s": (lambda one: one.cluster.kind is not None, _OF_CLUSTERS),
+    **dict.fromkeys(
+        ("cluster.image", "cluster.claim", "cluster.claim_gib"),
+        (lambda one: one.cluster.kind == "kubernetes", _OF_KUBERNETES),
+    ),
+    "cluster.sbatch": (lambda one: one.cluster.kind == "slurm", _OF_SLURM),
     "checkpoint.best_is": (
         lambda one: one.checkpoint.best is not None,
         "checkpoint.best is null, so no checkpoint is the best; name a metric, or drop this",

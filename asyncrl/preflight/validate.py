@@ -31,8 +31,9 @@ from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
+from asyncrl.plugins import package_spec
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
-from asyncrl.preflight.definitions import Definition, Missing, definition
+from asyncrl.preflight.definitions import Definition, Missing, definition, returns_nothing
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
@@ -210,11 +211,22 @@ def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mist
         yield Mistake((f"{key}.command",), text)
     program, *words = environment.command or ("",)
     # What the arguments of another program mean, such as the script of a shell, only that program knows.
-    is_python = Path(program).name.startswith("python")
-    script = next((one for one in words if not one.startswith("-")), "") if is_python else ""
-    if script.endswith(".py") and not Path(script).is_file():
-        cure = f"paths are relative to {Path.cwd()}"
-        yield Mistake((f"{key}.command",), f"{unusable(script)}; {cure}; give the path of the script")
+    if not Path(program).name.startswith("python"):
+        return
+    values = {at + 1 for at, word in enumerate(words) if word in ("-W", "-X")}
+    begins = (
+        at for at, one in enumerate(words) if at not in values and (one[:1] != "-" or one in ("-c", "-m"))
+    )
+    first, *others = words[next(begins, len(words)) :] or [""]
+    found = ""
+    if first == "" or (first in ("-c", "-m") and not others):
+        found = "found python without a script; add its path"
+    elif first == "-m" and python is None and package_spec(module := others[0].partition(".")[0]) is None:
+        found = f"found no module `{module}`; install it, or give the path of a script"
+    elif first not in ("-c", "-m") and not Path(first).exists():
+        found = f"{unusable(first)}; paths are relative to {Path.cwd()}; give the path of the script"
+    if found:
+        yield Mistake((f"{key}.command",), found)
 
 
 def _key_problems(config: Config) -> Iterator[Mistake]:
@@ -250,9 +262,12 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
     try:
-        return form_of(_parameters(node.args))
+        form = form_of(_parameters(node.args))
     except RewardError as error:
-        raise Missing(f"`{name.rpartition(':')[2]}` {error}") from error
+        raise Missing(f"`{node.name}` {error}") from error
+    if found := returns_nothing(node):
+        raise Missing(f"`{node.name}` {found}")
+    return form
 
 
 def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,8 +100,8 @@ def test_a_store_that_is_not_there(tmp_path, values):
 # A cure, in the words of our messages; `allowed` alone names what to write.
 WAY_OUT = re.compile(
     r"(?:; |: |, or |\(|, |and )(?:set|give|drop|add|write|correct|use|remove|install|delete|lower|raise|choose|copy|"
-    r"download|merge|rename|run|save|name|convert|swap|take|put|indent|check|shorten|leave|begin|fill|read|did you mean|"
-    r"allowed (?:is|are))\b|did you mean|in quotes"
+    r"download|merge|rename|run|save|name|convert|swap|take|put|indent|check|shorten|leave|begin|fill|read|return|did you mean|"
+    r"allowed (?:is|are)|known are|it must be)\b|did you mean|in quotes"
 )
 
 
@@ -143,8 +143,15 @@ def test_a_project_without_mistakes_is_fine(tmp_path, validated):
     assert validated(tmp_path, (), ())[1] == "task.yaml: fine\n"
 
 
+@pytest.fixture(scope="module")
+def total() -> Iterator[Counter[str]]:
+    found: Counter[str] = Counter()
+    yield found
+    sys.stdout.write(f"all: {found.total()} mistakes, {dict(found)}\n")
+
+
 @pytest.mark.parametrize("kind", [*mistakes.SLIPS, "model"])
-def test_planted_mistakes_are_named_with_a_way_out(kind, tmp_path, validated):
+def test_planted_mistakes_are_named_with_a_way_out(kind, tmp_path, validated, total):
     """At least 95 % clearly, and none is passed over in silence."""
     found = {}
     for number, name in enumerate(FAULTS if kind == "model" else mistakes.SLIPS[kind]):
@@ -162,6 +169,7 @@ def test_planted_mistakes_are_named_with_a_way_out(kind, tmp_path, validated):
                 (directory / file).write_text(text)
         found[name] = validated(directory, overrides, named)
     counts = Counter(said for said, _ in found.values())
+    total.update(counts)
 
     others = "\n".join(f"{name}: {said}: {text}" for name, (said, text) in found.items() if said != "clear")
     sys.stdout.write(f"{kind}: {len(found)} mistakes, {dict(counts)}\n{others}\n")
@@ -169,5 +177,5 @@ def test_planted_mistakes_are_named_with_a_way_out(kind, tmp_path, validated):
 
 
 def test_there_are_enough_of_them():
-    """With the slips of the command line, which `test_command_line` has, more than 200."""
-    assert sum(map(len, mistakes.SLIPS.values())) + len(FAULTS) >= 180
+    """Without those of the command line, which `test_command_line` has."""
+    assert sum(map(len, mistakes.SLIPS.values())) + len(FAULTS) >= 380

@@ -744,7 +744,7 @@ def test_every_choice_of_the_schema_is_checked_by_the_registry() -> None:
             assert (one.get("title") == "Choice" and not is_hook) == ("kind" in one), path
     assert (
         describe(schema_at(Config, ("learner", "optimizer", "betas")))
-        == "a list of 2: a number from 0 to 1, a number from 0 to 1"
+        == "a list of 2: a number >= 0 < 1, a number >= 0 < 1"
     )
 
 

@@ -68,6 +68,29 @@ def said_of(text: str, *overrides: str) -> list[str]:
         ),
         (("learner.ranks=512",), "learner.ranks is 512 on 3 cores, so each slows the others"),
         (("generator.count=4",), "generator.count is 4 on 3 cores"),
+        (("generator.threads=4",), "generator.threads is 4 on 3 cores"),
+        (("learner.threads=4",), "learner.threads is 4 on 3 cores"),
+        (("sampling.temperature=100",), "sampling.temperature is 100, at which tokens are nearly random"),
+        (
+            ("environment.uses=a.py:A", "environment.step_s=9", "environment.episode_s=8"),
+            "environment.step_s is 9, but environment.episode_s, which ends the whole episode, is 8",
+        ),
+        (("learner.optimizer.lr=1e-15",), "learner.optimizer.lr is 1e-15, with which no weight moves"),
+        (
+            ("sampling.top_k=1",),
+            "sampling.top_k is 1, top_p 1 and min_p 0: one token is left, so all answers",
+        ),
+        (
+            ("learner.stop_when={metric: eval/accuracy, reaches: 2}",),
+            "learner.stop_when.reaches is 2, but eval/accuracy is at most 1",
+        ),
+        (("weights.probe_limit=100",), "weights.probe_limit is 100 nats, which an engine with wrong weights"),
+        (("control.stall_s=5",), "control.stall_s is 5, and a run without a new group for so long ends"),
+        (("eval.prompts=9",), "9 prompts are to be evaluated, but data.eval (test.jsonl) has 1"),
+        (
+            ("data.eval=[{path: test.jsonl, every: 101}]",),
+            "data.eval.0.every is 101, but learner.steps is 100",
+        ),
     ],
 )
 def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str) -> None:
@@ -77,6 +100,7 @@ def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str
 
 def test_settings_at_their_limits_are_fine():
     fine = ("learner.steps=5", "eval.every=5", "learner.optimizer.warmup_steps=5", "generator.count=3")
+    fine += ("sampling.temperature=3", "learner.threads=3", "generator.threads=3", "eval.prompts=1")
     assert said_of(OWN, *fine, "learner.optimizer.lr=0.01") == []
     assert said_of(OWN, "learner.steps=2") == [], "the default of eval.every was not chosen"
     two = "reward.functions=[{function: exact_match, weight: 0}, {function: arithmetic}]"
@@ -97,6 +121,10 @@ ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(3
         (
             lambda rows: [*rows[:6], rows[6] | {"level": float("nan")}, *rows[7:]],
             "data.train: column `level` is NaN in train.jsonl:7; give it a number",
+        ),
+        (
+            lambda rows: [*rows[:6], rows[6] | {"answer": None}, *rows[7:]],
+            "data.train: column `answer` is null in train.jsonl:7; give it a value",
         ),
     ],
 )
@@ -216,6 +244,7 @@ def test_a_gpu_that_is_not_there_ends_a_run_before_it_begins(monkeypatch: pytest
 
 GAME, AGENT = "environment.uses=game.py:Game", "environment.command=[python, agent.py]"
 TAUGHT = ("algorithm.reference.path=t", "algorithm.advantage=distill")
+K8S = ("cluster.kind=kubernetes", "cluster.image=b", "generator.count=1")
 UNSCORED = (GAME, "reward.functions=[]")
 # Each key with a value, overrides with which it has no effect, and with which it has one.
 IDLE = {
@@ -238,6 +267,12 @@ IDLE = {
     "environment.history=template": ((GAME,), (GAME, "model.chat_template=true")),
     "algorithm.imitation.solved=0.5": ((), ("algorithm.imitation.coefficient=0.1",)),
     "algorithm.reference.gpus=[1]": (TAUGHT, (*TAUGHT, "algorithm.reference.scorers=1")),
+    "cluster.generator_hosts=2": ((), ("cluster.kind=ray", "generator.count=1")),
+    "cluster.pending_s=9": ((), ("cluster.kind=ray", "generator.count=1")),
+    "cluster.image=a": ((), K8S),
+    "cluster.claim=a": ((), K8S),
+    "cluster.claim_gib=9": ((), K8S),
+    "cluster.sbatch=[--partition=gpu]": ((), ("cluster.kind=slurm", "generator.count=1")),
     "checkpoint.best_is=lowest": ((), ("checkpoint.best=eval/accuracy",)),
     "generator.enforce_eager=true": (("generator.engine=transformers",), ()),
     "generator.kv_cache_gib=1": (("generator.engine=transformers",), ()),
