@@ -64,8 +64,9 @@ def start(config: Path, *overrides: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def call(*arguments: str) -> str:
-    done = subprocess.run([*ASYNCRL, *arguments], capture_output=True, text=True, timeout=120, check=False)
+def call(*arguments: str, timeout_s: float = 120.0) -> str:
+    command = [*ASYNCRL, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

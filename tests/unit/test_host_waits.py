@@ -12,7 +12,7 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.batch.packing import microbatch
 from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.config.sections import LearnerConfig, LoraConfig, ModelConfig
 from asyncrl.trainer.base import LossFunction, MicroBatch, Trainer
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.open import open_trainer
@@ -33,7 +33,8 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+def trainer(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Trainer]:
+    """Of all weights, or with the parameter of a test, an adapter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = tmp_path_factory.mktemp("model")
@@ -42,7 +43,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes, **heads)).save_pretrained(path)
     learner = LearnerConfig(device="cpu", threads=1)
     device = choose_device(learner, local_rank=0, auto="cpu")
-    model = ModelConfig(path=str(path), dtype="float32")
+    lora = LoraConfig(**request.param) if hasattr(request, "param") else None
+    model = ModelConfig(path=str(path), dtype="float32", lora=lora)
     with closing(open_trainer(model, learner, temperature=1.0, optimizer_steps=1, device=device)) as opened:
         yield opened
 
@@ -99,3 +101,11 @@ def test_an_objective_dispatches_as_much_for_many_sequences_as_for_few(name: str
         return found.count
 
     assert dispatches(2) == dispatches(40) < 500
+
+
+@pytest.mark.parametrize("trainer", [{"rank": 8}], indirect=True)
+def test_each_tensor_of_an_exported_adapter_is_copied_once(trainer: Trainer) -> None:
+    with Dispatches() as found:
+        export = trainer.export()
+    copied = export.args[-1]  # type: ignore[attr-defined]
+    assert found.count == len(copied) > 0

@@ -55,7 +55,7 @@ class Reference:
     def save(self, directory: Path, rank: int, writes: Writes) -> None:
         """Write the weights into `directory`, on rank 0; `writes` records a failure."""
         whole = whole_parameters(self._policy.model.named_parameters())
-        state = {name: tensor.detach().cpu().clone() for name, tensor in whole if rank == 0}
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in whole if rank == 0}
         if rank == 0:
             writes.attempt(directory.mkdir)
             metadata = {"updates": str(self._updates)}

@@ -197,8 +197,10 @@ class DeepSpeedTrainer:
         return lora.merged(whole, self._adapter(), self._lora)
 
     def export(self) -> Callable[[Path], None]:
-        every = whole_parameters(self._policy.engine.module.model.named_parameters())
-        exported = every if self._lora is None else self._adapter().items()
+        model = self._policy.engine.module.model
+        exported = whole_parameters(
+            model.named_parameters() if self._lora is None else lora.adapter_tensors(model)
+        )
         state = {name: each.detach().to("cpu", copy=True) for name, each in exported if self.rank == 0}
         return partial(self._export, state)
 
