@@ -95,7 +95,7 @@ def joined(
     may_fail = BestEffort()
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
-        if (needed := {**config.scorers, **config.teacher}) and not _are_here(needed, directory):
+        if (needed := config.served) and not _are_here(needed, directory):
             place = Path(stack.enter_context(TemporaryDirectory(prefix="asyncrl-")))
             of_host = f"{name}." if name else prefix
             scorers = scorer_specs(config, directory, needed, place=place, prefix=of_host)
