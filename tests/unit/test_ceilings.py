@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55548,
+    "lines of the package": 55612,
     "modules": 417,
-    "public functions and classes": 1503,
+    "public functions and classes": 1504,
     "modules of ours that a module imports, at most": 35,
     "private functions that are used once": 653,
 }
