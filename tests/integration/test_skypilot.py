@@ -53,16 +53,10 @@ def test_nodes_with_one_command_and_one_secret_train_together(tmp_path):
     assert steps(roots[0] / "whole") == [1, 2, 3]
     assert (roots[0] / "whole/run.key").read_text() == SECRET
     there, here = (rows(root / "whole", "generators-0.g0") for root in reversed(roots))
-    assert there and here and here[0].keys() == there[0].keys(), "the learner keeps what it hears"
-    assert "loading" in call("logs", str(roots[1] / "whole"), "generators-0.g0"), "which shares no directory"
-    said = subprocess.run(
-        [*ASYNCRL, "logs", str(roots[0] / "whole"), "generators-0.g0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    assert there and "alive_s" in here[0], "the learner keeps what it hears"
+    assert "the run is over" in call("logs", str(roots[1] / "whole"), "generators-0.g0"), (
+        "which shares no directory"
     )
-    assert said.returncode == 2 and "call `asyncrl logs` there" in said.stderr
     assert not [path for path in roots[1].rglob("*") if path.is_file() and SECRET in path.read_text()]
     assert SECRET not in said()
 

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -15,7 +13,7 @@ import yaml
 from asyncrl.commands.down import processes_of
 from tests.support.command import ASYNCRL
 from tests.support.slurm import COMMANDS, missing, on_node, three_nodes
-from tests.support.waiting import HANG, wait_until
+from tests.support.waiting import wait_until
 from tests.support.whole_run import steps, tiny_run
 
 pytestmark = [
@@ -90,18 +88,6 @@ def test_a_run_on_slurm_needs_no_ray_cluster_built_by_hand_and_its_end_frees_eve
     wait_until(lambda: slurm.jobs() == {}, FREE_S)
     assert "ExitCode=0:0" in slurm.run("scontrol", "show", "job", "1")
     assert steps(run) == [1, 2, 3] and not processes_of(run)
-
-    # What only the learner's host sees.
-    taken = f"import socket; taken = socket.create_server(('', 16379)); {HANG}"
-    with subprocess.Popen(slurm.network.host("n1").command(sys.executable, "-c", taken)) as other:
-        wait_until(lambda: psutil.Process(other.pid).net_connections("tcp"))
-        assert "job 2 is submitted" in slurm.run(*alone)
-        out = run / "logs" / "job.out"
-        await_that(lambda: "16379" in out.read_text(), slurm, run)
-        wait_until(lambda: slurm.jobs() == {}, FREE_S)
-        assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", "2"), out.read_text()
-        other.kill()
-    assert not processes_of(run)
 
 
 def test_a_run_with_one_dead_component_neither_holds_its_nodes_for_ever_nor_ends(slurm, config):
