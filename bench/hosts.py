@@ -9,6 +9,10 @@ new_step_s  to the next step that it had not made before
 pause_s     the longest time without a step, until the host is back
 back_s      until the host has its generator again; of the learner's, until all generators have joined again
 
+`moves` is a learner whose host dies, and which begins on another one while the store and a generator stay:
+learner_s      until its control plane listens there
+follow_s       from then on, until the generator has joined
+
 `generator process` is the measure of `generator host`: only the generator is killed. Ray has a node to spare;
 a node of Slurm is turned on again as soon as Slurm has missed it.
 
@@ -17,18 +21,25 @@ a node of Slurm is turned on again as soon as Slurm has missed it.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import psutil
+import yaml
 
+from asyncrl.buffer.server import find_server
+from asyncrl.cluster.network import Network
+from asyncrl.hosting.route import PEERS_VARIABLE
 from bench.environment import describe, report
 from bench.host_runs import Namespaces, Row, Run, opened
+from tests.support.command import ASYNCRL
 from tests.support.waiting import let_pass
 from tests.support.whole_run import tiny_run
 
@@ -36,9 +47,9 @@ GENERATORS = ("cluster.generator_hosts=2", "generator.count=1")
 RANKS = ("cluster.learner_hosts=2", "learner.ranks=2", "cluster.generator_hosts=1", "generator.count=1")
 CUT_S, OFF_S, GOOD_S = 5.0, 20.0, 60.0
 # How often, on each engine: a learner's host or one of its ranks; a cable; a host of generators. A job of
-# Slurm that has lost its first node goes on without it, so that nothing would be measured.
-TIMES = {"namespaces": (5, 3, 20), "ray": (2, 0, 5), "slurm": (0, 0, 5)}
-MEASURED = ("step_s", "new_step_s", "pause_s", "back_s")
+# Slurm that has lost its first node is queued again, and how long it waits is up to Slurm.
+TIMES = {"namespaces": (5, 3, 20), "moves": (5, 0, 0), "ray": (2, 0, 5), "slurm": (0, 0, 5)}
+MEASURED = ("step_s", "new_step_s", "pause_s", "back_s", "learner_s", "follow_s")
 
 
 def lose(run: Run, host: str) -> float:
@@ -91,6 +102,55 @@ def ranks_die(times: int, run: Run) -> None:
         run.strike("host of a rank", "learner-1", lose)
 
 
+def learner_moves(at: Path, times: int, found: list[Row], save: Callable[[], None]) -> None:
+    """The learner's host dies and another one gets its command; the store and generators have their own."""
+    at.mkdir()
+    with tiny_run(at) as config, closing(Network()) as network:
+        store = network.host("store")
+        url = f"redis://{network.address('store')}:6379/0"
+        server = [str(find_server()), "--port", "6379", "--save", "", "--protected-mode", "no"]
+        values = yaml.safe_load(config.read_text()) | {"store": {"url": url, "insecure": True}}
+        values |= {"control": {"bind": "auto"}, "checkpoint": {"every": 10}}
+        values["data"]["eval"], values["learner"]["steps"] = None, 100_000
+        config.write_text(yaml.safe_dump(values))
+        run = Run(Namespaces(), config, found, save)
+        begun = [subprocess.Popen(store.command(*server), stdout=subprocess.DEVNULL)]
+
+        def begin(host: str, *words: str) -> None:
+            with (at / f"{host}.out").open("ab") as out:
+                command = network.host(host).command(*ASYNCRL, *words, "--config", str(config))
+                env = os.environ | {PEERS_VARIABLE: network.gateway}
+                begun.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+
+        begin("a", "learner")
+        run.wait((run.directory / "store.url").exists, "learner")
+        begin("far", "generator", "--name", "far", "--store", url, "--wait", "300")
+        run.wait(run.steps, "first step")
+        for number in range(times):
+            here, there = ("a", "b")[:: 1 if number % 2 == 0 else -1]
+            network.hosts[here].kill()
+            killed = time.time()
+            begin(there, "learner")
+            run.wait(lambda since=killed: run.joined("far", since), "generator")
+            run.wait(lambda since=killed: run.steps(since), "next step")
+            up = json.loads(run.directory.joinpath("status.json").read_text())["started_at"]
+            joined, step = run.joined("far", killed), run.steps(killed)[0]["time"]
+            assert joined is not None
+            row = {"fault": "learner moves", "host": there, "learner_s": up - killed, "follow_s": joined - up}
+            row = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
+            found.append(row | {"step_s": round(step - killed, 2)})
+            print(json.dumps(found[-1]), flush=True)
+        audit = subprocess.run(
+            store.command(*ASYNCRL, "audit", str(run.directory)), capture_output=True, text=True, check=True
+        )
+        found.append({"missing": json.loads(audit.stdout)["missing"]})
+        print(json.dumps(found[-1]), flush=True)
+        save()
+        network.close()
+        for process in begun:
+            process.wait(60)
+
+
 def measured(
     engine: Namespaces,
     at: Path,
@@ -122,7 +182,7 @@ def summary(found: list[Row]) -> Row:
     """Median and maximum by fault, and how much more the death of a host costs than that of a process."""
     faults = dict[str, Row]()
     for fault in dict.fromkeys(row["fault"] for row in found if "fault" in row):
-        rows = [row for row in found if row.get("fault") == fault and "pause_s" in row]
+        rows = [row for row in found if row.get("fault") == fault and "step_s" in row]
         values = {key: [row[key] for row in rows if key in row] for key in MEASURED}
         both = {key: [round(statistics.median(of), 2), max(of)] for key, of in values.items() if of}
         faults[fault] = {"times": len(rows), **both}
@@ -157,6 +217,9 @@ def main() -> None:
             if name == "namespaces":  # for comparison, without hosts
                 alone = Namespaces(("generator.count=2",))
                 measured(alone, Path(at, "alone"), found, save, lambda run: None)
+            if name == "moves":
+                learner_moves(Path(at, "moves"), times[0], found, save)
+                continue
             die = partial(generators_die, times, until_s)
             measured(engine, Path(at, "generators"), found, save, die, *GENERATORS)
             if name == "namespaces":

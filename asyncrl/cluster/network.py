@@ -1,6 +1,7 @@
 """Networks of this machine, which stand for hosts: network namespaces, and a switch between them."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -62,9 +63,10 @@ class Namespace:
         """End the processes in the network, as a host that loses its power does."""
         until_s = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < until_s:
-            for pid in left:
+            # Stopped first, or one may still act on the death of another.
+            for number, pid in itertools.product((signal.SIGSTOP, signal.SIGKILL), left):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
             time.sleep(0.02)
 
     def close(self) -> None:

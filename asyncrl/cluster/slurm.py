@@ -16,6 +16,7 @@ from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import SIGNALS
 from asyncrl.cluster.plans import LEARNER
 from asyncrl.cluster.slurm_jobs import (
+    FOLLOW,
     LIMIT,
     LOST,
     Job,
@@ -97,7 +98,8 @@ class SlurmCluster:
             if plan.name == LEARNER:
                 raise OSError(f"no node of job {allocation()} is free")
             words = ["env", *(f"{name}={value}" for name, value in secret.items()), *command]
-            made = submit(rendered(self.config, plan.name, words, output, gpus=plan.gpus))
+            before = FOLLOW.format(run=allocation())
+            made = submit(rendered(self.config, plan.name, words, output, gpus=plan.gpus, before=before))
             self._placed[plan.name] = _Placed(job=made)
             return
         peers = {PEERS_VARIABLE: " ".join(at for name, at in self.addresses.items() if name != node)}

@@ -20,6 +20,23 @@ LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
 # States of a job whose command Slurm has ended.
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+# Runs on all nodes of a job but its first, where all is that would end the job. A job that may lose nodes is
+# kept without that one, too.
+_WATCH = """\
+others=$((SLURM_JOB_NUM_NODES - 1))
+srun --overlap --no-kill --kill-on-bad-exit=0 --job-name=watch --relative=1 \\
+  --nodes=$others --ntasks=$others sh -c 'while sleep 60; do
+    jobs=$(squeue --noheader --jobs=$SLURM_JOB_ID --nodelist=$0) && [ -z "$jobs" ] &&
+      scontrol requeue $SLURM_JOB_ID
+  done' $SLURMD_NODENAME &
+"""
+# Runs in a job of a host, which ends when that of the run is queued again: this may need its node, and begins
+# it again.
+FOLLOW = """\
+while sleep 60; do
+  [ "$(squeue --noheader --jobs={run} --format=%T)" = PENDING ] && scancel $SLURM_JOB_ID
+done &
+"""
 _FIELDS = "--Format=JobID:|,State:|,exit_code:|,Reason:|,Comment:|"
 
 
@@ -79,13 +96,14 @@ def rendered(
     gpus: int,
     nodes: int = 1,
     more: Sequence[str] = (),
+    before: str = "",
 ) -> str:
-    """Return the script of a job."""
+    """Return the script of a job, which has `more` options, and runs `before` first."""
     words = [f"--job-name={name}", f"--comment={config.run.directory.resolve()}", f"--nodes={nodes}"]
     words += ["--ntasks-per-node=1", "--exclusive", "--mem=0", *([f"--gpus-per-node={gpus}"] if gpus else [])]
     words += ["--requeue", "--open-mode=append", f"--output={output.resolve()}", *more]
     lines = [f"#SBATCH {shlex.quote(word)}" for word in [*words, *config.cluster.sbatch]]
-    return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}", ""])
+    return "\n".join(["#!/bin/sh", *lines, f"{before}exec {shlex.join(command)}", ""])
 
 
 def run_script(config: Config, command: Sequence[str]) -> str:
@@ -101,6 +119,7 @@ def run_script(config: Config, command: Sequence[str]) -> str:
         gpus=max(learner.gpus, generators.gpus),
         nodes=hosts_of(config),
         more=("--no-kill", f"--signal=B:{LIMIT.name.removeprefix('SIG')}@{LIMIT_S}"),
+        before=_WATCH,
     )
 
 

@@ -74,7 +74,9 @@ def joined(
 
     def find() -> tuple[_Found, Config]:
         found = _find(store_url, own, given)
-        return found, _config_of(found, own, allowed)
+        config = _config_of(found, own, allowed)
+        require_learner(found.url, config, found.record.control_endpoint, report)
+        return found, config
 
     found, config = _wait_for_run(find, wait_s, report)
     if abs(found.skew_s) > SKEW_S:
@@ -82,7 +84,6 @@ def joined(
             f"! the clock of {socket.gethostname()} is {-found.skew_s:+.0f} s from that of the store; let a "
             "time service set both, so that logs can be compared: timedatectl set-ntp true"
         )
-    require_learner(found.url, config)
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
@@ -95,7 +96,7 @@ def joined(
     may_fail = BestEffort()
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
-        if (needed := {**config.scorers, **config.teacher}) and not _are_here(needed, directory):
+        if (needed := config.served) and not _are_here(needed, directory):
             place = Path(stack.enter_context(TemporaryDirectory(prefix="asyncrl-")))
             of_host = f"{name}." if name else prefix
             scorers = scorer_specs(config, directory, needed, place=place, prefix=of_host)
@@ -125,16 +126,20 @@ def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
     return is_alive and {f"{name}.0" for name in scorers} <= directory.children().keys()
 
 
-def require_learner(store_url: str, config: Config) -> None:
+def require_learner(store_url: str, config: Config, recorded: str, report: Callable[[str], object]) -> None:
     """Raise RunError if a port of the learner is closed to this host, whose model may load for minutes.
 
-    The store has answered. If it is the learner's own, so has the learner's host.
+    The learner is beside its own store, which has answered. Of another store, the record says where the
+    learner is or an earlier one was: RunNotUp. A port that refuses is reported.
     """
-    learner = urlsplit(store_url).hostname
-    control = filled_in(config.control.bind, learner or "", CONTROL_PORT)
-    if learner and control and config.store.url is None:
-        for closed in unreached(of_generators(control), config.control.timeout_s):
-            raise RunError(closed)
+    host, is_own, wait_s = urlsplit(store_url).hostname, config.store.url is None, config.control.timeout_s
+    supposed = filled_in(config.control.bind, host, CONTROL_PORT) if host else None
+    control = (supposed or "") if is_own else recorded
+    ports = of_generators(control) if control.startswith("tcp://") else []
+    for closed in unreached(ports, wait_s):
+        raise RunError(closed) if is_own else RunNotUp(closed)
+    for refused in unreached(ports if recorded else (), wait_s, listens=True):
+        report(f"! {refused}; a learner that starts again refuses, too, until it has loaded its model")
 
 
 def _wait_for_run(

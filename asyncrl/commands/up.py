@@ -117,8 +117,7 @@ def started(
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
                 how_to_join = _how_to_join(config, directory.write_join_key(keys.join), generator_url)
-        scorers = {**config.scorers, **config.teacher} if generators else {}
-        specs = [learner, *scorer_specs(config, directory, scorers)]
+        specs = [learner, *scorer_specs(config, directory, config.served if generators else {})]
         begun = supervised(specs, config.control, directory, members, may_fail)
         supervisor, tend_processes = stack.enter_context(begun)
         scaled = None

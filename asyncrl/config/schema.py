@@ -156,6 +156,11 @@ class Config(RunFields):
         return {TEACHER_NAME: ScorerConfig(model=self.reference.path, count=one.scorers, gpus=one.gpus)}
 
     @property
+    def served(self) -> dict[str, ScorerConfig]:
+        """All models that processes beside the generators serve: `scorers`, and the teacher."""
+        return {**self.scorers, **self.teacher}
+
+    @property
     def lag_bound(self) -> int:
         """Largest age of a group when it is trained: L + ceil((W - S) / B) steps with S shards."""
         window, groups, shards = self.window_groups, self.batch.groups, self.store.shards

@@ -83,18 +83,18 @@ def _at(bind: str, who: str, what: str, *, is_encrypted: bool) -> Reach:
     return Reach(who, host_of(bind), int(bind.rpartition(":")[2]), what, "control.bind", is_encrypted)
 
 
-def unreached(ports: Iterable[Reach], wait_s: float) -> Iterator[str]:
+def unreached(ports: Iterable[Reach], wait_s: float, *, listens: bool = False) -> Iterator[str]:
     """Yield what this host does not reach, each after `wait_s` at most, with the cure.
 
-    A refusal counts as an answer: perhaps nothing listens there yet.
+    A refusal counts as an answer, because perhaps nothing `listens` there yet.
     """
     for one in ports:
         try:
             if one.port:
                 socket.create_connection((one.host, one.port), wait_s).close()
-        except ConnectionRefusedError:
-            continue
         except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and not listens:
+                continue
             yield (
                 f"{socket.gethostname()} does not reach {one.host} at port {one.port} "
                 f"({error.strerror or error}), the {one.what} of the run; open it between these hosts, in "

@@ -106,7 +106,7 @@ def open_lead_run(
     )
     page = open_page(
         config,
-        directory.status,
+        directory,
         version=state.version,
         hub=hub,
         taking=taking,

@@ -54,7 +54,7 @@ def main() -> None:
 
 async def _score(config: Config, name: str, endpoint: str) -> None:
     begin("load the model", Pace.SLOW)
-    scorer = (config.scorers | config.teacher)[name]
+    scorer = config.served[name]
     model = scorer.model
     log.info("loading %s", model)
     generator, sampling, device = (

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,43 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.progress import doing
 from asyncrl.launch.taking import Taking
+from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.exporter import Exporter
+from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.telemetry.trackers import JsonlTracker
 
 Show = Callable[[StatusSnapshot], None]
+
+HEARD_S = 10.0  # in which a generator has written two lines, if it can
+
+
+@dataclass(slots=True)
+class Heard:
+    """Writes the metrics that generators send, if they do not write them into this directory themselves."""
+
+    directory: Path
+    # Size of the file, and `alive_s` of its generator, when we looked last.
+    _seen: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    _look_at_s: float = 0.0
+
+    def show(self, status: StatusSnapshot) -> None:
+        """Write what is new of each generator whose file has not grown, which it makes before it joins."""
+        if time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + HEARD_S
+        for member in status.members:
+            name, file = member.generator_id, self.directory / f"{member.generator_id}.jsonl"
+            size, alive_s = self._seen.get(name, (None, None))
+            # A generator may call itself as it likes, and the learner's own file is there, too.
+            if name != LEARNER and _size(file) == size and member.metrics.get("alive_s") != alive_s:
+                with closing(JsonlTracker(file)) as tracker:
+                    tracker.log(member.metrics)
+            self._seen[name] = _size(file), member.metrics.get("alive_s")
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.exists() else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +115,7 @@ class StatusPage:
 
 def open_page(
     config: Config,
-    path: Path,
+    directory: RunDirectory,
     *,
     version: int,
     hub: ControlHub,
@@ -90,8 +124,8 @@ def open_page(
     guard: BestEffort,
     exporter: Exporter | None,
 ) -> StatusPage:
-    """Show a run that begins at `version`, in the file at `path` and to Prometheus if that is asked for."""
-    shows: list[Show] = [partial(write_status, path)]
+    """Show a run that begins at `version`, in its directory and to Prometheus if that is asked for."""
+    shows: list[Show] = [partial(write_status, directory.status), Heard(directory.metrics).show]
     if exporter:
         shows.append(partial(exporter.show_status, max_bytes=config.store.max_gib * 2**30))
     now_at = time.time()

@@ -162,7 +162,10 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
     path = directory.logs / f"{name}.out"
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in directory.logs.glob("*.out"))) or "none"
-        raise RunError(f"{directory.logs} has no output of `{name}`; it has that of: {names}")
+        raise RunError(
+            f"{directory.logs} has no output of `{name}`; it has that of: {names}. A host that does not "
+            "share this directory has its own: call `asyncrl logs` there"
+        )
     position = max(path.stat().st_size - LAST_BYTES, 0)
 
     def read() -> list[str]:

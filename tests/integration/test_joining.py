@@ -243,7 +243,7 @@ def test_a_host_whose_clock_is_off_says_by_how_much(record, host, join_here, mon
     def start(*arguments):
         raise InterruptedError("as far as this test goes")
 
-    monkeypatch.setattr(joining, "require_learner", start)
+    monkeypatch.setattr("asyncrl.cli.running._check_host", start)
     for behind_s, lines in ((90.0, 1), (1.0, 0)):
         behind = SimpleNamespace(time=lambda behind_s=behind_s: time.time() - behind_s)
         monkeypatch.setattr(probe, "time", behind)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from asyncrl.cluster.network import Network, obstacle
+from asyncrl.cluster.network import Namespace, Network, obstacle
 from asyncrl.commands.down import processes_of
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import forked_ranks
@@ -38,17 +38,31 @@ OVERRIDES = [
 WAIT_S = 600.0
 
 
-def test_ranks_on_two_hosts_make_the_steps_of_ranks_on_one(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_on_two_hosts_whose_docker0_comes_first_make_the_steps_of_ranks_on_one(
+    tmp_path, monkeypatch, ranks
+):
+    begin = Namespace.begin
+
+    def with_docker() -> Namespace:
+        made = begin()
+        made.ip("link", "add", "docker0", "type", "bridge")
+        made.ip("address", "add", "172.17.0.1/16", "dev", "docker0")
+        made.ip("link", "set", "docker0", "up")
+        return made
+
+    monkeypatch.setattr(Namespace, "begin", with_docker)
     model = tiny_qwen2(tmp_path / "model")
     scenarios = [
         {"run": "two_steps", "name": str(stage), "stage": stage, "budget": 60, "critic": True}
         for stage in (0, 2, 3)
     ]
     with closing(Network()) as network, forked_ranks() as learner:
-        networks = [network.host(name).file for name in ("learner-0", "learner-1")]
+        hosts = [network.host(name).file for name in ("learner-0", "learner-1")]
+        networks = [host for host in hosts for _ in range(ranks // 2)]
         address = network.address("learner-0")
-        here = learner.run(2, model, scenarios, tmp_path / "here")
-        there = learner.run(2, model, scenarios, tmp_path / "there", networks=networks, address=address)
+        here = learner.run(ranks, model, scenarios, tmp_path / "here")
+        there = learner.run(ranks, model, scenarios, tmp_path / "there", networks=networks, address=address)
     for name, (expected, report) in here.items():
         found, other = there[name]
         assert found.keys() == expected.keys() and other["norms"] == pytest.approx(report["norms"], rel=1e-6)
@@ -114,7 +128,7 @@ def run(tmp_path) -> Iterator[Run]:
             found.up.wait(60)
 
 
-def test_ranks_and_hosts_die_and_cables_are_cut_and_the_run_goes_on(run):
+def test_a_cut_link_or_a_dead_host_hangs_nobody_until_a_watchdog_and_the_run_goes_on(run):
     directory = run.directory
     run.wait(lambda: len(steps(directory)) >= 3)
     run.goes_on_after(lambda: run.rank(1).kill(), "the ranks of learner-1 have ended (killed by SIGKILL)")

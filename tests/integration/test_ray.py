@@ -4,15 +4,18 @@ And clusters that take nobody.
 """
 
 import json
+import re
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psutil
 import pytest
 
 from asyncrl.cluster import ray as ray_module
+from asyncrl.cluster.base import HostPlan
+from asyncrl.cluster.driver import Hosts
 from asyncrl.commands.down import processes_of
 from asyncrl.errors import RunError
 from tests.support.ports import free_ports
@@ -143,6 +146,36 @@ def test_a_run_ends_with_the_head_of_its_ray_and_resumes_on_another(tmp_path_fac
                 assert "is saved" in call("down", str(run))
             assert not processes_of(run) and not nodes.left()
         nothing_is_lost(run)
+
+
+def test_a_host_is_not_pending_without_a_reason_although_resources_exist(tmp_path):
+    from asyncrl.cluster.ray import RayCluster
+
+    waits = ("generator", "--store", "redis://generator@127.0.0.1:9/0", "--wait", "600")
+    with ray_nodes(tmp_path, gpus=[4, 4]), closing(RayCluster()) as cluster:
+
+        def begin(name: str, gpus: int) -> None:
+            plan = HostPlan(name=name, role="generators", argv=waits, gpus=gpus)
+            cluster.start(plan, tmp_path / name)
+
+        for name, gpus in (("generators-0", 4), ("generators-1", 2)):
+            begin(name, gpus)
+            wait_until(lambda name=name: cluster.states()[name].phase == "running", WAIT_S)
+        begin("generators-3", 4)
+        hosts, said = Hosts(cluster, 4.0, lambda states: None), []
+
+        def is_told() -> list[str]:
+            try:
+                hosts.tend()
+            except RunError as error:
+                said.append(str(error))
+            return said
+
+        wait_until(is_told, WAIT_S)
+    asked, _, free = said[0].partition("; free: ")
+    assert asked == "generators-3 has no host after 4 s: it waits for 4 GPUs and 1 CPUs on one node"
+    each = re.findall(r"\S+ (\d) GPUs and (\d) CPUs", free)
+    assert sorted(each) == [("0", "0"), ("0", "0"), ("2", "0")], free
 
 
 REFUSALS = {

@@ -63,7 +63,7 @@ def found(store: str | None, control: str | None, *, peers: str, routes: str = "
     return done.stdout.strip()
 
 
-def test_auto_is_the_address_of_the_route_to_the_others():
+def test_auto_is_the_address_of_the_route_to_the_others_though_docker0_comes_first():
     both = "tcp://10.0.0.1:16379 tcp://10.0.0.1:16380"
     assert found("auto", "auto", peers="10.0.0.7 10.0.0.8") == both
     assert (

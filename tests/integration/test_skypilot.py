@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from tests.support.command import ASYNCRL
 from tests.support.waiting import wait_until
-from tests.support.whole_run import steps, tiny_run
+from tests.support.whole_run import call, rows, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 SECRET = "5e" * 32
@@ -52,7 +52,11 @@ def test_nodes_with_one_command_and_one_secret_train_together(tmp_path):
         wait_until(is_over, 500.0, said)
     assert steps(roots[0] / "whole") == [1, 2, 3]
     assert (roots[0] / "whole/run.key").read_text() == SECRET
-    assert (roots[1] / "whole/metrics/generators-0.g0.jsonl").exists()
+    there, here = (rows(root / "whole", "generators-0.g0") for root in reversed(roots))
+    assert there and "alive_s" in here[0], "the learner keeps what it hears"
+    assert "the run is over" in call("logs", str(roots[1] / "whole"), "generators-0.g0"), (
+        "which shares no directory"
+    )
     assert not [path for path in roots[1].rglob("*") if path.is_file() and SECRET in path.read_text()]
     assert SECRET not in said()
 

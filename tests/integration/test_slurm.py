@@ -12,7 +12,7 @@ import yaml
 
 from asyncrl.commands.down import processes_of
 from tests.support.command import ASYNCRL
-from tests.support.slurm import missing, on_node, three_nodes
+from tests.support.slurm import COMMANDS, missing, on_node, three_nodes
 from tests.support.waiting import wait_until
 from tests.support.whole_run import steps, tiny_run
 
@@ -76,7 +76,21 @@ def nothing_is_left(slurm, run: Path, *, again: bool = False) -> None:
     assert done == [*range(1, len(done) + 1)], "each step was trained once"
 
 
-def test_a_run_loses_a_command_a_node_and_a_job_and_leaves_nothing(slurm, config):
+def test_a_run_on_slurm_needs_no_ray_cluster_built_by_hand_and_its_end_frees_every_node(slurm, config):
+    """One command on a host where users log in, which finds programs of Slurm and a shell, and nothing else."""
+    run, client, up = run_of(config), slurm.at / "client", ("up", "--config", str(config))
+    client.mkdir()
+    for name in (*COMMANDS, "sh", "sleep"):
+        (client / name).symlink_to(shutil.which(name) or name)
+    alone = (shutil.which("env") or "env", f"PATH={client}", *ASYNCRL, *up)
+    assert "job 1 is submitted" in slurm.run(*alone, "learner.steps=3")
+    await_that(lambda: status(slurm, run)["state"] == "finished", slurm, run)
+    wait_until(lambda: slurm.jobs() == {}, FREE_S)
+    assert "ExitCode=0:0" in slurm.run("scontrol", "show", "job", "1")
+    assert steps(run) == [1, 2, 3] and not processes_of(run)
+
+
+def test_a_run_with_one_dead_component_neither_holds_its_nodes_for_ever_nor_ends(slurm, config):
     run = run_of(config)
     assert "job 1 is submitted" in slurm.asyncrl("up", "--config", str(config))
     assert "job 1" in slurm.asyncrl("up", "--config", str(config), status=2), "a second one of that name"
@@ -160,15 +174,24 @@ def test_a_run_with_a_learner_on_two_nodes_loses_one_and_goes_on(slurm, config):
     nothing_is_left(slurm, run, again=True)
 
 
-def test_a_run_saves_at_the_time_limit_is_queued_again_and_frees_its_nodes_at_its_end(slurm, config):
+def test_a_run_that_loses_its_first_node_or_reaches_its_time_limit_is_queued_again(slurm, config):
     run = run_of(config)
     slurm.asyncrl("up", "--config", str(config))
     await_that(lambda: len(steps(run)) >= 3, slurm, run)
+    slurm.asyncrl("scale", "generators=+1", str(run))
+    await_that(lambda: slurm.jobs() == {"whole": "RUNNING", "generators-1": "RUNNING"}, slurm, run)
+    # With the first node, all is gone that would end the job, which then needs the node of the other one.
+    slurm.power_off("n1")
+    await_that(lambda: slurm.jobs()["whole"] == "PENDING", slurm, run)
+    before = len(steps(run))
+    slurm.run("scontrol", "update", "jobid=1", "starttime=now+10")
+    await_that(lambda: len(steps(run)) >= before + 2, slurm, run)
+    slurm.node("n1")
     # Slurm warns five minutes before the limit.
     slurm.run("scontrol", "update", "jobid=1", "timelimit=5")
-    await_that(lambda: slurm.jobs() == {"whole": "PENDING"}, slurm, run)
+    await_that(lambda: slurm.jobs().get("whole") == "PENDING", slurm, run)
     saved = max(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").glob("step-*"))
-    assert saved == len(steps(run))
+    assert saved == steps(run)[-1]
     values = yaml.safe_load(config.read_text())
     values["learner"]["steps"] = saved + 3
     config.write_text(yaml.safe_dump(values))
@@ -177,9 +200,9 @@ def test_a_run_saves_at_the_time_limit_is_queued_again_and_frees_its_nodes_at_it
     await_that(finished, slurm, run)
     wait_until(lambda: slurm.jobs() == {}, FREE_S)
     job = slurm.run("scontrol", "show", "job", "1")
-    assert {"JobState=COMPLETED", "Restarts=1", "ExitCode=0:0"} <= {*job.split()}
-    nothing_is_left(slurm, run)
-    assert len(steps(run)) == saved + 3
+    assert {"JobState=COMPLETED", "Restarts=2", "ExitCode=0:0"} <= {*job.split()}
+    nothing_is_left(slurm, run, again=True)
+    assert steps(run)[-1] == saved + 3
 
 
 def test_what_cannot_be_is_refused_with_the_key_and_the_way_out(slurm, config):

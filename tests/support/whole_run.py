@@ -71,8 +71,8 @@ def call(*arguments: str, timeout_s: float = 120.0) -> str:
     return done.stdout
 
 
-def rows(run: Path) -> list[dict[str, float]]:
-    path = run / "metrics" / "learner.jsonl"
+def rows(run: Path, process: str = "learner") -> list[dict[str, float]]:
+    path = run / "metrics" / f"{process}.jsonl"
     text = path.read_text() if path.exists() else ""
     # The last one may be half written.
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

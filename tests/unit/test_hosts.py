@@ -17,7 +17,7 @@ from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError, RunError, RunNotUp
 from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.hosting.route import Reach, in_clear, reaches, unreached
 from asyncrl.hosting.supervisor import Supervisor
@@ -106,8 +106,13 @@ def test_a_port_that_is_closed_to_a_host_is_named_within_the_time_that_it_has(cl
         rf"does not reach 127\.0\.0\.1 at port {closed_port} \(timed out\), the control plane.* control\.bind"
     )
     with pytest.raises(RunError, match=found):
-        require_learner("redis://127.0.0.1:1/0", config(**silent))
-    require_learner("unix:///run/store.sock", config(**silent))
+        require_learner("redis://127.0.0.1:1/0", config(**silent), "", pytest.fail)
+    require_learner("unix:///run/store.sock", config(**silent), "", pytest.fail)
+    # Of a store that is not the learner's own, only the record says where the learner is.
+    other = config(**silent, store={"url": "redis://10.0.0.9:1/0", "insecure": True})
+    require_learner("redis://10.0.0.9:1/0", other, "", pytest.fail)
+    with pytest.raises(RunNotUp, match=found):
+        require_learner("redis://10.0.0.9:1/0", other, f"tcp://127.0.0.1:{closed_port}", pytest.fail)
     bind = {"bind": f"tcp://auto:{closed_port - 1}", "timeout_s": 0.4, "heartbeat_s": 0.1}
     ranks = config(run={"name": "far", "root": str(tmp_path)}, cluster=TWO, control=bind)
     (tmp_path / "far").mkdir()
@@ -120,6 +125,18 @@ def test_a_port_that_is_closed_to_a_host_is_named_within_the_time_that_it_has(cl
     [free] = free_ports(1)
     others = [Reach("generators-*", "127.0.0.1", port, "store", "store.bind") for port in (free, 0)]
     assert not [*unreached(others, 10.0)], "nothing listens yet, or any port will do"
+
+
+def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens():
+    """As behind a firewall that rejects; while nothing listens, a learner's host refuses alike."""
+    [free] = free_ports(1)
+    ours, told = config(control={"bind": f"tcp://auto:{free}"}), list[str]()
+    require_learner("redis://127.0.0.1:1/0", ours, "", told.append)
+    assert not told
+    require_learner("redis://127.0.0.1:1/0", ours, f"tcp://127.0.0.1:{free}", told.append)
+    [said] = told
+    assert f"does not reach 127.0.0.1 at port {free} (Connection refused), the control plane" in said
+    assert "control.bind; a learner that starts again refuses, too" in said
 
 
 def test_what_the_user_sets_stays():
@@ -390,7 +407,9 @@ def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_las
         cluster={"kind": "slurm", "generator_hosts": 2, "sbatch": ["--time=24:00:00", "--nodes=4"]},
     )
     run = f"{tmp_path}/my runs/far"
-    assert run_script(ours, ["asyncrl", "up", "--config", "my task.yaml"]).splitlines() == [
+    *options, command = run_script(ours, ["asyncrl", "up", "--config", "my task.yaml"]).splitlines()
+    assert command == "exec asyncrl up --config 'my task.yaml'"
+    assert options[:15] == [
         "#!/bin/sh",
         "#SBATCH --job-name=far",
         f"#SBATCH '--comment={run}'",
@@ -406,7 +425,6 @@ def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_las
         "#SBATCH --signal=B:USR1@300",
         "#SBATCH --time=24:00:00",
         "#SBATCH --nodes=4",
-        "exec asyncrl up --config 'my task.yaml'",
     ]
     on_cpu = run_script(
         ours.model_copy(update={"learner": ours.learner.model_copy(update={"device": "cpu"})}), []

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.evaluation import EvalResult, standard_error, summarise
-from asyncrl.launch.status_page import StatusPage
+from asyncrl.launch.status_page import Heard, StatusPage
 from asyncrl.report import reports as reports_module
 from asyncrl.report.reports import Reporting
 from asyncrl.report.timeline import Timeline
@@ -21,6 +22,7 @@ from asyncrl.results.recorded import Wanted, samples_of
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
+from asyncrl.telemetry.jsonl import Lines, Tail
 from asyncrl.types import Group
 from tests.support.steps import rollout, step
 from tests.support.telemetry_records import snapshot
@@ -143,3 +145,28 @@ def test_a_tick_that_fails_is_not_the_last():
     page = StatusPage(now=snapshot(message="done"), hub=hub, taking=None, renew=renew, shows=(), guard=guard)
     assert page.close() == "done"
     assert guard.failures.total() == ticks.count >= 1
+
+
+def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_heard(tmp_path):
+    """`near` writes its file itself, and `again` was heard by an earlier learner."""
+    heard, lines = Heard(tmp_path), {name: Lines(tmp_path / f"{name}.jsonl") for name in ("near", "again")}
+    lines["again"].write([{"step": None, "alive_s": 5.0}])
+    (tmp_path / "learner.jsonl").write_text("")
+    names = ("near", "again", "far", "learner", "new")
+    for alive_s in (10.0, 20.0, 20.0, 30.0):
+        lines["near"].write([{"step": None, "alive_s": alive_s}])
+        told = [
+            MemberStatus(generator_id=name, state="sampling", version=1, silent_s=0.1, metrics=metrics)
+            for name in names
+            for metrics in ({"alive_s": alive_s} if name != "new" else {},)
+        ]
+        for _ in range(3):
+            heard.show(snapshot(members=tuple(told)))
+        heard._look_at_s = 0.0
+    found = {file.stem: [row["alive_s"] for row in Tail(file)] for file in tmp_path.iterdir()}
+    assert found == {
+        "near": [10.0, 20.0, 20.0, 30.0],
+        "again": [5.0, 20.0, 30.0],
+        "far": [10.0, 20.0, 30.0],
+        "learner": [],
+    }
