@@ -10,10 +10,11 @@ from tests.support.whole_run import rows, start, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-WAYS = {
-    "transformers": ("model.router_replay=true", "learner.zero_stage=0"),
-    "vllm": ("learner.zero_stage=3", "generator.count=1"),
-}
+WAYS = [
+    ("transformers", 0, ("model.router_replay=true",)),
+    ("vllm", 0, ("generator.count=1",)),
+    ("vllm", 3, ("generator.count=1",)),
+]
 
 
 @pytest.fixture
@@ -25,9 +26,12 @@ def config(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.parametrize("engine", WAYS)
-def test_it_trains_resumes_and_engines_agree(config: Path, engine: str) -> None:
-    run, chosen = config.parent / "runs" / "whole", (f"generator.engine={engine}", *WAYS[engine])
+@pytest.mark.parametrize(("engine", "stage", "more"), WAYS)
+def test_it_trains_resumes_and_engines_agree(
+    config: Path, engine: str, stage: int, more: tuple[str, ...]
+) -> None:
+    run = config.parent / "runs" / "whole"
+    chosen = (f"generator.engine={engine}", f"learner.zero_stage={stage}", *more)
     output = config.parent / "up.out"
     for last in (3, 6):
         assert start(config, *chosen, f"learner.steps={last}").wait(timeout=600) == 0, output.read_text()[
