@@ -9,11 +9,13 @@ have the names that PEFT writes into adapter_model.safetensors.
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.sections import LoraConfig
+from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.extras import from_extra
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,11 +29,47 @@ ANY_VALUE |= {"task_type", "peft_version", "auto_mapping", "inference_mode", "ru
 MERGE = "merge it into its base (merge_and_unload of PEFT), and set model.path to the result"
 
 
+def base_arguments(model: ModelConfig, device: Any) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load a base in 4 bits onto a device; none for another.
+
+    Raises MissingLibrary.
+    """
+    if not model.has_4bit_base:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    with from_extra("bitsandbytes"):
+        import bitsandbytes  # noqa: F401 - transformers says less of what is missing
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model.dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def numbers_in_4bit(model: Any) -> int:
+    """Return how many numbers of a plain model `load_in_4bit` changes: those of linear layers but the output.
+
+    Raises ConfigError for a model with experts, which bitsandbytes would leave as they are.
+    """
+    from torch import nn
+
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        found = f"model.lora.load_in_4bit: {type(model).__name__} has experts, which stay as they are"
+        raise ConfigError(f"{found}; remove the key, or choose a model without experts")
+    head = model.get_output_embeddings()
+    layers = (one for one in model.modules() if isinstance(one, nn.Linear) and one is not head)
+    return sum(layer.weight.numel() for layer in layers)
+
+
 def inject(model: Any, lora: LoraConfig) -> None:
     """Put the adapter into a model, in place, and freeze all other parameters. Raises ConfigError."""
     import torch
     from peft import LoraConfig as Settings
     from peft import inject_adapter_in_model
+    from torch import nn
 
     found = peft_config(lora, "", targets_in(model, lora))
     settings = Settings(**{key: found[key] for key in ("r", "lora_alpha", "target_modules", "lora_dropout")})
@@ -41,6 +79,12 @@ def inject(model: Any, lora: LoraConfig) -> None:
         inject_adapter_in_model(settings, model)
     for _, parameter in adapter_tensors(model):
         parameter.data = parameter.data.to(dtype)  # PEFT makes float32 of bfloat16
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes
+            # A pass in eval mode would round its scales, and cut off later gradients.
+            module.support_avx512bf16_for_cpu = False
+            # The base is in no checkpoint, so its scales need not be.
+            module._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
     if lora.start is not None:
         _load(model, lora.start / TENSORS)
 

@@ -225,10 +225,6 @@ def _critic_is_used(run: RunFields) -> Iterator[Mistake]:
     if lora is not None and has_critic:
         text = f"{key} is {advantage.name}, whose critic would train all its weights beside model.lora"
         yield broken(f"{key} model.lora", f"{text}; choose one without, such as rloo")
-    if lora is not None and lora.start is not None and lora.sync == "merged":
-        text = "model.lora.start is set, but model.lora.sync is merged: generators begin with model.path "
-        text += "alone; set sync: adapter, or merge the adapter into the model, and give that as model.path"
-        yield broken("model.lora.sync model.lora.start", text)
     if not has_critic and not is_own and run.critic != CriticConfig():
         text = f"critic is set, but advantage `{advantage.name}` needs no values, so there is none; drop the "
         yield broken(f"critic {key}", f"{text}section or set {key}: gae")

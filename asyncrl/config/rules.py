@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from asyncrl.algo.ranges import MOST_KEPT
+from asyncrl.config.adapter_rules import adapter_fits_its_base
 from asyncrl.config.addresses import (
     AUTO,
     CONTROL_PORT,
@@ -383,6 +384,7 @@ RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
     _groups_tell_something,
     _store_holds_what_is_open,
     engine_takes_the_settings,
+    adapter_fits_its_base,
     *ALGORITHM_RULES,
 )
 RUN_RULES = (_weights_can_be_judged, _scorers_are_asked, episodes_can_fail, weighted_parts_exist)

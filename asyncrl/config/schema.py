@@ -54,6 +54,7 @@ _SAME = {
     "model.lora.alpha": "lora_alpha",
     "model.lora.targets": "target_modules lora_target_modules",
     "model.lora.start": "lora_path lora_adapter_path",
+    "model.lora.load_in_4bit": "quantization_config qlora",
 }
 OTHER_NAMES = {other: ours for ours, others in _SAME.items() for other in others.split()}
 

@@ -33,6 +33,9 @@ class LoraConfig(Part):
     """Last names of layers with an adapter, such as `q_proj`; by default all of the blocks."""
     start: Annotated[Path | None, _ADAPTER] = None
     """Directory of PEFT's adapter to begin with."""
+    load_in_4bit: Annotated[bool, refused("the adapter was trained on a base of these bits")] = False
+    """True keeps the base in 4 bits by bitsandbytes, in the learner and in generators (QLoRA,
+    arXiv:2305.14314)."""
     sync: Literal["adapter", "merged"] = "adapter"
     """What generators get: the adapter, or whole weights, which sample faster."""
 
@@ -89,6 +92,11 @@ class ModelConfig(Part):
     def served_adapter(self) -> LoraConfig | None:
         """The adapter that engines apply; None if they get whole weights."""
         return self.lora if self.lora is not None and self.lora.sync == "adapter" else None
+
+    @property
+    def has_4bit_base(self) -> bool:
+        """Whether learner and generators keep all but the adapter in 4 bits."""
+        return self.lora is not None and self.lora.load_in_4bit
 
     @property
     def update_target(self) -> Literal["weights", "adapter"]:

@@ -34,7 +34,7 @@ from asyncrl.engine.base import (
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.hosting.machine import freeze_vision, model_class
 from asyncrl.lineage import Weights
-from asyncrl.lora import adapter_tensors, inject
+from asyncrl.lora import adapter_tensors, base_arguments, inject
 from asyncrl.routing import experts_of_tokens, recorded, watch
 from asyncrl.types import Rollout, version_spans
 from asyncrl.weights.base import UpdateOrder
@@ -213,11 +213,12 @@ class TransformersEngine:
             torch.set_num_threads(generator.threads)
         torch.seed()  # torch begins every process with the same seed
         options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        bits = base_arguments(model, device)
         try:
             tokenizer = AutoTokenizer.from_pretrained(model.path, **options)
             config = AutoConfig.from_pretrained(model.path, **options)
             loaded = model_class(config).from_pretrained(
-                model.path, dtype=getattr(torch, model.dtype), **options
+                model.path, dtype=getattr(torch, model.dtype), **options | bits
             )
             if (lora := model.served_adapter) is not None:
                 inject(loaded, lora)

@@ -1,7 +1,7 @@
 """Reads the shape of a model and the memory of this machine without loading the model or using the GPUs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -92,17 +92,19 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
     if model.router_replay:
         _ = routing.routing_sizes(built, model.path)
     freeze_vision(built)
-    numbers, adapter = sum(parameter.numel() for parameter in built.parameters()), 0
+    numbers, adapter, in_4bit = sum(parameter.numel() for parameter in built.parameters()), 0, 0
     frozen = sum(parameter.numel() for parameter in built.parameters() if not parameter.requires_grad)
     if model.lora is not None:
         if sees_images(config):
             found = f"model.lora: {model.path} has a vision part, of whose layers none may have an adapter"
             raise ConfigError(f"{found}; remove model.lora, or choose a model of text only")
         lora.require_usable(model.lora, model.path)
+        in_4bit = lora.numbers_in_4bit(built) if model.has_4bit_base else 0
         with torch.device("meta"):
             lora.inject(built, model.lora)
         adapter = sum(parameter.numel() for _, parameter in lora.adapter_tensors(built))
-    return config, ModelShape.of(config, numbers, adapter=adapter, frozen=frozen)
+    shape = ModelShape.of(config, numbers)
+    return config, replace(shape, adapter=adapter, frozen=frozen, in_4bit=in_4bit)
 
 
 def _without_weights(model: ModelConfig) -> tuple[Any, Any]:

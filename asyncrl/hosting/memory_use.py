@@ -19,14 +19,15 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS_BYTES = 2 * FP32
 # bitsandbytes keeps two moments of a byte each, and of each 256 in a row their float32 maxima.
 MOMENTS_8BIT_BYTES = 2 * (1 + FP32 / 256)
+# In 4 bits it keeps a scale of a byte for each 64 weights in a row, and a float32 for each 256 scales.
+BYTES_IN_4BIT = 0.5 + (1 + FP32 / 256) / 64
 # DeepSpeed reduces gradients in buckets of this many numbers, and in ZeRO 3 has this many gathered weights.
 BUCKET_NUMBERS, GATHERED_WEIGHTS = 500_000_000, 1_000_000_000
 # In ZeRO 3 the optimizer takes this many of a rank's numbers at a time: DeepSpeed's `sub_group_size`.
 STEPPED_NUMBERS = 1_000_000_000
-# Logits of a chunk, their exponentials and gradients, in float32.
-LOGIT_COPIES = 3
-# Gradients of the output layer's weight, in float32: the sum over chunks, and that of one chunk.
-HEAD_COPIES = 2
+# Logits of a chunk, their exponentials and gradients, in float32. Gradients of the output layer's weight, in
+# float32: the sum over chunks, and that of one chunk.
+LOGIT_COPIES, HEAD_COPIES = 3, 2
 # Names of parts. The two processes are those of `weights.transport: nccl`.
 SLOTS, CUDA = "published versions", "CUDA"
 SENDER, RECEIVER = "process that sends", "process that receives"
@@ -38,8 +39,7 @@ CONTEXT_BYTES = 1 << 30
 COMMUNICATOR_BYTES = 410 << 20
 # Buckets of received weights are multiples of this, and at least one: `weights.layout.Layout.pieces`.
 BUCKET_STEP_BYTES = 16 << 20
-# What a generator's engine needs besides weights and KV cache: context, CUDA graphs, activations; and its
-# sampler per running sequence, in copies of the logits.
+# A generator's engine besides weights and KV cache; its sampler per running sequence, in copies of logits.
 ENGINE_BYTES, SAMPLER_COPIES = 2 << 30, 3
 
 
@@ -62,11 +62,12 @@ class ModelShape:
     adapter: int = 0
     # Of `parameters`, those of a vision part: neither trained nor published.
     frozen: int = 0
+    in_4bit: int = 0  # of `parameters`, those that `model.lora.load_in_4bit` keeps in 4 bits
     # Of `parameters`, those of embeddings and output layer, which are one table where they are tied.
     tables: int = 0
 
     @classmethod
-    def of(cls, config: Any, parameters: int, *, adapter: int = 0, frozen: int = 0) -> Self:
+    def of(cls, config: Any, parameters: int) -> Self:
         """The sizes in a model's Hugging Face `config`, with its number of `parameters`."""
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -79,8 +80,6 @@ class ModelShape:
             query=heads * head_size,
             kv=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
             vocabulary=text.vocab_size,
-            adapter=adapter,
-            frozen=frozen,
             tables=text.vocab_size * text.hidden_size * (1 if config.tie_word_embeddings else 2),
         )
 
@@ -96,8 +95,9 @@ def zero_stage(wanted: int, dtype: str) -> int:
 
 
 def weights_bytes(shape: ModelShape, model: ModelConfig) -> int:
-    """One copy of the weights: N b."""
-    return shape.parameters * DTYPE_BYTES[model.dtype]
+    """One copy of the weights: N b, less of those in 4 bits."""
+    whole = shape.parameters - shape.in_4bit
+    return whole * DTYPE_BYTES[model.dtype] + round(shape.in_4bit * BYTES_IN_4BIT)
 
 
 def published_bytes(shape: ModelShape, model: ModelConfig) -> int:
@@ -155,8 +155,8 @@ class Rank:
     @property
     def weights(self) -> int:
         """Bytes of the weights, and of an adapter."""
-        numbers = self.shape.parameters + self.shape.adapter
-        return self._share(numbers, DTYPE_BYTES[self.model.dtype], from_stage=3)
+        whole = replace(self.shape, parameters=self.shape.parameters + self.shape.adapter)
+        return self._share(weights_bytes(whole, self.model), 1, from_stage=3)
 
     @property
     def of_one_pass(self) -> int:

@@ -10,6 +10,7 @@ from asyncrl.config.resolved import wants_greedy
 from asyncrl.config.schema import Config
 from asyncrl.hosting.machine import Machine
 from asyncrl.hosting.memory_use import (
+    BYTES_IN_4BIT,
     CPU_KV_CACHE_GIB,
     DTYPE_BYTES,
     RECEIVER,
@@ -192,7 +193,9 @@ def _memory(
         formed = "the vision part: it has weights only, in engines and in the learner"
         yield _count("the model", "frozen", shape.frozen, formed)
     dtype, weights = config.model.dtype, weights_bytes(shape, config.model)
-    yield _size("the model", "weights", weights, f"parameters x {DTYPE_BYTES[dtype]} ({dtype})")
+    formed = f"parameters x {DTYPE_BYTES[dtype]} ({dtype})"
+    formed += f", but {shape.in_4bit:,} in 4 bits x {BYTES_IN_4BIT:.3f}" if shape.in_4bit else ""
+    yield _size("the model", "weights", weights, formed)
     if config.model.lora is not None:
         formed = "model.lora: the parameters with a gradient, in the optimizer and in checkpoints"
         yield _count("the model", "adapter", shape.adapter, formed)

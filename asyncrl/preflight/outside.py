@@ -9,6 +9,7 @@ from asyncrl.config.base import Mistake
 from asyncrl.config.named_files import SEEDS, is_local
 from asyncrl.config.schema import Config
 from asyncrl.extras import install_command
+from asyncrl.hosting.gpus import count_gpus
 from asyncrl.trainer.rates import rate_share
 
 # Schedules that need no arguments, which transformers would check, but takes seconds to import.
@@ -30,6 +31,8 @@ def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
     With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
     """
     yield from _optimizer_problems(config)
+    if config.model.has_4bit_base:
+        yield from _bits_problems(config)
     if config.checkpoint.hub is not None:
         from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
@@ -57,6 +60,22 @@ def _optimizer_problems(config: Config) -> Iterator[Mistake]:
             text = f"found {given}, which transformers' {optimizer.schedule} does not take: {error}"
             cure = f"correct it, or set another {where}.schedule"
             yield Mistake((f"{where}.schedule_arguments", f"{where}.schedule"), f"{text}; {cure}")
+
+
+def _bits_problems(config: Config) -> Iterator[Mistake]:
+    """Find what this machine lacks to keep a base in 4 bits."""
+    key = "model.lora.load_in_4bit"
+    if find_spec("bitsandbytes") is None:
+        text = f"the package bitsandbytes is not installed; run: {install_command('bitsandbytes')}"
+        yield Mistake((key,), text)
+    if config.generator.engine == "vllm":
+        cure = "set generator.engine: transformers"
+        if config.learner.device == "cpu" or (config.cluster.kind is None and not count_gpus()):
+            text = f"generator.engine is vllm, which keeps a base in 4 bits on GPUs only; {cure}"
+            yield Mistake((key, "generator.engine"), text)
+        elif find_spec("vllm_bnb_plugin") is None:
+            text = "vLLM needs a package for weights in 4 bits; run: pip install vllm-bnb-plugin, or"
+            yield Mistake((key, "generator.engine"), f"{text} {cure}")
 
 
 def absent_names(config: Config) -> Iterator[Mistake]:

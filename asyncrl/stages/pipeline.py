@@ -75,5 +75,5 @@ def _handed_on(config: StageConfig) -> list[str]:
     model, made = config.model, RunDirectory(config.run.directory).model
     if model.lora is None:
         return [f"model.path={made}"]
-    lora = model.lora.model_dump(mode="json", exclude={"sync"}) | {"start": str(made)}
+    lora = model.lora.model_dump(mode="json", exclude={"sync", "load_in_4bit"}) | {"start": str(made)}
     return [f"model.path={model.path}", f"model.lora={dump_values(lora, in_a_line=True)}"]

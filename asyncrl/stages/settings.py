@@ -65,7 +65,7 @@ def _is_read(config: "StageConfig") -> Iterator[Mistake]:
     """Find settings that only a run with generators reads."""
     for section, part, names in (
         ("model", config.model, ("chat_template", "tool_parser", "reasoning_parser", "router_replay")),
-        ("model.lora", config.model.lora or LoraConfig(), ("sync",)),
+        ("model.lora", config.model.lora or LoraConfig(), ("sync", "load_in_4bit")),
         ("telemetry", config.telemetry, ("prometheus_port", "samples_per_step")),
     ):
         for name in names:

@@ -17,7 +17,7 @@ from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
-from asyncrl.lora import SETTINGS, TENSORS, peft_config
+from asyncrl.lora import SETTINGS, TENSORS, base_arguments, peft_config
 from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
 from asyncrl.trainer.recompute import recompute
@@ -51,6 +51,7 @@ def load_model(
     require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
     options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    bits = base_arguments(config, device)
     attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
     try:
         of_model = AutoConfig.from_pretrained(config.path, **options)
@@ -58,7 +59,7 @@ def load_model(
             config.path,
             dtype=dtype,
             attn_implementation=of_text(of_model, attention),
-            **options,
+            **options | bits,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )

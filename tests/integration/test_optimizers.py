@@ -1,6 +1,5 @@
 """Every optimizer takes the step that its library takes on one process, and goes on exactly after a resume."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Adafactor, AutoModelForCausalLM
 
-from tests.support.libraries import packages_of, python_with
+from tests.support.libraries import with_bitsandbytes
 from tests.support.models import tiny_qwen2
 from tests.support.ranks import Ranks, forked_ranks
 from tests.support.trainer_worker import plain_loss
@@ -29,15 +28,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Ranks with bitsandbytes, which steps on CPUs too."""
-    python = python_with(
-        tmp_path_factory.mktemp("python"), ["--no-deps", "bitsandbytes==0.50.2"], ["bitsandbytes"]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", packages_of(python), prepend=":")
-        patch.setattr(sys, "path", [*sys.path, packages_of(python)])
-        with forked_ranks() as learner:
-            yield learner
+    with with_bitsandbytes(tmp_path_factory.mktemp("python")), forked_ranks() as learner:
+        yield learner
 
 
 def by_the_library(kind: str, model: Path) -> dict[str, Tensor]:

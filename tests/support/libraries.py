@@ -4,7 +4,8 @@ import asyncio
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def python_with(
     attempt([str(python), "-m", *pip, *packages], INSTALL_S)
     attempt([str(python), "-c", f"import {', '.join(imports)}"], IMPORT_S)
     return python
+
+
+@contextmanager
+def with_bitsandbytes(directory: Path) -> Iterator[None]:
+    """Let this process, and those that begin within, import bitsandbytes, which computes on CPUs too."""
+    python = python_with(directory, ["--no-deps", "bitsandbytes==0.50.2"], ["bitsandbytes"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", packages_of(python), prepend=":")
+        patch.setattr(sys, "path", [*sys.path, packages_of(python)])
+        yield
 
 
 def attempt(command: list[str], limit_s: float) -> None:

@@ -86,6 +86,8 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("model.lora.r=8", "did you mean `model.lora.rank`?"),
             ("model.lora.lora_alpha=8", "did you mean `model.lora.alpha`?"),
             ("model.lora.lora_dropout=0.1", "an adapter has no dropout here"),
+            ("model.load_in_4bit=true", "did you mean `model.lora.load_in_4bit`?"),
+            ("model.lora.load_in_4bit=true", "vLLM computes with such weights in bfloat16"),
             ("model.lora.rank=4", "model.lora.rank: found 4; allowed is one of 1, 8, 16"),
             ("generator.vllm.enable_lora=true", "generator.vllm.enable_lora: is refused: set model.lora"),
             ("learner.steps=0", "found 0; allowed is a whole number >= 1"),

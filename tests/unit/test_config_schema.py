@@ -187,6 +187,8 @@ FRESH = {"staleness": {"max_lag": 0}}
 BYPASS = {"proximal": "behaviour", "correction": "none"}
 ON_HOSTS = {"cluster": {"kind": "ray"}, "generator": {"count": 1}}
 LORA = {"model": {"path": "m", "lora": {}}}
+BITS = {"model": {"path": "m", "lora": {"load_in_4bit": True}}}
+ON_TRANSFORMERS = {"generator": {"engine": "transformers"}}
 KL = {"coefficient": 0.1}
 DPO = {
     "advantage": "dpo_pairs",
@@ -446,6 +448,18 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ),
     (LORA | algorithm(advantage="gae"), "whose critic would train all its weights"),
     ({"model": {"path": "m", "lora": {"sync": "merged", "start": "a"}}}, "set sync: adapter, or merge"),
+    (BITS, None),
+    (BITS | ON_TRANSFORMERS | {"model": {**BITS["model"], "dtype": "float32"}}, None),
+    (
+        {"model": {"path": "m", "lora": {"load_in_4bit": True, "sync": "merged"}}},
+        "model.lora.sync is merged, which sends whole weights; set sync: adapter",
+    ),
+    (BITS | {"learner": {"zero_stage": 3}}, "learner.zero_stage is 3, which cannot cut them; set at most 2"),
+    (
+        BITS | {"generator": {"vllm": {"quantization": "fp8"}}},
+        "generator.vllm has quantization: fp8, another",
+    ),
+    (BITS | {"model": {**BITS["model"], "dtype": "float32"}}, "computes with such weights in bfloat16"),
     (
         rates(schedule_arguments={"power": 2}),
         "schedule_arguments has power, but learner.optimizer.schedule is",

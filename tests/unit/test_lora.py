@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from asyncrl import lora
-from asyncrl.config.sections import LoraConfig, ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config.sections import LearnerConfig, LoraConfig, ModelConfig
+from asyncrl.errors import ConfigError, MissingLibrary
 from asyncrl.hosting.machine import read_model
+from asyncrl.hosting.memory_use import Rank, weights_bytes
+from asyncrl.preflight import outside
 from asyncrl.preflight.validate import validated_config
-from tests.support.models import model_of, peft_adapter, tiny_qwen2
+from tests.support.models import model_of, peft_adapter, tiny_moe, tiny_qwen2
 
 IDS = torch.arange(2, 30)[None]
 
@@ -141,9 +143,69 @@ def test_validate_names_what_is_wrong_with_an_adapter_and_where_it_is_set(base, 
     validated_config(path, ["model.lora.targets=[q_proj]"])
 
 
+def test_a_base_in_4_bits_is_refused_where_it_cannot_be_kept(base, tmp_path, monkeypatch):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"run: {{name: x}}\nmodel:\n  path: {base}\n  lora: {{load_in_4bit: true}}\n"
+        f"data: {{train: {tmp_path}/train.jsonl}}\nreward: {{functions: [{{function: exact_match}}]}}\n"
+        "sampling: {max_prompt_tokens: 8, max_response_tokens: 8}\n"
+    )
+    installed, on_transformers = {"bitsandbytes"}, ["generator.engine=transformers"]
+    monkeypatch.setattr(outside, "find_spec", lambda name: name in installed or None)
+    with pytest.raises(
+        ConfigError, match=r"run.yaml:4.*engine is vllm, which keeps a base in 4 bits on GPUs"
+    ):
+        validated_config(path)
+    monkeypatch.setattr(outside, "count_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=r"run: pip install vllm-bnb-plugin, or set generator.engine"):
+        validated_config(path)
+    assert validated_config(path, on_transformers).model.has_4bit_base
+    installed.clear()
+    with pytest.raises(ConfigError, match=r"run.yaml:4 .*pip install 'asyncrl\[bitsandbytes\]'"):
+        validated_config(path, on_transformers)
+    installed.add("bitsandbytes")
+    experts = tiny_moe(tmp_path / "experts")
+    with pytest.raises(ConfigError, match=r"model.lora.load_in_4bit: Qwen3MoeForCausalLM has experts"):
+        validated_config(path, [*on_transformers, f"model.path={experts}"])
+
+
+def test_a_base_without_bits_is_loaded_as_ever_and_a_missing_library_is_named(base):
+    assert lora.base_arguments(ModelConfig(path=str(base), lora=LoraConfig()), "cpu") == {}
+    with pytest.raises(MissingLibrary, match=r"pip install 'asyncrl\[bitsandbytes\]'"):
+        lora.base_arguments(ModelConfig(path=str(base), lora=LoraConfig(load_in_4bit=True)), "cpu")
+
+
+def test_layers_of_bitsandbytes_neither_round_their_scales_nor_save_them(base):
+    """Stand-ins for its layers, whose own code does both."""
+    model = model_of(base)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.support_avx512bf16_for_cpu = True
+            module._save_to_state_dict = lambda found, prefix, keep: found.update({f"{prefix}scales": 1})
+    lora.inject(model, LoraConfig())
+    found = [vars(one) for one in model.modules() if hasattr(one, "support_avx512bf16_for_cpu")]
+    assert found and not any(one["support_avx512bf16_for_cpu"] for one in found)
+    names = {name for name, _ in model.named_parameters()}
+    assert model.state_dict().keys() == names | {"lm_head.weight"}
+
+
 def test_the_numbers_of_an_adapter_are_counted_without_weights(base):
     _, shape = read_model(ModelConfig(path=str(base), lora=LoraConfig(rank=8)))
     model = model_of(base)
     assert shape.parameters == sum(one.numel() for one in model.parameters())
     lora.inject(model, LoraConfig(rank=8))
     assert shape.adapter == sum(one.numel() for _, one in lora.adapter_tensors(model)) > 0
+    assert shape.in_4bit == 0
+
+
+def test_a_base_in_4_bits_is_counted_so(base):
+    bits = ModelConfig(path=str(base), lora=LoraConfig(load_in_4bit=True))
+    _, shape = read_model(bits)
+    layers = [one for name, one in model_of(base).named_parameters() if "_proj.weight" in name]
+    assert shape.in_4bit == sum(one.numel() for one in layers) > 0
+    # 4 bits, a byte for 64 of them, and 4 bytes for 256 of these.
+    whole, in_4bit = shape.parameters - shape.in_4bit, shape.in_4bit / 2 * (1 + 1 / 32 + 1 / 2048)
+    assert weights_bytes(shape, bits) == pytest.approx(2 * whole + in_4bit, abs=1)
+    rank = Rank(shape, bits, LearnerConfig())
+    assert rank.weights == weights_bytes(shape, bits) + 2 * shape.adapter

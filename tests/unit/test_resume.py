@@ -90,6 +90,7 @@ CHANGES = {
     "model.lora.alpha": ["model.lora.alpha=16"],
     "model.lora.targets": ["model.lora.targets=[q_proj]"],
     "model.lora.start": ["model.lora.start=adapter"],
+    "model.lora.load_in_4bit": ["model.lora.load_in_4bit=true", "generator.engine=transformers"],
     "model.router_replay": ["model.router_replay=true", "generator.engine=transformers"],
     "sampling.top_k": ["sampling.top_k=50"],
     "data.train": ["data.train=other.jsonl"],

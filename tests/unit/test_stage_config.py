@@ -65,6 +65,7 @@ def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp
         ("stage=distil", "teacher is missing, and distil needs one"),
         ("model.chat_template=true", "model.chat_template: is for `asyncrl up`"),
         ("model.lora={sync: merged}", "model.lora.sync: is for `asyncrl up`"),
+        ("model.lora={load_in_4bit: true}", "model.lora.load_in_4bit: is for `asyncrl up`"),
         (
             "model.lora={start: nowhere}",
             "model.lora.start: nowhere/adapter_config.json",

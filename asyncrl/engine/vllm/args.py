@@ -56,6 +56,8 @@ def engine_args(
     if model.dtype != "float32":
         # A bfloat16 logit between 8 and 16 is rounded to a step of 0.06.
         arguments["hf_overrides"] = {"head_dtype": "float32"} | arguments.get("hf_overrides", {})
+    if model.has_4bit_base:
+        arguments["quantization"] = "bitsandbytes"  # that of the package vllm-bnb-plugin
     if device == "cpu":
         if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization or SMALL_SHARE

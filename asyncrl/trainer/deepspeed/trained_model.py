@@ -176,7 +176,9 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def size_of(parameter: nn.Parameter) -> int:
-    """Its numbers on all ranks."""
+    """Its numbers on all ranks; several are in one of a weight in 4 bits."""
+    if (bits := getattr(parameter, "quant_state", None)) is not None:
+        return int(bits.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,7 +95,9 @@ class DeepSpeedTrainer:
         trained = sum(map(size_of, adapter))
         numbers = sum(map(size_of, policy.parameters())) - trained
         frozen = sum(size_of(each) for each in policy.parameters() if not (each.requires_grad or trained))
-        shape = ModelShape.of(policy.config, numbers, adapter=trained, frozen=frozen)
+        in_4bit = sum(size_of(each) for each in policy.parameters() if hasattr(each, "quant_state"))
+        shape = ModelShape.of(policy.config, numbers)
+        shape = replace(shape, adapter=trained, frozen=frozen, in_4bit=in_4bit)
         self._reference_shape = _shape_of(self._reference.model) if self._reference else None
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         planned_bytes = Rank(shape, model, learner).torch_bytes(
