@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55324,
+    "lines of the package": 55284,
     "modules": 414,
-    "public functions and classes": 1498,
+    "public functions and classes": 1496,
     "modules of ours that a module imports, at most": 35,
-    "private functions that are used once": 650,
+    "private functions that are used once": 652,
 }
 
 
