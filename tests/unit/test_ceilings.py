@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55284,
+    "lines of the package": 55257,
     "modules": 414,
-    "public functions and classes": 1496,
+    "public functions and classes": 1493,
     "modules of ours that a module imports, at most": 35,
     "private functions that are used once": 652,
 }
