@@ -1,9 +1,10 @@
 """Warnings about valid configs: settings that may be intended, but are usually mistakes."""
 
+import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from asyncrl.data.reader import taken_answers, with_messages
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
-from asyncrl.preflight.idle_keys import idle_keys
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
@@ -202,3 +202,99 @@ def _limits(config: Config, root: Node, path: Path) -> Iterator[str]:
         if place.rpartition(":")[0] not in ("", str(path)):
             found = f"sampling.{key} is {getattr(config.sampling, key)} from {place}"
             yield f"{found}, but {path} names other data; set there what your texts need"
+
+
+_OF_REWARDS = "reward.functions is [], so there are no reward processes; name a function, or drop it"
+_OF_EPISODES = "only episodes are read with it; name an environment, or drop it"
+_OF_AGENTS = "only agents (environment.command) call the endpoint; drop it"
+_OF_OTHERS = "only the store of `url` has it, and store.url is not set; set it, or drop this"
+_OF_VLLM = "generator.engine is transformers, which has no such thing; drop it, or take vllm"
+
+# Keys that have no effect under the value of another key: whether it has one, else why not and what to do.
+# Where no config can mean it so, `config/rules.py` refuses it; these may be left from another run.
+KEYS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "model.revision": (
+        lambda one: not Path(one.model.path).is_dir(),
+        "model.path is a directory, which has one revision; drop it, or give the model's hub name",
+    ),
+    **dict.fromkeys(
+        ("model.tool_parser", "model.reasoning_parser"),
+        (lambda one: any(each.is_used for each in one.environments.values()), _OF_EPISODES),
+    ),
+    "data.prompt_field": (
+        lambda one: one.data.template is None,
+        "data.template stands in its place; drop one of them",
+    ),
+    "data.last_answer": (
+        lambda one: bool(one.model.chat_template) and one.data.template is None,
+        "prompts are text; drop it, or set model.chat_template: true without data.template",
+    ),
+    "data.curriculum.solved": (
+        lambda one: one.data.curriculum.floor is not None,
+        "data.curriculum.floor is null, so no prompt is skipped; set a share such as 0.1, or drop this",
+    ),
+    "data.eval_split": (
+        lambda one: any(not each.split for each in one.data.eval),
+        "data.eval names no dataset with splits; set it, or drop this",
+    ),
+    **dict.fromkeys(
+        ("reward.timeout_s", "reward.workers", "reward.sandbox", "reward.memory_gib"),
+        (lambda one: bool(one.reward_functions), _OF_REWARDS),
+    ),
+    **dict.fromkeys(
+        ("environment.address", "environment.constraints", "environment.frozen"),
+        (lambda one: any(each.command for each in one.environments.values()), _OF_AGENTS),
+    ),
+    "environment.workers": (
+        lambda one: any(each.uses for each in one.environments.values()),
+        "an agent (environment.command) has a process for each episode; drop it",
+    ),
+    "environment.max_observation_characters": (
+        lambda one: any(each.uses for each in one.environments.values()),
+        "an agent (environment.command) writes its own messages; cut them there, and drop this",
+    ),
+    "environment.history": (
+        lambda one: bool(one.model.chat_template),
+        "model.chat_template is false, so no template renders earlier turns; set it to true, or drop this",
+    ),
+    "algorithm.imitation.solved": (
+        lambda one: one.algorithm.imitation.coefficient > 0,
+        "algorithm.imitation.coefficient is 0, so no answer is imitated; set it to 0.1, or drop this",
+    ),
+    "algorithm.reference.gpus": (
+        lambda one: bool(one.teacher),
+        "algorithm.reference.scorers is 0, so the learner holds the teacher; set it, or drop this",
+    ),
+    "checkpoint.best_is": (
+        lambda one: one.checkpoint.best is not None,
+        "checkpoint.best is null, so no checkpoint is the best; name a metric, or drop this",
+    ),
+    "generator.enforce_eager": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
+    "generator.kv_cache_gib": (lambda one: one.generator.engine == "vllm", _OF_VLLM),
+    "store.password_env": (lambda one: one.store.url is not None, _OF_OTHERS),
+    "store.insecure": (lambda one: one.store.url is not None, _OF_OTHERS),
+    "store.fsync": (
+        lambda one: one.store.url is None,
+        "the server of store.url has its own settings; set appendfsync there, and drop this",
+    ),
+    "telemetry.wandb_project": (
+        lambda one: one.telemetry.wandb != "off",
+        "telemetry.wandb is off; set it to online or offline, or drop this",
+    ),
+    "telemetry.prometheus_host": (
+        lambda one: one.telemetry.prometheus_port is not None,
+        "telemetry.prometheus_port is null, so nothing listens; set a port, or drop this",
+    ),
+}
+
+
+def idle_keys(config: Config) -> Iterator[str]:
+    """Warn of each key of `KEYS` that is set and has no effect."""
+    for key, (acts, why) in KEYS.items():
+        *parts, name = key.split(".")
+        section: Any = functools.reduce(lambda part, at: part and getattr(part, at), parts, config)
+        if section is None:
+            continue
+        found = getattr(section, name)
+        if found != type(section).model_fields[name].default and not acts(config):
+            yield f"{key} is {found}, but {why}"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55257,
-    "modules": 414,
+    "lines of the package": 55204,
+    "modules": 407,
     "public functions and classes": 1493,
     "modules of ours that a module imports, at most": 35,
-    "private functions that are used once": 652,
+    "private functions that are used once": 651,
 }
 
 

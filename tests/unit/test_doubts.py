@@ -10,8 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.data import dataset
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import doubts as doubt_rules
-from asyncrl.preflight.doubts import doubts, require_device
-from asyncrl.preflight.idle_keys import KEYS
+from asyncrl.preflight.doubts import KEYS, doubts, require_device
 from tests.support.model_files import model_files
 
 ROOT = Path(__file__).resolve().parents[2]
