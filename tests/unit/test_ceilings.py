@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55204,
-    "modules": 407,
-    "public functions and classes": 1493,
+    "lines of the package": 55065,
+    "modules": 406,
+    "public functions and classes": 1491,
     "modules of ours that a module imports, at most": 35,
-    "private functions that are used once": 651,
+    "private functions that are used once": 646,
 }
 
 
