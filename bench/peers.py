@@ -10,7 +10,7 @@ the whole run without those of the later steps and of the checkpoints at other s
 first step whose score is that of TRL, less one standard error, or higher; the ratios are those of the seconds
 until then.
 
-    python -m asyncrl.quickstart.stories build/stories15m
+    python examples/stories.py build/stories15m
     python -m bench.peers [KEY=VALUE ...] [--seeds 0 1 2] [--steps 20] [--show] [--json FILE]
 
 It needs asyncrl[stages], which brings TRL. TRL samples by transformers, as it does by default.

@@ -19,8 +19,7 @@ from PIL import Image, ImageChops
 from rich.console import Console
 
 from asyncrl.results.archive import read_archive
-from asyncrl.results.compare import compare_page, labelled
-from asyncrl.results.gaps import gaps
+from asyncrl.results.compare import compare_page, gaps, labelled
 from asyncrl.results.run_page import report_page
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.dashboard import render

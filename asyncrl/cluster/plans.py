@@ -1,18 +1,22 @@
 """The command of each host of a run, and what hosts must reach, as functions of its config."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.buffer.users import GENERATOR, with_user
 from asyncrl.cluster.base import LEARNER_ADDRESS, HostPlan
 from asyncrl.config.addresses import AUTO, STORE_PORT, filled_in
 from asyncrl.config.schema import Config
+from asyncrl.errors import RunError
 from asyncrl.hosting.route import reaches
-from asyncrl.run.keys import JoinKeys
+from asyncrl.run.keys import SECRET_VARIABLE, JoinKeys, is_given
 
 RANKS, GENERATORS = "learner-", "generators-"
 LEARNER = f"{RANKS}0"
+# By which SkyPilot, which gives all nodes the same command, tells them apart.
+NODES, NODE = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
 
 
 def reachable(config: Config) -> Config:
@@ -71,3 +75,28 @@ def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
         words = " ".join(word if LEARNER_ADDRESS in word else shlex.quote(word) for word in plan.argv)
         yield f"{plan.name}{gpus}: asyncrl {words}{key}"
     yield from map(str, reaches(config, LEARNER_ADDRESS))
+
+
+def nodes_in(environment: Mapping[str, str]) -> list[str]:
+    """Return the addresses of SkyPilot's nodes; empty without SkyPilot, or with one node."""
+    nodes = environment.get(NODES, "").split()
+    return nodes if len(nodes) > 1 else []
+
+
+def node_plan(config: Config, file: Path, environment: Mapping[str, str]) -> HostPlan:
+    """Return the command of this node: the first has the learner, the others generators. Raises RunError."""
+    nodes, number = nodes_in(environment), int(environment[NODE])
+    if config.cluster.learner_hosts > 1:
+        raise RunError(
+            f"cluster.learner_hosts is {config.cluster.learner_hosts}, but under SkyPilot the learner has "
+            "one node; leave it out, with the GPUs of one node"
+        )
+    if not is_given(environment):
+        raise RunError(
+            f"{SECRET_VARIABLE} is not set, by which the nodes of a run know each other; give it to all: "
+            f"sky launch --secret {SECRET_VARIABLE}=$(openssl rand -hex 32)"
+        )
+    if number == 0:
+        return learner_plan(config, file, on_gpus=False)
+    plan = generators_plan(config, file, number - 1, None, on_gpus=False)
+    return replace(plan, argv=[word.replace(LEARNER_ADDRESS, nodes[0]) for word in plan.argv])

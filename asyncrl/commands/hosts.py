@@ -16,8 +16,15 @@ from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.engines import open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
-from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plan, rank_plans, reachable
-from asyncrl.cluster.skypilot import node_plan, nodes_in
+from asyncrl.cluster.plans import (
+    GENERATORS,
+    generators_plan,
+    learner_plan,
+    node_plan,
+    nodes_in,
+    rank_plans,
+    reachable,
+)
 from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.schema import Config
+from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.gpus import count_gpus, has_instances
-from asyncrl.hosting.machine import read_shape, this_machine
+from asyncrl.hosting.machine import read_model, read_shape, this_machine
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.hosting.nvidia import peer_reads
 from asyncrl.hosting.placement import Placement, misplaced_generators, place_slots, placement_of
 from asyncrl.hosting.smi import is_installed
 from asyncrl.preflight.doubts import doubts
-from asyncrl.preflight.forecast import Forecast, forecast
-from asyncrl.preflight.model_shape import estimates, read_trained_shape
+from asyncrl.preflight.forecast import Forecast, estimates, forecast
 from asyncrl.preflight.validate import validated_config
 
 HOST_SLOTS = (
@@ -92,6 +92,23 @@ def _require_fit(config: Config, placed: Callable[[int], Placement]) -> list[str
     if plan.misfits:
         raise ConfigError(f"{'; '.join(plan.misfits)}. `asyncrl plan` shows how this is computed")
     return list(estimates(shape))
+
+
+def read_trained_shape(model: ModelConfig, learner: LearnerConfig | None) -> ModelShape:
+    """Return the shape of a model, with what its layers keep for the backward pass of a `learner`.
+
+    Raises:
+        DataError: the config cannot be read, or transformers does not know the architecture.
+        ConfigError: the learner would refuse the model.
+    """
+    config, shape = read_model(model)
+    if learner is None:
+        return shape
+    from asyncrl.trainer.kept import counted  # slow to import
+    from asyncrl.trainer.miniature import require_agreement
+
+    require_agreement(config)
+    return counted(shape, config, model, learner.gradient_checkpointing)
 
 
 def _teacher(config: Config) -> ModelShape | None:

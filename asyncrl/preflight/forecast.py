@@ -30,7 +30,6 @@ from asyncrl.hosting.memory_use import (
 from asyncrl.hosting.placement import GENERATORS_SHARE, Placement, placement_of
 from asyncrl.preflight.frame_size import frame_bytes
 from asyncrl.preflight.gpu_use import GpuUse, full_gpu, gpu_uses
-from asyncrl.preflight.model_shape import estimates
 from asyncrl.telemetry.text import data_size
 
 GIB = 1 << 30
@@ -105,6 +104,17 @@ def forecast(
     misfits = tuple(_misfits(plan, uses, placement))
     warnings = (*_flow_warnings(config, plan), *misfits, *_memory_warnings(config, plan, uses, machine))
     return replace(plan, warnings=(*estimates(shape), *warnings), misfits=misfits)
+
+
+def estimates(shape: ModelShape) -> Iterator[str]:
+    """Warn of a number that is less certain than the others, because of the model's architecture."""
+    if shape.uncounted:
+        yield (
+            "the activations of this architecture are estimated, as those of Llama's layers, because torch "
+            f"cannot count them without data ({shape.uncounted}): the learner may need much more; compare "
+            "memory/allocated_bytes with memory/planned_bytes in the first steps, and lower "
+            "learner.tokens_per_microbatch if it runs out of memory"
+        )
 
 
 def _per_episode(config: Config) -> int:

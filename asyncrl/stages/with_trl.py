@@ -2,15 +2,17 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 
+from asyncrl.config.named_files import is_local
 from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, lacks_gpu_memory
 from asyncrl.extras import from_extra
 from asyncrl.files import with_cure
@@ -18,12 +20,12 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
-from asyncrl.stages.card import stage_card
 from asyncrl.stages.follow import Follow
 from asyncrl.stages.record import digest_of, read_stage, write_stage
 from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
+from asyncrl.telemetry.text import visible, visible_lines
 
 # Defaults of ours in place of TRL's, which keeps every checkpoint.
 DEFAULTS = {"save_total_limit": 2}
@@ -187,3 +189,28 @@ def _as_our_errors(config: StageConfig, directory: RunDirectory) -> Iterator[Non
         raise
     except ValueError as error:
         raise ConfigError(f"stage {config.stage}: TRL refuses this: {error}") from error
+
+
+def stage_card(config: StageConfig, record: Mapping[str, Any], library: str) -> str:
+    """Return origin, rows, settings and results of the model, without paths of this machine in the head."""
+    model, data = config.model.path, config.data.train.partition(":")[0]
+    task = "text-classification" if config.stage == "rm" else "text-generation"
+    head = {"library_name": library, "pipeline_tag": task, "tags": ["asyncrl", "trl", config.stage]}
+    head |= {} if is_local(model) else {"base_model": model}
+    head |= {} if is_local(data) else {"datasets": [data]}
+    made = {"rows": record["fixed"]["data.train"], "trl": config.trl, "versions": record["versions"]}
+    before, after = record["before"], record["after"]
+    measured = [f"| {visible(name)} | {before.get(name, '')} | {after[name]} |" for name in after]
+    trainer = f"TRL's {TRAINERS[config.stage][1]}Trainer"
+    return "\n".join(
+        [
+            "---", _yaml(head), "---", "", f"# {visible(config.run.name)}", "",
+            f"{visible(model)} after {record['steps']} steps of {trainer}.", "",
+            "| held out | before | after |", "|---|---|---|", *measured, "",
+            "```yaml", visible_lines(_yaml(made)).replace("```", "'''"), "```", "",
+        ]
+    )  # fmt: skip
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False).strip()

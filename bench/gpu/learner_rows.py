@@ -8,9 +8,9 @@ import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.hosting.machine import this_machine
+from asyncrl.preflight.fit import read_trained_shape
 from asyncrl.preflight.forecast import forecast
-from asyncrl.preflight.model_shape import read_trained_shape
-from asyncrl.trainer.flops import is_known, peak_flops_per_s, step_flops
+from asyncrl.trainer.meter import is_known, peak_flops_per_s, step_flops
 from bench.gpu.figures import Figure, Place, absent, judged, noted
 from bench.gpu.training_rate import lone_trainer, rollouts, step_of
 

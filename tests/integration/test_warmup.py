@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.errors import DataError, RunError
 from asyncrl.quickstart import warmup
 from asyncrl.quickstart.shipped import SHIPPED, place
-from asyncrl.quickstart.smollm2 import convert_smollm2
 from asyncrl.quickstart.warmup import (
     EOS,
     IGNORED,
@@ -22,6 +21,7 @@ from asyncrl.quickstart.warmup import (
     careless_sum,
     split_sums,
 )
+from examples.smollm2 import convert_smollm2
 
 pytestmark = pytest.mark.integration
 

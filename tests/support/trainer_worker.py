@@ -32,7 +32,7 @@ from asyncrl.config.sections import BatchConfig, LearnerConfig, ModelConfig
 from asyncrl.errors import CheckpointError, DataError
 from asyncrl.hosting.memory_use import ModelShape, Rank
 from asyncrl.hosting.processes import die_with_parent
-from asyncrl.preflight.model_shape import read_trained_shape
+from asyncrl.preflight.fit import read_trained_shape
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous

@@ -15,8 +15,8 @@ from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.preflight.forecast import forecast
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.functions import bind, load_function
-from asyncrl.trainer.flops import peak_flops_per_s, step_flops
 from asyncrl.trainer.kept import counted
+from asyncrl.trainer.meter import peak_flops_per_s, step_flops
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.config.sections import ModelConfig
 from asyncrl.hosting.machine import read_shape
 from asyncrl.hosting.memory_use import ModelShape
-from asyncrl.trainer.flops import forward_flops, is_known, peak_flops_per_s, step_flops
+from asyncrl.trainer.meter import forward_flops, is_known, peak_flops_per_s, step_flops
 
 SIZES = {
     "hidden_size": 256,

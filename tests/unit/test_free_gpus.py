@@ -10,8 +10,8 @@ from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import DataError
 from asyncrl.hosting.machine import Machine, read_shape
 from asyncrl.hosting.memory_use import generator_kv_bytes
-from asyncrl.results import free_gpus
-from asyncrl.results.free_gpus import room_on_gpus
+from asyncrl.results import engine_process
+from asyncrl.results.engine_process import room_on_gpus
 from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 
@@ -77,7 +77,7 @@ def test_a_cpu_has_no_shares(config):
 def test_a_context_of_cuda_fits_beside_the_share_of_a_small_gpu(config, monkeypatch):
     made = config(used=(1024, 1024))
     machine = Machine(memory_bytes=0, gpu_bytes=(12 << 30,), others_bytes=(1 << 30,))
-    monkeypatch.setattr(free_gpus, "this_machine", lambda device: machine)
+    monkeypatch.setattr(engine_process, "this_machine", lambda device: machine)
     _, generator = room_on_gpus(made)
     assert generator.gpu_memory_utilization == pytest.approx(10 / 12)
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.evaluation import summarise
 from asyncrl.report.reports import eval_records, write_records
 from asyncrl.results.archive import read_archive
-from asyncrl.results.compare import compare_runs
-from asyncrl.results.gaps import gaps
+from asyncrl.results.compare import compare_runs, gaps
 from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.text import number
 from asyncrl.types import Group

@@ -20,8 +20,8 @@ from asyncrl.hosting.memory_use import (
     kept_bytes_per_token,
 )
 from asyncrl.launch import generator_process
-from asyncrl.preflight.forecast import forecast
-from asyncrl.preflight.model_shape import estimates, read_trained_shape
+from asyncrl.preflight.fit import read_trained_shape
+from asyncrl.preflight.forecast import estimates, forecast
 from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.device import limit_memory

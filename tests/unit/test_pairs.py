@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 
 from asyncrl.errors import RunError
 from asyncrl.learner import Step
-from asyncrl.report.pairs import PairsFile
-from asyncrl.report.reports import eval_records
+from asyncrl.report.reports import PairsFile, eval_records
 from asyncrl.results.recorded import pairs_of
 from asyncrl.types import Prompt
 from tests.support.steps import group, step

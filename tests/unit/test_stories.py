@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.quickstart.stories import HEAD, HELD_OUT, TRAINING, make_stories, story_rows, widen_heads
+from examples.stories import HEAD, HELD_OUT, TRAINING, make_stories, story_rows, widen_heads
 from tests.support.pages import ROOT
 
 IDS = torch.randint(0, 40, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -100,6 +100,6 @@ def test_what_a_command_lacks_is_said_with_its_usage(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [name, *arguments])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "asyncrl" / "quickstart" / f"{name}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     found = capsys.readouterr().err
-    assert ended.value.code == 2 and f"usage: python -m asyncrl.quickstart.{name} " in found and said in found
+    assert ended.value.code == 2 and f"usage: python examples/{name}.py " in found and said in found

@@ -16,8 +16,7 @@ from asyncrl.hosting.memory_use import ModelShape, Rank, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
 from asyncrl.trainer.device import choose_device
-from asyncrl.trainer.flops import forward_flops, step_flops
-from asyncrl.trainer.meter import Meter
+from asyncrl.trainer.meter import Meter, forward_flops, step_flops
 from asyncrl.trainer.open import open_trainer
 from tests.support.steps import rollout, step
 

