@@ -6,11 +6,12 @@ from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
-from asyncrl.environments.caller import Caller, ToolPool
+from asyncrl.environments.caller import Caller
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.fork_server import ForkServer
 from asyncrl.environments.loops import Ask, asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
+from asyncrl.environments.tool_pool import ToolPool
 from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import EnvironmentFault
 
@@ -77,7 +78,7 @@ class Environments:
 
     async def close(self) -> None:
         """Kill all processes."""
-        if isinstance(self._shared, Rollouts):
+        if self._shared is not None:
             await self._shared.close()
         await self._server.close()
 

@@ -321,6 +321,8 @@ def test_a_model_that_asks_for_too_much_memory_reads_so(tmp_path, name, where):
 
 
 def test_calls_behind_one_that_kills_its_worker_are_made_by_another(tmp_path):
+    """Quick calls travel together; only the oldest has begun."""
+
     async def scenario():
         async with environment(tmp_path, TOOLS, "add fail wait", step_s=1.0) as played:
             quick = [ScriptedTalk([calls(*[("add", {"a": n, "b": 1})] * 20), ""]) for n in range(20)]
