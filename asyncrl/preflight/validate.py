@@ -214,9 +214,7 @@ def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mist
     if not Path(program).name.startswith("python"):
         return
     values = {at + 1 for at, word in enumerate(words) if word in ("-W", "-X")}
-    begins = (
-        at for at, one in enumerate(words) if at not in values and (one[:1] != "-" or one in ("-c", "-m"))
-    )
+    begins = (n for n, one in enumerate(words) if n not in values and (one[:1] != "-" or one in ("-c", "-m")))
     first, *others = words[next(begins, len(words)) :] or [""]
     found = ""
     if first == "" or (first in ("-c", "-m") and not others):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55790,
-    "modules": 418,
-    "public functions and classes": 1506,
+    "lines of the package": 55680,
+    "modules": 410,
+    "public functions and classes": 1500,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 657,
+    "private functions that are used once": 658,
 }
 
 
