@@ -94,6 +94,7 @@ NOT_TYPED = {
     "python -m bench.scorers": "minutes: two engines; tests/integration/test_scorers.py asks such a scorer",
     "python -m bench.lora": "minutes: two engines under load; tests/integration/test_engine_lora.py has the updates",
     "python -m bench.stall": "minutes: an engine under load; its parts are in tests/integration/test_engine.py",
+    "python -m bench.stops": "whole runs, ten minutes: tests/integration/test_stopped_run.py has a shorter one",
     "python -m pytest": "is what runs this",
     "python -m reliability.chaos": "minutes: tests/chaos/test_chaos.py has every kind of fault for seconds",
     "python -m reliability.chaos.bounds": "minutes: tests/chaos/test_bounds.py has each for seconds",
