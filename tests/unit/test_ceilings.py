@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55790,
+    "lines of the package": 55789,
     "modules": 418,
     "public functions and classes": 1506,
     "modules of ours that a module imports, at most": 36,
