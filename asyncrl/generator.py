@@ -124,9 +124,7 @@ class Generator:
                     if held := list(self._held[lane.name]):
                         await asyncio.to_thread(lane.buffer.give_back, self._holder, held)
             except StoreError as error:
-                log.warning(
-                    "held tickets were not given back; they are free when their leases end: %s", error
-                )
+                log.warning("tickets were not given back; they are free when their leases end: %s", error)
             await self.control.leave()
 
     async def _run_tasks(self, hello: Hello) -> None:
@@ -149,7 +147,8 @@ class Generator:
     async def _lease_forever(self) -> None:
         pause_s = SHORTEST_PAUSE_S
         while True:
-            leased = 0 if self._heartbeats.groups else await self._lease(self.lanes[-1])  # the learner waits
+            is_first = self._weights.version == 0 and not self._heartbeats.groups  # the learner waits
+            leased = await self._lease(self.lanes[-1]) if is_first else 0
             leased = leased or sum([await self._lease(lane) for lane in self.lanes])
             pause_s = SHORTEST_PAUSE_S if leased else min(pause_s * 2, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)

@@ -36,6 +36,7 @@ def hangs(prompt, response):
     return 0.5
 def always_hangs(prompt, response):
     HANG
+    return 0.5
 def nan(prompt, response, answer):
     return float("nan") if response.startswith("no ") else 1.0
 def constant(prompt, response, **row):
@@ -55,7 +56,7 @@ def small(completions, ground_truth, **kwargs):
 def large(prompt, response, ground_truth):
     return 1.0 if int(ground_truth) > 8 else None
 def forgets(prompt, response):
-    len(response)
+    return None if response else None
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None

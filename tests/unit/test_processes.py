@@ -32,5 +32,5 @@ def test_a_bound_process_dies_with_a_parent_that_is_killed() -> None:
 
 def test_no_process_of_ours_takes_modules_of_the_working_directory() -> None:
     sources = {path: path.read_text() for path in Path(asyncrl.__path__[0]).rglob("*.py")}
-    assert [path.name for path, text in sources.items() if '"-m"' in text] == ["processes.py"]
+    assert [path.name for path, text in sources.items() if '"-m",' in text] == ["processes.py"]
     assert module_argv("a.b", "c") == [sys.executable, "-P", "-m", "a.b", "c"]
