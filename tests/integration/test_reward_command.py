@@ -56,7 +56,7 @@ def small(completions, ground_truth, **kwargs):
 def large(prompt, response, ground_truth):
     return 1.0 if int(ground_truth) > 8 else None
 def forgets(prompt, response):
-    return None if response else None
+    return None
 def dies(prompt, response):
     import os
     os._exit(3) if response == "0" else None
