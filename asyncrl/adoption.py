@@ -104,7 +104,7 @@ class Adoption:
         report = partial(UpdateReport, version=order.version, lineage=order.weights.lineage)
         try:
             if self.agreement.floor is None:  # the engine has the weights with which it started
-                self.agreement.begin(await self.engine.score(order.probe_ids), order)
+                self.agreement.begin(await asyncio.gather(*map(self.engine.score, order.probe_ids)), order)
             moving_s = time.monotonic()
             staged = await asyncio.to_thread(self.staging.stage, order)  # requests run on
             staged_s = time.monotonic() - moving_s
@@ -143,7 +143,7 @@ class Adoption:
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
         try:
-            return self.agreement.judge(await self.engine.score(order.probe_ids), order)
+            return self.agreement.judge(await asyncio.gather(*map(self.engine.score, order.probe_ids)), order)
         except ProbeRefused:
             self.engine.distrust()
             await self._discard_running()

@@ -147,7 +147,7 @@ async def measure(arguments, source):
                 transport=transport,
                 deadline_s=60.0,
                 details={**shared, "checksums": list(sums[transport])},
-                probe_ids=PROBE,
+                probe_ids=(PROBE,),
                 probe_logprobs=(),
                 initial_logprobs=(),
             )

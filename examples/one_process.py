@@ -210,7 +210,7 @@ class Run:
             transport="memory",
             deadline_s=10.0,
             details={"tensors": tensors},
-            probe_ids=PROBE,
+            probe_ids=(PROBE,),
             probe_logprobs=tuple(self._trainer.score([PROBE])[0]),
             initial_logprobs=self._initial_logprobs,
         )

@@ -27,10 +27,10 @@ def require_right_code(config: Config) -> None:
 
 
 def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence[int]], list[float]]:
-    """Return the sequences of the probe, and the learner's log-probabilities of the last one.
+    """Return the sequences that engines score, and the learner's log-probabilities, one after the other.
 
-    The learner and transformers score several packed sequences of several lengths, one of them beyond a
-    sliding window. Raises ConfigError on every rank if they differ by more than rounding explains.
+    The learner and transformers score these, packed, and one more beyond a sliding window. Raises ConfigError
+    on every rank if they differ by more than rounding explains.
     """
     text = read_model(config.model)[0].get_text_config()
     longest = config.sampling.max_tokens
@@ -51,4 +51,4 @@ def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence
     for share, fault in enumerate(map(bytes.decode, trainer.gather(found.encode()))):
         if fault:
             raise ConfigError(f"model.path: {config.model.path}, share {share} of the learner: {fault}")
-    return probe, trainer.score(probe)[-1]
+    return probe, [*chain(*trainer.score(probe))]

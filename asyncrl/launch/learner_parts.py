@@ -72,7 +72,7 @@ def open_lead_run(
         config,
         trainer.specs(),
         device=trainer.device.type,
-        probe_ids=probe[-1],
+        probe_ids=probe,
         initial_logprobs=initial_logprobs,
         directory=directory.weights,
         history=begun.history,

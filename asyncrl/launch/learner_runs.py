@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import sub
 from types import TracebackType
 from typing import Self
@@ -44,7 +45,7 @@ class LeadRun:
     """`learner.Run` of rank 0. Its end as a context manager shows the last state and ends the generators."""
 
     trainer: Trainer
-    # The token sequences of the probe; engines score the last one.
+    # The token sequences of the probe.
     probe: Sequence[Sequence[int]]
     logs: LogContext
     # Set when the learner is asked to stop; every rank saves first.
@@ -57,7 +58,7 @@ class LeadRun:
     saving: LeadSaving
     page: StatusPage
     _rounds: int = field(default=0, init=False)
-    # The scores of the last sequence of the probe, and how far the last step moved them on average, in nats.
+    # The scores of the probe, and how far the last step moved them on average, in nats.
     _before: Sequence[float] = field(default=(), init=False)
     _moved: float = field(default=0.0, init=False)
 
@@ -97,7 +98,7 @@ class LeadRun:
     def publish(self, version: int) -> None:
         """Publish the weights first, then open the credit for the groups that they will sample."""
         self.logs.version = version
-        logprobs = self.trainer.score(self.probe)[-1]
+        logprobs = [*chain(*self.trainer.score(self.probe))]
         self._moved = sum(map(abs, map(sub, logprobs, self._before or logprobs))) / max(1, len(logprobs))
         self._before = logprobs
         self.page.enter("training")

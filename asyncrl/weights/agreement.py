@@ -126,22 +126,22 @@ class Agreement:
     floor: Difference | None = None
     has_passed: bool = False  # whether any weights have passed; the learner orders the initial model, too
 
-    def begin(self, scores: NDArray[np.float32], order: UpdateOrder) -> None:
-        """Take the floor from the engine's scores with the weights of version 0."""
-        self.floor = Difference.between(scores, order.initial_logprobs)
+    def begin(self, scores: Sequence[NDArray[np.float32]], order: UpdateOrder) -> None:
+        """Take the floor from the engine's scores of each sequence with the weights of version 0."""
+        self.floor = Difference.between(np.concatenate(scores), order.initial_logprobs)
         log.info(
             "engine and learner score the probe with the same weights and differ by %s: rounding of %s; "
             "an update may differ by %s",
             *(self.floor, self._rounding, _allowed(self.floor, self.limit, self._explained)),
         )
 
-    def judge(self, scores: NDArray[np.float32], order: UpdateOrder) -> dict[str, Any]:
-        """Compare the engine's scores with the learner's; return the fields of the report.
+    def judge(self, scores: Sequence[NDArray[np.float32]], order: UpdateOrder) -> dict[str, Any]:
+        """Compare the engine's scores of each sequence with the learner's; return the fields of the report.
 
         Raises ProbeRefused if they, or those of version 0, differ by more than rounding explains.
         """
         assert self.floor is not None
-        found = Difference.between(scores, order.probe_logprobs)
+        found = Difference.between(np.concatenate(scores), order.probe_logprobs)
         allowed = _allowed(self.floor, self.limit, self._explained)
         values = (found.mean, found.max, allowed.max, self.floor.mean, self.floor.max)
         measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))

@@ -47,8 +47,9 @@ class UpdateOrder:
     deadline_s: float
     # A slot, or a source to fetch it from; layout and checksums.
     details: dict[str, Any]
-    probe_ids: tuple[int, ...]
-    # The learner's log-probabilities of probe_ids[1:] at `version`, in nats.
+    # Sequences of several lengths, which the engine scores at the same time.
+    probe_ids: tuple[tuple[int, ...], ...]
+    # The learner's log-probabilities of `ids[1:]` of each, one after the other, at `version`, in nats.
     probe_logprobs: tuple[float, ...]
     # The same with the weights of model.path, and with the adapter of `model.lora` as it begins: version 0.
     initial_logprobs: tuple[float, ...]

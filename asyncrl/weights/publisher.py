@@ -42,8 +42,8 @@ class SlotPublisher:
         layout: layout of the parameters that every `publish` gets.
         device: "cpu" or "cuda", where versions are published. Parameters on a GPU may have their versions in
             memory of the host; then the training loop waits for a copy to the host.
-        probe_ids: the fixed token sequence of the probe.
-        initial_logprobs: its log-probabilities under the initial weights, in nats.
+        probe_ids: the fixed token sequences of the probe.
+        initial_logprobs: their log-probabilities under the initial weights, in nats.
         directory: emptied and owned by this object, for the versions of the disk transport.
         deadline_s: bound on one transfer.
         interface: address of this host for generators on other hosts, which fetch weights from a port of it;
@@ -57,7 +57,7 @@ class SlotPublisher:
         layout: Layout,
         *,
         device: str = "cpu",
-        probe_ids: Sequence[int],
+        probe_ids: Sequence[Sequence[int]],
         initial_logprobs: Sequence[float],
         directory: Path,
         deadline_s: float,
@@ -74,7 +74,7 @@ class SlotPublisher:
             transport="",
             deadline_s=deadline_s,
             details={},
-            probe_ids=tuple(probe_ids),
+            probe_ids=tuple(map(tuple, probe_ids)),
             probe_logprobs=(),
             initial_logprobs=tuple(initial_logprobs),
             history=str(history),
@@ -281,7 +281,7 @@ def open_publisher(
     specs: Sequence[TensorSpec],
     *,
     device: str,
-    probe_ids: Sequence[int],
+    probe_ids: Sequence[Sequence[int]],
     initial_logprobs: Sequence[float],
     directory: Path,
     history: History,

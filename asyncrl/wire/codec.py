@@ -7,7 +7,8 @@
 
 The checksum is a keyed BLAKE2b over everything else. There are no pickles, and a sender cannot choose the
 type of an object. A new field has a default, and a new column is optional. Any other change of the format
-needs a new WIRE_VERSION; frozen frames in the tests show when.
+needs a new WIRE_VERSION, except of a message that is sent after both sides have said that their releases are
+the same; frozen frames in the tests show when.
 
 The header has the version of the format, not the release. A learner can thus read the greeting of a generator
 of another release, and answers with both releases. After an upgrade, the groups in the store are still read.

@@ -341,7 +341,7 @@ class Learner:
         with inside(hosts.learner.file) if hosts else nullcontext():
             self.publisher = SlotPublisher(
                 LAYOUT,
-                probe_ids=PROBE,
+                probe_ids=(PROBE,),
                 initial_logprobs=probe_logprobs(0),
                 directory=directory / "w",
                 deadline_s=deadline_s,

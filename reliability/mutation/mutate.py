@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant("metrics", "log_ratio(batch.reference_logprobs_T, current_T)", "log_ratio(current_T, batch.reference_logprobs_T)"),
     Mutant("metrics", "batch.weights_T == 0", "batch.weights_T > 0"),
     Mutant("metrics", "batch.lengths_S > 0", "batch.lengths_S >= 0"),
-    Mutant("config/registry", "ast.literal_eval(default) if default else ...", "None"),
+    Mutant("config/registry", "ast.literal_eval(node) if node else ...", "None"),
     Mutant("config/registry", 'extra="forbid", strict=True', 'extra="forbid"'),
     Mutant("config/registry", 'extra="forbid", strict=True', "strict=True"),
     Mutant("config/registry", "(*SUPPLIED.get(kind, ()), *ON_REQUEST)", "ON_REQUEST"),

@@ -239,7 +239,7 @@ class Orders:
         self.pinned[reader] = world.updates[number] = update
         return UpdateOrder(
             version=newest.weights.version, transport=transport, deadline_s=DEADLINE_S, details={"update": number},
-            probe_ids=(), probe_logprobs=(), initial_logprobs=(), history=str(newest.history),
+            probe_ids=((),), probe_logprobs=(), initial_logprobs=(), history=str(newest.history),
         )  # fmt: skip
 
     def release(self, reader: str) -> None:

@@ -75,7 +75,7 @@ class Learner:
         goes_out = transport == "tcp" or (transport == "nccl" and endpoint)
         self.publisher = SlotPublisher(
             layout,
-            probe_ids=(1, 2),
+            probe_ids=((1, 2),),
             initial_logprobs=(0.0,),
             directory=directory / "weights",
             deadline_s=deadline_s,

@@ -46,7 +46,7 @@ def make_hub(publisher, **changes):
 def publisher(tmp_path):
     made = SlotPublisher(
         LAYOUT,
-        probe_ids=(1, 2),
+        probe_ids=((1, 2),),
         initial_logprobs=(0.0,),
         directory=tmp_path,
         deadline_s=5.0,

@@ -287,7 +287,7 @@ def test_an_order_that_cannot_be_sent_fails_that_update_only(stage):
         transport="tcp",
         deadline_s=1.0,
         details={},
-        probe_ids=(1, 2),
+        probe_ids=((1, 2),),
         probe_logprobs=(math.nan,),
         initial_logprobs=(0.0,),
     )

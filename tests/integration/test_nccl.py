@@ -73,7 +73,7 @@ def host(tmp_path, monkeypatch):
 @pytest.fixture
 def publisher(tmp_path):
     made = SlotPublisher(
-        LAYOUT, probe_ids=(1,), initial_logprobs=(), directory=tmp_path / "weights", deadline_s=60.0
+        LAYOUT, probe_ids=((1,),), initial_logprobs=(), directory=tmp_path / "weights", deadline_s=60.0
     )
     yield made
     made.close()
@@ -347,7 +347,7 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from tests.integration.test_nccl import *
-publisher = SlotPublisher(LAYOUT, probe_ids=(1,), initial_logprobs=(), directory=Path({str(tmp_path / "w")!r}), deadline_s=60.0)
+publisher = SlotPublisher(LAYOUT, probe_ids=((1,),), initial_logprobs=(), directory=Path({str(tmp_path / "w")!r}), deadline_s=60.0)
 staging = HostStaging(Path("/"))
 update(publisher, staging, 1)
 print(*(process.pid for found in processes(publisher).values() for process in found), flush=True)

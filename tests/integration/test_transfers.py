@@ -78,7 +78,7 @@ def stage(tmp_path, forks):
 
     def publisher(**kwargs):
         options = {
-            "probe_ids": PROBE,
+            "probe_ids": (PROBE,),
             "initial_logprobs": (0.125, 0.0),
             "directory": tmp_path / "weights",
             "deadline_s": 20.0,
@@ -104,7 +104,7 @@ def test_versions_arrive_one_after_the_other(stage):
     for version in (3, 4, 9):
         publisher.publish(version, weights(version), (0.5, 0.25)).result(LONG_S)
         order, answer = update(publisher, "a", receiver)
-        assert (order.version, order.probe_ids, order.probe_logprobs) == (version, PROBE, (0.5, 0.25))
+        assert (order.version, order.probe_ids, order.probe_logprobs) == (version, (PROBE,), (0.5, 0.25))
         assert order.initial_logprobs == (0.125, 0.0)
         assert answer == {"sum": expected_sum(version)}
 

@@ -48,11 +48,13 @@ def certify(learner: Learner, path: Path, window: int | None = None) -> Any:
     return certified_probe(config, learner)  # type: ignore[arg-type]
 
 
-def test_engines_score_the_last_of_several_sequences_as_it_is_packed(tmp_path: Path) -> None:
+def test_engines_score_several_sequences_and_the_learner_the_same_packed(tmp_path: Path) -> None:
     learner = Learner(leak=0.01)
     probe, logprobs = certify(learner, tmp_path)
     assert [len(ids) for ids in probe] == [10, 16, 32]
-    assert logprobs == [-token / 10 - 0.01 for token in probe[-1][1:]]
+    leaks = [0.0] * 9 + [0.01] * 46
+    tokens = [token for ids in probe for token in ids[1:]]
+    assert logprobs == [-token / 10 - leak for token, leak in zip(tokens, leaks, strict=True)]
     assert learner.lengths == [[10, 16, 32], [10], [16], [32], [10, 16, 32]]
 
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from asyncrl import generator as generator_module
 from asyncrl.algo.staleness import credit_limit
@@ -38,7 +39,7 @@ from tests.support.waiting import LONG_S, elapse, in_virtual_time, until
 
 B, G = 2, 3
 PER_SLOT = 4
-PROBE = (1, 2, 3, 4)
+PROBE = ((1, 2, 3, 4), (2, 3, 1))
 
 
 class Control:
@@ -149,8 +150,9 @@ class World:
             on_version=on_version,
         )
 
-    def order(self, version: int, *, probe_error: float = 0.0, history: History = INITIAL) -> UpdateOrder:
-        initial, truth = (logprobs_of(logits_of(each))[list(PROBE[1:])] for each in (0, version))
+    def order(self, version: int, *, probe_error: ArrayLike = 0.0, history: History = INITIAL) -> UpdateOrder:
+        predicted = [token for ids in PROBE for token in ids[1:]]
+        initial, truth = (logprobs_of(logits_of(each))[predicted] for each in (0, version))
         initial, truth = initial + self.floor, truth + probe_error
         return UpdateOrder(
             version=version,
@@ -577,6 +579,20 @@ def test_weights_that_fail_the_probe_sample_nothing_and_what_they_sampled_is_giv
     take = world.learner.take(Ledger(), 4, window=4)
     for group in map(decode_group, world.learner.frames(take.ids)):
         assert {span.version for rollout in group.rollouts for span in rollout.version_spans} == {2}
+
+
+@pytest.mark.parametrize("token", [0, -1])
+def test_each_sequence_of_the_probe_counts(token):
+    world = World()
+    wrong = np.zeros(sum(len(ids) - 1 for ids in PROBE))
+    wrong[token] = 0.1
+
+    async def script(world: World) -> None:
+        await world.control.orders.put(world.order(1, probe_error=wrong))
+        report = await world.reported()
+        assert not report.applied and report.probe_max == pytest.approx(0.1, rel=1e-3)
+
+    world.run(script)
 
 
 def test_an_engine_that_began_with_another_model_is_refused_though_its_updates_agree():

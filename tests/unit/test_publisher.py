@@ -18,7 +18,11 @@ def test_files_of_an_earlier_learner_that_cannot_be_removed_keep_nobody_from_pub
     layout = Layout.plan([TensorSpec(name="a", dtype="float32", shape=(3,))], 1 << 20)
     with mock.patch.object(shutil, "rmtree"):
         made = publisher.SlotPublisher(
-            layout, probe_ids=(1, 2), initial_logprobs=(0.0,), directory=tmp_path / "weights", deadline_s=1.0
+            layout,
+            probe_ids=((1, 2),),
+            initial_logprobs=(0.0,),
+            directory=tmp_path / "weights",
+            deadline_s=1.0,
         )
         made.publish(0, [("a", torch.ones(3))], (-1.0,)).result(30)
         made.close()

@@ -54,7 +54,7 @@ def test_a_process_shows_what_it_has_printed_last(directory: RunDirectory) -> No
 def test_a_name_without_output_is_told_which_there_are(directory: RunDirectory) -> None:
     for name in ("learner", "generators-1"):
         (directory.logs / f"{name}.out").touch()
-    with pytest.raises(RunError, match=r"no output of `g7`; it has that of: generators-1, learner$"):
+    with pytest.raises(RunError, match=r"no output of `g7`; it has that of: generators-1, learner\. A host"):
         logs_of(directory.path, "g7", follow=False)
 
 

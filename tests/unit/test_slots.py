@@ -67,7 +67,7 @@ def publisher(tmp_path, device):
     made = SlotPublisher(
         LAYOUT,
         device=device,
-        probe_ids=(1, 2),
+        probe_ids=((1, 2),),
         initial_logprobs=(0.25,),
         directory=tmp_path / "w",
         deadline_s=5.0,
@@ -218,7 +218,7 @@ def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatc
 
 
 def test_other_hosts_fetch_a_copy_in_host_memory_wherever_the_parameters_are(device, tmp_path):
-    options = {"probe_ids": (1, 2), "initial_logprobs": (0.25,), "deadline_s": 5.0, "device": device}
+    options = {"probe_ids": ((1, 2),), "initial_logprobs": (0.25,), "deadline_s": 5.0, "device": device}
     publisher = SlotPublisher(LAYOUT, directory=tmp_path / "w", interface="127.0.0.1", **options)
     staging = HostStaging(tmp_path)
     for version in (1, 2, 3):

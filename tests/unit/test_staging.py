@@ -16,7 +16,7 @@ def order(transport, **details):
         transport=transport,
         deadline_s=0.1,
         details=details,
-        probe_ids=(1, 2),
+        probe_ids=((1, 2),),
         probe_logprobs=(0.0,),
         initial_logprobs=(0.0,),
     )

@@ -74,7 +74,7 @@ def test_an_order_for_a_model_with_every_expert_by_itself_fits_the_wire():
         transport="slot",
         deadline_s=60.0,
         details={"layout": layout.to_plain(), "checksums": [(1 << 64) - 1] * len(layout.specs)},
-        probe_ids=(1, 2),
+        probe_ids=((1, 2),),
         probe_logprobs=(-0.5,),
         initial_logprobs=(-0.5,),
     )

@@ -201,7 +201,7 @@ ORDER = UpdateOrder(
         "checksums": [1, 2**63],
         "more": {"keep": True},
     },
-    probe_ids=(1, 2, 3),
+    probe_ids=((1, 2), (3,)),
     probe_logprobs=(-0.5, -1.25),
     initial_logprobs=(-0.75, -1.5),
     history="12345 0 0 4000000000 2",
