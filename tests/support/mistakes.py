@@ -145,7 +145,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("telemetry.prometheus_host=10.0.0.1", "nothing listens"),
             ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}", "set scale to 64"),
             ("eval.samples=4", "all would be equal"),
-            ("eval.samples=1000000", "allowed is a whole number >= 1 <= 4096"),
+            ("eval.samples=1000000", "a whole number from 1 to 4096"),
             ("eval.every=1000", "only the first and the last weights"),
             ("checkpoint.keep=1", "found 1"),
             ("checkpoint.best=accuracy", "found 'accuracy'"),
@@ -340,7 +340,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("data.train='data/*.jsonl'", "found no file that matches"),
             ("data.train=https://h/x.jsonl", "found no https"),
             ("data.eval=[{path: test.jsonl, limit: 500}]", "500 prompts are to be evaluated"),
-            ("data.eval=[{path: test.jsonl, samples: 1000000}]", "<= 4096"),
+            ("data.eval=[{path: test.jsonl, samples: 1000000}]", "from 1 to 4096"),
             ("data.eval=[{path: test.jsonl, every: 1000}]", "only the first and the last weights"),
             ("data.map=none.py:f", "found no none.py"),
             ("data.images_key=image", "model.chat_template"),
@@ -416,7 +416,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("reward.functions.0.function=~/score.py:right", "write them out"),
             ("reward.functions=[{function: code}]", "wants column `tests`"),
             ("reward.workers=0", "found 0"),
-            ("reward.workers=10000", "allowed is a whole number >= 1 <= 1024"),
+            ("reward.workers=10000", "a whole number from 1 to 1024"),
             ("reward.sandbox=docker", "one of"),
         ),
         **_reward(
@@ -524,6 +524,8 @@ SLIPS: dict[str, dict[str, Slip]] = {
                     "Game = 5\n": "`Game` is 5 in game.py:1",
                     "import nowhere\nclass Game:\n    def step(self, text): ...\n": "imports `nowhere`",
                     "class Games:\n    def step(self, text): ...\n": "did you mean `Games`?",
+                    "class Game:\n    def step(self): ...\n": "write `def step(self, text)`",
+                    "class Game:\n    def reset(): ...\n    def step(self, text): ...\n": "(self)",
                 }.items()
             ),
             (
