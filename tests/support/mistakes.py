@@ -289,6 +289,16 @@ SLIPS: dict[str, dict[str, Slip]] = {
             empty=("", "train.jsonl holds no rows", "at least one"),
             csv=("prompt,answer\n1+1=,2\n", "train.jsonl:1", "one JSON object"),
             broken=(lines(ROWS[:2]) + '{"prompt": 1+1=}\n', "train.jsonl:3", "not JSON"),
+            twice=(
+                '{"prompt": "1+1=", "answer": "3", "answer": "2"}\n',
+                "train.jsonl:1",
+                "`answer` twice in",
+            ),
+            twice_inside=(
+                lines(ROWS) + '{"prompt": "1", "answer": [{"a": 1, "a": 1}]}\n',
+                "train.jsonl:32",
+                "`a` twice in",
+            ),
             array=(json.dumps(ROWS), "train.jsonl:1", "a row is an object"),
             half=(lines(ROWS)[:-20], "train.jsonl:31", "not JSON"),
             latin=('{"prompt": "caf\\udce9"}\n', "train.jsonl:1", "half of a character"),

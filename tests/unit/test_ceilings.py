@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55751,
+    "lines of the package": 55765,
     "modules": 410,
     "public functions and classes": 1501,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 657,
+    "private functions that are used once": 658,
 }
 
 
