@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55765,
+    "lines of the package": 55767,
     "modules": 410,
     "public functions and classes": 1501,
     "modules of ours that a module imports, at most": 36,
