@@ -59,13 +59,15 @@ def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
     if doing in AROUND:
         return Stop(MARGIN * slow_s, AROUND[doing])
     state = read_state(directory.path)
-    measured = (state.latest("time/step"), state.latest("time/checkpoint"))
-    within_s = max(LEAST_S, MARGIN * sum(slow_s if part_s is None else part_s for part_s in measured))
+    measured = {one: state.latest(f"time/{one}") for one in ("step", "checkpoint")}
+    within_s = max(LEAST_S, MARGIN * sum(slow_s if one_s is None else one_s for one_s in measured.values()))
+    unknown = [one for one, one_s in measured.items() if one_s is None]
+    why = f", as no {' and no '.join(unknown)} was measured yet" if unknown else ""
     saved, trained = _saved_and_trained(directory)
     lost = trained - (saved or 0)
     what = f"saving step {trained}" if doing in BETWEEN else f"finishing step {trained + 1}, then saving"
     force = f"lose {steps(lost)}" if lost > 0 else "end immediately"
-    return Stop(within_s, f"{what}, within {duration(within_s)} (Ctrl-C again: {force})")
+    return Stop(within_s, f"{what}, within {duration(within_s)}{why} (Ctrl-C again: {force})")
 
 
 def read_stop(directory: RunDirectory) -> Stop | None:

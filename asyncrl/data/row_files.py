@@ -110,8 +110,10 @@ def _read_jsonl(path: Path) -> tuple[Lazy, Sequence[int]]:
             raise RowsChanged(f"{path} changed while a process reads rows from it; {cure}")
         span = os.pread(file.fileno(), starts[stop] - starts[start], starts[start])
         found = (line for line in span.split(b"\n") if line.strip())
-        for number, line in zip(lines[start:stop], found, strict=True):
-            yield _as_row(_parse(line, f"{path}:{number}", LINE), f"{path}:{number}")
+        for index, (number, line) in enumerate(zip(lines[start:stop], found, strict=True), start):
+            # What writes a key twice does so in many rows, and to look at each would slow every reading.
+            pairs = _object if index < BATCH else None
+            yield _as_row(_parse(line, f"{path}:{number}", LINE, pairs), f"{path}:{number}")
 
     return stored(len(lines), read), lines
 
@@ -166,9 +168,21 @@ def _text(line: bytes, path: Path, number: int) -> str:
         raise DataError(f"{path}:{number}: found bytes that are not UTF-8; save the file as UTF-8") from error
 
 
-def _parse(content: bytes, where: str, expected: str) -> Any:
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises KeyError for a key that is there twice, of which `json` takes the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise KeyError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+def _parse(content: bytes, where: str, expected: str, pairs: Callable[[Any], Any] | None = None) -> Any:
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=pairs)
+    except KeyError as error:
+        found = f"found the key `{error.args[0]}` twice in one object"
+        raise DataError(f"{where}: {found}, where each has one value; remove or rename one") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:

@@ -6,8 +6,9 @@ The address is that of the route to the others.
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -29,6 +30,7 @@ PEERS_VARIABLE = "ASYNCRL_PEERS"
 # Addresses of documentation (RFC 5737, RFC 3849), to which only a default route leads.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT = 9
+LOOKUP_S = 10.0  # longest wait for the address of a name; a system may ask servers for minutes
 _REDIS_PORT = 6379
 
 
@@ -104,11 +106,32 @@ def unreached(ports: Iterable[Reach], wait_s: float, *, listens: bool = False) -
 
 def address_towards(peer: str) -> str:
     """Return our address on the interface that reaches `peer`. Raises OSError."""
-    (family, kind, _, _, where), *_ = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)
+    family, where = _looked_up(peer)
     # A datagram socket that connects sends nothing.
-    with socket.socket(family, kind) as route:
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
         route.connect(where)
         return str(route.getsockname()[0])
+
+
+def _looked_up(host: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Return a host's first address, as calls of the system take it. Raises OSError."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0])
+        except (OSError, UnicodeError) as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, name="lookup", daemon=True)
+    asking.start()
+    asking.join(LOOKUP_S)
+    match found:
+        case [(family, _, _, _, where)]:
+            return family, where
+        case [OSError() as error]:
+            raise error
+    raise OSError(errno.ENOENT, str(found[0]) if found else f"no answer about its name in {LOOKUP_S:g} s")
 
 
 def interface_towards(peer: str) -> str:
@@ -128,10 +151,22 @@ def peers_in(environment: Mapping[str, str]) -> list[str]:
 def with_addresses(config: Config, peers: Sequence[str]) -> Config:
     """Return the config with our address in place of `auto`: of the route to `peers`, or the default route.
 
-    Raises RunError if there is no such route, or more than one such address.
+    Raises RunError if there is no such route, or more than one such address, or if this host cannot listen at
+    an address that is named.
     """
     binds = {"control": config.control.bind, "store": config.store.bind}
     ports = {"control": CONTROL_PORT, "store": STORE_PORT}
+    for name, bind in binds.items():
+        if bind is None or filled_in(bind, "", ports[name]) != bind:
+            continue
+        try:
+            family, (address, _, *scope) = _looked_up(host_of(bind))
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((address, 0, *scope))
+        except OSError as error:
+            found = f"{name}.bind is {bind}, at which this host cannot listen ({error.strerror or error})"
+            cure = "write auto, or tcp://HOST:PORT with an address of this host (`ip address` lists them)"
+            raise RunError(f"{found}; {cure}") from error
     asking = [name for name, bind in binds.items() if filled_in(bind, "", ports[name]) != bind]
     if not asking:
         return config

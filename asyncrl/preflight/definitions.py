@@ -1,6 +1,7 @@
 """Finds the definition of a function or a class that a config names, in its source: nothing is run."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +101,23 @@ def returns_nothing(node: Definition) -> str:
     if any(returns) or any(isinstance(one, ast.Constant) and one.value is ... for one in body):
         return ""
     return "has no `return` with a value, so every response would go without a reward; return a number"
+
+
+def parameters_of(arguments: ast.arguments) -> list[inspect.Parameter]:
+    """Return parameters as `inspect.signature` does; `...` stands for the unknown value of a default."""
+    kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
+    optional = positional[len(positional) - len(arguments.defaults) :]
+    found = [
+        kind(
+            one.arg,
+            kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD,
+            default=... if one in optional else kind.empty,
+        )
+        for one in positional
+    ]
+    found += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
+    found += [
+        kind(one.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    return found + ([kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else [])

@@ -97,6 +97,12 @@ def test_a_store_that_is_not_there(tmp_path, values):
     assert "unix:///nowhere.sock" in refuse(tmp_path, values, "store.url=unix:///nowhere.sock")
 
 
+def test_an_address_of_another_host(tmp_path, values):
+    said = refuse(tmp_path, values, "control.bind=tcp://192.0.2.1:5555")
+    assert "control.bind is tcp://192.0.2.1:5555" in said and "`ip address` lists them" in said
+    assert not (tmp_path / "runs").exists(), "nothing has begun"
+
+
 # A cure, in the words of our messages; `allowed` alone names what to write.
 WAY_OUT = re.compile(
     r"(?:; |: |, or |\(|, |and )(?:set|give|drop|add|write|correct|use|remove|install|delete|lower|raise|choose|copy|"

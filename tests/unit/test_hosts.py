@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import socket
+import threading
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -18,8 +20,9 @@ from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError, RunNotUp
+from asyncrl.hosting import route
 from asyncrl.hosting.placement import misplaced, placement_of
-from asyncrl.hosting.route import Reach, in_clear, reaches, unreached
+from asyncrl.hosting.route import Reach, in_clear, reaches, unreached, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
@@ -125,6 +128,36 @@ def test_a_port_that_is_closed_to_a_host_is_named_within_the_time_that_it_has(cl
     [free] = free_ports(1)
     others = [Reach("generators-*", "127.0.0.1", port, "store", "store.bind") for port in (free, 0)]
     assert not [*unreached(others, 10.0)], "nothing listens yet, or any port will do"
+
+
+@pytest.mark.parametrize("key", ["control", "store"])
+def test_an_address_at_which_this_host_cannot_listen_is_refused_in_a_bounded_time(key, monkeypatch):
+    def refused(host: str) -> str:
+        with pytest.raises(
+            RunError, match=f"^{key}.bind is tcp://{host}:7000, at which .*; write auto"
+        ) as said:
+            with_addresses(config(cluster={}, **{key: {"bind": f"tcp://{host}:7000"}}), [])
+        return str(said.value)
+
+    ours = config(cluster={}, **{key: {"bind": "tcp://127.0.0.1:7000"}})
+    assert with_addresses(ours, []) is ours
+    assert "(Cannot assign requested address)" in refused("192.0.2.1")
+    assert "label empty or too long" in refused("a..b")
+    answer, ask = threading.Event(), socket.getaddrinfo
+
+    def answered_late(host: str, *rest: Any, **options: Any) -> Any:
+        answer.wait()
+        return ask(host, *rest, **options)
+
+    def unknown(*arguments: Any, **options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(route.socket, "getaddrinfo", unknown)
+    assert "(Name or service not known)" in refused("h100-7.lan")
+    monkeypatch.setattr(route, "LOOKUP_S", 0.01)
+    monkeypatch.setattr(route.socket, "getaddrinfo", answered_late)
+    assert "(no answer about its name in 0.01 s)" in refused("127.0.0.1")
+    answer.set()
 
 
 def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens():

@@ -50,7 +50,12 @@ def test_the_limit_is_twice_what_the_last_step_and_the_last_checkpoint_took(tmp_
     rows = [{**row, "step": step} for step, row in enumerate(measured, 1)]
     directory = run_at(tmp_path, trained=7, measured=rows)
     assert announce(directory, "train", SLOW_S) == pytest.approx(within_s)
-    assert read_stop(directory).within_s == pytest.approx(within_s), "`asyncrl down` waits as long"
+    stop = read_stop(directory)
+    assert stop.within_s == pytest.approx(within_s), "`asyncrl down` waits as long"
+    known = {name.removeprefix("time/") for row in measured for name in row}
+    unknown = " and no ".join(one for one in ("step", "checkpoint") if one not in known)
+    why = f", as no {unknown} was measured yet (" if unknown else f"{stopping.duration(within_s)} ("
+    assert why in stop.text, "an hour needs a reason"
 
 
 @pytest.mark.parametrize(
