@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55680,
-    "modules": 410,
-    "public functions and classes": 1500,
+    "lines of the package": 55618,
+    "modules": 409,
+    "public functions and classes": 1498,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 658,
 }
