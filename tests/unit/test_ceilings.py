@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55618,
-    "modules": 409,
-    "public functions and classes": 1498,
+    "lines of the package": 55539,
+    "modules": 408,
+    "public functions and classes": 1499,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 658,
+    "private functions that are used once": 638,
 }
 
 
