@@ -129,8 +129,8 @@ def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
 def require_learner(store_url: str, config: Config, recorded: str, report: Callable[[str], object]) -> None:
     """Raise RunError if a port of the learner is closed to this host, whose model may load for minutes.
 
-    The learner is beside its own store, which has answered. Of another store, the record says where the
-    learner is or an earlier one was: RunNotUp. A port that refuses is reported.
+    The learner is on the host of its own store, which has answered. Of another store, the record says where
+    the learner is or an earlier one was: RunNotUp. A port that refuses is reported.
     """
     host, is_own, wait_s = urlsplit(store_url).hostname, config.store.url is None, config.control.timeout_s
     supposed = filled_in(config.control.bind, host, CONTROL_PORT) if host else None

@@ -158,7 +158,7 @@ class Config(RunFields):
 
     @property
     def served(self) -> dict[str, ScorerConfig]:
-        """All models that processes beside the generators serve: `scorers`, and the teacher."""
+        """All models that processes of their own serve: `scorers`, and the teacher."""
         return {**self.scorers, **self.teacher}
 
     @property

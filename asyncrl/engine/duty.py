@@ -47,7 +47,7 @@ class Duty:
         return min(sampling_s / played_s, 1.0) if played_s > 0 else None
 
     def room(self, held: int) -> int:
-        """Return how many more sequences may be held, beside `held`; negative if fewer.
+        """Return how many sequences may be held in addition to `held`; negative if fewer.
 
         What requests and episodes there are now counts for the time since the last call.
         """
@@ -64,7 +64,7 @@ class Duty:
     def _sure_share(self) -> float:
         """The duty if episodes sampled in the part of a minute of full slots that was not played yet.
 
-        So the number of episodes grows over a minute. If it grew at once, they would all wait at the same
+        So the number of episodes grows over a minute. If it grew immediately, they would all wait at the same
         time, and then all want to sample at the same time.
         """
         sampling_s, played_s = self._measured()
