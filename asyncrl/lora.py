@@ -94,7 +94,9 @@ def targets_in(model: Any, lora: LoraConfig) -> list[str]:
     from torch import nn
 
     kinds = dict(model.named_modules())
-    blocks = {name for name, kind in kinds.items() if isinstance(kind, nn.Linear) and _in_block(name)}
+    linear = [name for name, kind in kinds.items() if isinstance(kind, nn.Linear)]
+    # Blocks are numbered: `model.layers.0.mlp.up_proj`.
+    blocks = {name for name in linear if any(part.isdigit() for part in name.split("."))}
     offered = sorted({_last(name) for name in blocks})
     if not offered:
         raise ConfigError(
@@ -224,11 +226,6 @@ def _load(model: Any, file: Path) -> None:
                 parameter.data.copy_(found.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.lora.start: {file}: {error}; copy it again") from error
-
-
-def _in_block(name: str) -> bool:
-    """Blocks are numbered: `model.layers.0.mlp.up_proj`."""
-    return any(part.isdigit() for part in name.split("."))
 
 
 def _last(name: str) -> str:

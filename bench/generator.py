@@ -19,10 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrl.engine.open import open_bare, open_engine
+from asyncrl.engine.open import open_engine
 from asyncrl.lineage import Weights
 from asyncrl.weights.base import UpdateOrder
 from asyncrl.weights.slots import Slot
+from bench.bare_vllm import open_bare
 from bench.environment import add_options, describe, engine_package, report
 from bench.gpu.sampling_rate import PROMPT_TOKENS, Load, prompts, sampled_per_s
 from bench.stall import version_of

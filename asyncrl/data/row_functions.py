@@ -25,7 +25,7 @@ from asyncrl.data.dataset import Rows, load_rows
 from asyncrl.data.reader import with_messages
 from asyncrl.data.row_files import Lazy, Row
 from asyncrl.errors import DataError, as_unicode
-from asyncrl.hosting.processes import die_with_parent
+from asyncrl.hosting.processes import die_with_parent, join_outputs
 from asyncrl.hosting.progress import beat
 from asyncrl.hosting.workers import Worker, framed, receive
 from asyncrl.plugins import described, load
@@ -170,7 +170,7 @@ def main() -> None:
     """Serve one process until it closes the channel."""
     die_with_parent(int(sys.argv[2]))
     # What user code prints is for people, and its standard output may be a command's result.
-    os.dup2(2, 1)
+    join_outputs()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         try:
             _serve(channel)

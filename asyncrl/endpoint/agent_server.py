@@ -100,7 +100,8 @@ class Endpoint:
 
     async def _serve(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request, as ASGI has it."""
-        headers, path = _headers(scope), scope["path"]
+        headers = {name.decode("latin-1").lower(): text.decode("latin-1") for name, text in scope["headers"]}
+        path = scope["path"]
         # Some libraries expect the version in the base URL of Anthropic, too.
         path = path if path.startswith("/v1/") else f"/v1{path}"
         dialect = DIALECTS.get(path)
@@ -286,7 +287,3 @@ class _Protocol(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
-
-
-def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}

@@ -3,7 +3,7 @@
 Nothing else imports `engine.vllm`: its library takes seconds to load, and a machine may lack it.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
@@ -51,23 +51,6 @@ def open_classifier(
     from asyncrl.engine.vllm.classifier import open_classifier
 
     return open_classifier(model, dtype, generator, max_tokens=max_tokens, device=device)
-
-
-def open_bare(
-    model: ModelConfig,
-    generator: GeneratorConfig,
-    sampling: SamplingConfig,
-    weights: WeightsConfig,
-    *,
-    device: Device,
-) -> Callable[[Sequence[Sequence[int]], int], int]:
-    """Start vLLM without anything of ours in its processes: the baseline of our engine on it.
-
-    The result samples `count` responses to each prompt, all in one call, and returns the number of tokens.
-    """
-    from asyncrl.engine.vllm.bare import open_bare
-
-    return open_bare(model, generator, sampling, weights, device=device)
 
 
 def open_parser(tokenizer: Any, name: str) -> Parse:

@@ -22,7 +22,6 @@ import asyncio
 import gc
 import os
 import random
-import resource
 import select
 import signal
 import socket
@@ -36,7 +35,7 @@ from asyncrl.environments.named import load_target
 from asyncrl.environments.player import MAX_REASON_CHARACTERS, Player
 from asyncrl.environments.rollout_host import RolloutHost
 from asyncrl.environments.user_code import describe
-from asyncrl.hosting.processes import adopt_orphans, die_with_parent, kill_group
+from asyncrl.hosting.processes import adopt_orphans, die_with_parent, join_outputs, kill_group, restrict
 
 # Directory of this package, which the environment's Python need not have.
 PLACE = str(Path(__file__).parents[2])
@@ -55,10 +54,9 @@ def main() -> None:
     die_with_parent(int(parent_pid))
     control = socket.socket(fileno=int(descriptor))
     control.set_inheritable(False)
-    _hide_pipes()
+    join_outputs()
     orders, _ = receive_order(control)
-    for name, value in orders["limits"].items():
-        _restrict(getattr(resource, f"RLIMIT_{name}"), value)
+    restrict(orders["limits"])
     try:
         targets = [load_target(target) for target in orders["uses"]]
         description = describe(targets)
@@ -164,17 +162,3 @@ def _children() -> set[int]:
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except OSError:  # the kernel does not list them
         return set()
-
-
-def _hide_pipes() -> None:
-    """Let the output of user code join standard error; its input is empty already."""
-    os.dup2(2, 1)
-    # The output before an error belongs to the message of the error.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _restrict(kind: int, value: int) -> None:
-    """Set the soft and the hard limit, unless they are lower already."""
-    _, hard = resource.getrlimit(kind)
-    lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (lowest, lowest))

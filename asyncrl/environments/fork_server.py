@@ -186,7 +186,7 @@ class _Program:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self._control, self._theirs = socket.socketpair()
-        self._channel = Channel(self._receive, self._lose)
+        self._channel = Channel(self._receive, lambda wrong: self.kill())
         self._described: asyncio.Future[dict[str, Any]] = loop.create_future()
         # Process ids of workers, and their exit statuses, by number.
         self._pids: dict[int, asyncio.Future[int]] = {}
@@ -339,9 +339,6 @@ class _Program:
             self._statuses[message["ended"]].set_result(int(message["status"]))
         else:
             self._described.set_result(message)
-
-    def _lose(self, wrong: str) -> None:
-        self.kill()
 
     def _fail(self) -> None:
         waiting: list[asyncio.Future[Any]] = [self._described, *self._pids.values(), *self._statuses.values()]

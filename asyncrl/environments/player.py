@@ -47,9 +47,13 @@ class Player:
     def serve(self) -> NoReturn:
         """Answer until the socket ends, which raises EOFError or OSError."""
         work: dict[str, Callable[..., dict[str, Any]]] = {
-            "call": self._call, "step": self._step, "reset": self._reset, "reward": self._reward,
-            "done": self._done, "close": self._close,
-        }  # fmt: skip
+            "call": self._call,
+            "reset": self._reset,
+            "step": lambda text: self._returned(self._instance.step(text)),
+            "reward": lambda: self._returned(self._ask(REWARDS)),
+            "done": lambda: self._returned(self._ask(ENDS)),
+            "close": lambda: self._returned(getattr(self._instance, CLOSE)()),
+        }
         own_pid = os.getpid()
         while True:
             request = read_frame(self._requests)
@@ -82,9 +86,6 @@ class Player:
         self._instance = self._target()
         return self._returned(self._instance.reset(**columns))
 
-    def _step(self, text: str) -> dict[str, Any]:
-        return self._returned(self._instance.step(text))
-
     def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(self._target, TOOLS):
             value = self._result(self._instance(name, arguments))
@@ -93,15 +94,6 @@ class Player:
             value = self._result(tool(**arguments))
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
         return {"value": text[: self._limit], "length": len(text)}
-
-    def _reward(self) -> dict[str, Any]:
-        return self._returned(self._ask(REWARDS))
-
-    def _done(self) -> dict[str, Any]:
-        return self._returned(self._ask(ENDS))
-
-    def _close(self) -> dict[str, Any]:
-        return self._returned(getattr(self._instance, CLOSE)())
 
     def _ask(self, names: tuple[str, ...]) -> Any:
         """The value of the first attribute that exists, None without one; a method is called."""

@@ -46,12 +46,9 @@ def visible_names(variable: str | None) -> list[str] | None:
     """
     if variable is None:
         return None
-    names = list(takewhile(_may_name_a_gpu, (name.strip() for name in variable.split(","))))
+    given = (name.strip() for name in variable.split(","))
+    names = list(takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", INSTANCE)), given))
     return names if len(set(names)) == len(names) else []
-
-
-def _may_name_a_gpu(name: str) -> bool:
-    return name.isdecimal() or name.startswith(("GPU-", INSTANCE))
 
 
 def visible_devices(gpus: Sequence[int]) -> str:

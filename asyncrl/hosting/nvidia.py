@@ -102,11 +102,13 @@ def read_gpus(text: str, fields: Sequence[str] = FIELDS) -> tuple[Gpu, ...]:
         row = dict(zip(fields, cells, strict=False))
         name = f"GPU {row['index']} ({row.get('name', '')})"
         try:
-            numbers = {field: _number(row[field]) for field in ("memory.total", "memory.used")}
+            sizes = [row[field].strip("[]") for field in ("memory.total", "memory.used")]
+            total_mib, used_mib = (0 if size in ABSENT else int(size) for size in sizes)
         except (KeyError, ValueError) as error:
             found = f"{name}: {SMI} shows no memory ({', '.join(cells)})"
             raise DataError(f"{found}; reset the GPU, or choose others with CUDA_VISIBLE_DEVICES") from error
         errors = row.get("ecc.errors.uncorrected.volatile.total", "")
+        capability = re.fullmatch(r"(\d+)\.(\d+)", row.get("compute_cap", ""))
         gpus.append(
             Gpu(
                 name=name,
@@ -114,24 +116,16 @@ def read_gpus(text: str, fields: Sequence[str] = FIELDS) -> tuple[Gpu, ...]:
                 index=int(row["index"]),
                 bus=short_bus(row["pci.bus_id"]),
                 driver=row["driver_version"],
-                total_bytes=numbers["memory.total"] * MIB,
-                used_bytes=numbers["memory.used"] * MIB,
+                total_bytes=total_mib * MIB,
+                used_bytes=used_mib * MIB,
                 ecc_errors=int(errors) if errors.isdecimal() else 0,
                 is_divided=row.get("mig.mode.current") == "Enabled",
                 is_worn=row.get("remapped_rows.pending") in ("1", "Yes"),
-                capability=_capability(row.get("compute_cap", "")),
+                capability=tuple(map(int, capability.groups())) if capability else (),
                 unknown=unknown,
             )
         )
     return tuple(gpus)
-
-
-def _number(text: str) -> int:
-    return 0 if text.strip("[]") in ABSENT else int(text)
-
-
-def _capability(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+\.\d+", text) else ()
 
 
 def short_bus(bus: str) -> str:

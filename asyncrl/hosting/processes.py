@@ -4,13 +4,14 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,21 @@ def die_with_parent(parent_pid: int | None = None, how: signal.Signals = signal.
     _prctl("PR_SET_PDEATHSIG", 1, how)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def restrict(limits: Mapping[str, int]) -> None:
+    """Set soft and hard limits of this process, by the names of RLIMIT_, unless they are lower already."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(kind)
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lowest, lowest))
+
+
+def join_outputs() -> None:
+    """Let what this process prints join standard error. Output before an error belongs to its message."""
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def module_argv(module: str, *words: str) -> list[str]:

@@ -36,28 +36,18 @@ def ask(*arguments: str, program: str = SMI) -> str:
 
 def count_listed() -> int:
     """Count the GPUs that nvidia-smi lists; 0 if it is not installed or does not answer."""
-    program = shutil.which(SMI)
-    return _count(program) if program else 0
-
-
-# These are asked for often, and a driver that hangs takes `ASK_S` each time.
-@cache
-def _count(program: str) -> int:
-    try:
-        return len(re.findall(r"^GPU \d+:", ask("-L", program=program), re.MULTILINE))
-    except DataError:
-        return 0
+    return len(_found(r"^GPU \d+:", shutil.which(SMI), "-L"))
 
 
 def list_uuids() -> list[str]:
     """The UUIDs of all GPUs; none if nvidia-smi is not installed or does not answer."""
-    program = shutil.which(SMI)
-    return _uuids(program) if program else []
+    return _found(r"\bGPU-[\w-]+", shutil.which(SMI), "--query-gpu=uuid", "--format=csv,noheader")
 
 
+# These are asked for often, and a driver that hangs takes `ASK_S` each time.
 @cache
-def _uuids(program: str) -> list[str]:
+def _found(pattern: str, program: str | None, *arguments: str) -> list[str]:
     try:
-        return re.findall(r"\bGPU-[\w-]+", ask("--query-gpu=uuid", "--format=csv,noheader", program=program))
+        return re.findall(pattern, ask(*arguments, program=program), re.MULTILINE) if program else []
     except DataError:
         return []

@@ -90,7 +90,10 @@ class _ScriptedTalk:
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), **limits: Any
     ) -> Answer:
-        self._show(messages)
+        for message in messages[self._shown :]:
+            if message["role"] != "assistant":
+                self.spoken.append((str(message["role"]), str(message.get("content"))))
+        self._shown = len(messages)
         calls: tuple[ToolCall, ...] = ()
         if tools and not self._called:
             self._called = True
@@ -109,12 +112,6 @@ class _ScriptedTalk:
         """Show the reward of the last turn."""
         if reward is not None:
             self.spoken.append(("reward", f"{reward:g}"))
-
-    def _show(self, messages: Sequence[Message]) -> None:
-        for message in messages[self._shown :]:
-            if message["role"] != "assistant":
-                self.spoken.append((str(message["role"]), str(message.get("content"))))
-        self._shown = len(messages)
 
     def _answer(self, calls: tuple[ToolCall, ...]) -> Answer:
         if not self._left:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import EnvironmentFault
-from asyncrl.sandbox.base import OUTPUT_BYTES, Result
+from asyncrl.sandbox.box import OUTPUT_BYTES, Result
 from asyncrl.sandbox.programs import python_result
 
 # Limit of math-verify, by the clock.

@@ -183,7 +183,10 @@ class Rewards:
                 local = tasks.create_task(self._pool.score(inputs)) if self._pool else None
                 asking = [tasks.create_task(self._ask(one)) for one in inputs]
         own = local.result() if local else [Score(total=0.0, parts={})] * len(inputs)
-        return [self._joined(score, *task.result()) for score, task in zip(own, asking, strict=True)]
+        return [
+            scored(self._functions, {**score.parts, **parts}, score.answer, tuple(judgements))
+            for score, (parts, judgements) in zip(own, (task.result() for task in asking), strict=True)
+        ]
 
     async def close(self) -> None:
         """Kill the processes, and drop what is being asked."""
@@ -206,9 +209,6 @@ class Rewards:
             if question.prompt and value is not None:
                 judgements.append(Judgement(part, _cut(question.prompt), _cut(words), value))
         return {part: sum(numbers) / len(numbers) for part, numbers in values.items()}, judgements
-
-    def _joined(self, own: Score, parts: dict[str, float], judgements: list[Judgement]) -> Score:
-        return scored(self._functions, {**own.parts, **parts}, own.answer, tuple(judgements))
 
 
 def _service(settings: Remote, open_scorer: OpenScorer | None) -> Service:

@@ -15,7 +15,8 @@ from asyncrl.sandbox.bubblewrap import Bubblewrap
 
 def reward_sandbox(functions: Sequence[str], run_root: Path) -> Bubblewrap:
     """The sandbox for reward functions as in the config. `run_root` is hidden, except reward files in it."""
-    files = [Path(place).absolute() for place in _files(functions)]
+    places = [Path(function.rpartition(":")[0]) for function in functions]
+    files = [place.absolute() for place in places if place.suffix == ".py" and place.is_file()]
     return Bubblewrap(
         directory=Path.cwd(),
         own=[Path.cwd(), *(file.parent for file in files)],
@@ -30,8 +31,3 @@ def sandbox_of(config: RewardConfig, run_root: Path) -> Bubblewrap | None:
     if config.sandbox != "bubblewrap":
         return None
     return reward_sandbox([function.function for function in config.functions], run_root)
-
-
-def _files(functions: Sequence[str]) -> list[str]:
-    places = [function.rpartition(":")[0] for function in functions]
-    return [place for place in places if place.endswith(".py") and Path(place).is_file()]

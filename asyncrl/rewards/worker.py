@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from asyncrl.errors import RewardError, as_unicode
-from asyncrl.hosting.processes import close_to_others, die_with_parent
+from asyncrl.hosting.processes import close_to_others, die_with_parent, join_outputs, restrict
 from asyncrl.hosting.workers import pack, receive
 from asyncrl.plugins import described
 from asyncrl.rewards.forms import Form
@@ -59,7 +59,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         forms: dict[str, Form] = {}
         orders = msgpack.unpackb(receive(requests))
         is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
-        _restrict(orders.get("limits", {}), is_alone=is_alone)
+        restrict(orders.get("limits", {}))
+        if is_alone:
+            close_to_others()
         for part, function, params in orders["functions"]:
             loaded = _attempt(_load, function, params)
             if isinstance(loaded, str):
@@ -78,17 +80,6 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             failed = isinstance(judged, str)
             found = {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
             reply(found | (_tidied() if is_alone else {}))
-
-
-def _restrict(limits: Mapping[str, int], *, is_alone: bool) -> None:
-    """Set soft and hard limits, unless they are lower already; in a sandbox, hide the pipes from children."""
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        _, hard = resource.getrlimit(kind)
-        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (lowest, lowest))
-    if is_alone:
-        close_to_others()
 
 
 def _tidied() -> dict[str, bool]:
@@ -128,9 +119,7 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.dup2(2, 1)
-    # The output before an error belongs to the message of the error.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    join_outputs()
     return requests, replies
 
 

@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from asyncrl.errors import EnvironmentFault
 from asyncrl.sandbox import inside
-from asyncrl.sandbox.base import OUTPUT_BYTES, Result
 from asyncrl.sandbox.bubblewrap import SCRATCH, SCRATCH_BYTES, Bubblewrap, environment, limits
 from asyncrl.sandbox.seccomp import open_program
 
@@ -30,11 +30,33 @@ END_S = 5.0
 MOST_PROCESSES = 64
 MOST_FILES = 10_000
 MOST_DESCRIPTORS = 256
+# How much is kept of each output of a program, where nothing else is said.
+OUTPUT_BYTES = 32768
 _PACKAGES = ("site-packages", "dist-packages")
+# How a program ended: exit status 0, any other end of its own, or the limit for which it was killed.
+Status = Literal["ok", "error", "time", "memory", "processes", "files"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The end of one program. A program that fails or is killed for a limit is a result, not an error."""
+
+    # The beginning of the output, as UTF-8; other bytes become U+FFFD.
+    stdout: str
+    # The end of the error output, with the traceback.
+    stderr: str
+    status: Status
+    # Wall time.
+    seconds: float
+    # Whether output is missing because there was too much of it.
+    cut: bool
 
 
 class Box:
-    """The Sandbox in bubblewrap. It starts with its first program, or when it is entered."""
+    """A sandbox in bubblewrap, one program at a time: `async with Box() as box: await box.run(code)`.
+
+    It starts with its first program, or when it is entered.
+    """
 
     def __init__(
         self, *, memory_gib: float = 1.0, output_bytes: int = OUTPUT_BYTES, hidden: Sequence[Path] = ()
@@ -62,6 +84,7 @@ class Box:
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        """Raises EnvironmentFault if the sandbox cannot be made, with the reason and the cure."""
         async with self._turn:
             await self._start()
         return self
@@ -72,7 +95,11 @@ class Box:
         await self.close()
 
     async def run(self, code: str, *, stdin: str = "", seconds: float = 10.0) -> Result:
-        """Run a program as `Sandbox` says. Calls at the same time wait for each other."""
+        """Run a Python program with this standard input, for at most `seconds` of wall and of CPU time.
+
+        A program sees nothing of the programs before it. Calls at the same time wait for each other. Raises
+        EnvironmentFault if the sandbox broke; the next call makes another one.
+        """
         request = {"code": code, "stdin": stdin, "seconds": seconds}
         is_reusable = False
         async with self._turn:

@@ -4,8 +4,7 @@ import asyncio
 import atexit
 import os
 
-from asyncrl.sandbox.base import Result
-from asyncrl.sandbox.box import Box
+from asyncrl.sandbox.box import Box, Result
 
 # Process -> its box and the loop that reads from it. A process that user code forked makes its own. It keeps
 # those of its parent: to close that loop here could close descriptors in the parent's, whose epoll it shares.

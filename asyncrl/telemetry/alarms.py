@@ -58,10 +58,6 @@ class Alarm:
     cure: str
 
 
-def _skipped(value: float, past: Past) -> bool:
-    return value + sum(row.get("policy/skipped_steps", 0.0) for row in past.recent) >= SKIPPED
-
-
 def _length(value: float, past: Past) -> bool:
     lengths = [row["completions/length_mean"] for row in past.recent if "completions/length_mean" in row]
     return len(lengths) >= WINDOW // 2 and value > GROWTH * sum(lengths) / len(lengths)
@@ -103,7 +99,11 @@ ALARMS: Mapping[str, Alarm] = {
         lambda value, past: value > PROBE_SHARE * past.probe_limit,
         "generators and learner compute differently: try model.dtype float32, and compare their releases",
     ),
-    "skipped": Alarm("policy/skipped_steps", _skipped, "lower learner.optimizer.lr; see policy/grad_norm"),
+    "skipped": Alarm(
+        "policy/skipped_steps",
+        lambda now, past: now + sum(row.get("policy/skipped_steps", 0.0) for row in past.recent) >= SKIPPED,
+        "lower learner.optimizer.lr; see policy/grad_norm",
+    ),
     "length": Alarm(
         "completions/length_mean", _length, "the reward may favour length: add shaping; see the samples"
     ),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -103,7 +103,8 @@ def without_dropout(model: Any) -> Any:
     With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
     Layers read its numbers from the config, or copy them when they are built.
     """
-    configs = {id(part): part for part in map(_config_of, model.modules()) if part is not None}
+    found = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if config is not None}
     for owner in (*model.modules(), *configs.values()):
         if isinstance(owner, _DropoutNd):
             owner.p = 0.0
@@ -111,10 +112,6 @@ def without_dropout(model: Any) -> Any:
             if DROPOUT.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(owner, name, 0.0)
     return model
-
-
-def _config_of(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
 
 
 def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], directory: Path) -> None:

@@ -16,7 +16,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import vocabulary_size
 from asyncrl.engine.base import Engine, SamplingSpec
-from asyncrl.engine.open import open_bare, open_engine
+from asyncrl.engine.open import open_engine
 from asyncrl.errors import DataError
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import Seat, placement_of
@@ -24,6 +24,7 @@ from asyncrl.launch.generator_process import allotted
 from asyncrl.trainer.loading import load_model
 from asyncrl.trainer.policy import PolicyModule
 from asyncrl.weights.agreement import EXPLAINED, Difference
+from bench.bare_vllm import open_bare
 from bench.gpu.figures import Figure, Place, figures_in, judged, noted
 from bench.gpu.kit import row_argv
 from bench.gpu.sampling_rate import Load, prompts, sampled_per_s

@@ -19,8 +19,7 @@ from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.builtin import obstacle
 from asyncrl.rewards.library import code
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.sandbox.base import Result
-from asyncrl.sandbox.box import Box
+from asyncrl.sandbox.box import Box, Result
 from asyncrl.sandbox.programs import python_result
 from tests.support.machine import skip_for
 from tests.support.waiting import HANG, until

@@ -11,7 +11,7 @@ CEILINGS = {
     "modules": 410,
     "public functions and classes": 1500,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 658,
+    "private functions that are used once": 638,
 }
 
 

@@ -138,9 +138,9 @@ def no_device_files(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
-    smi._count.cache_clear()
+    smi._found.cache_clear()
     yield tmp_path
-    smi._count.cache_clear()
+    smi._found.cache_clear()
 
 
 def test_gpus_without_device_files_are_counted_by_nvidia_smi(no_device_files, monkeypatch):

@@ -1,4 +1,4 @@
-"""vLLM alone, without anything of ours in its processes: the baseline of `VLLMEngine`."""
+"""vLLM alone, without anything of ours in its processes: the baseline of our engine on it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
