@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55682,
-    "modules": 410,
+    "lines of the package": 55630,
+    "modules": 408,
     "public functions and classes": 1500,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 638,
