@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from asyncrl.preflight.model_shape import read_trained_shape
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.preflight.fit import read_trained_shape
 from tests.support.base_in_4bit import of_peft
 from tests.support.libraries import with_bitsandbytes
 from tests.support.models import model_of, peft_adapter, tiny_qwen2
