@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55630,
+    "lines of the package": 55639,
     "modules": 408,
     "public functions and classes": 1500,
     "modules of ours that a module imports, at most": 36,

@@ -104,7 +104,16 @@ class TrainedModel:
         """Write parameters, optimizer and scheduler into `directory/tag`; `writes` records a failure."""
         files = self.engine.checkpoint_engine
         write = type(files).save
-        files.save = lambda state_dict, path: writes.attempt(lambda: write(files, state_dict, path))
+        named = self.engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+
+        def save(state_dict: dict[str, Any], path: str) -> None:
+            # DeepSpeed leaves out a frozen parameter under one of its names; tied ones have several.
+            for name in frozen.intersection(state_dict.get("module") or ()):
+                del state_dict["module"][name]
+            writes.attempt(lambda: write(files, state_dict, path))
+
+        files.save = save
         self.engine.save_checkpoint(
             str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True
         )
