@@ -22,7 +22,6 @@ from asyncrl.config.wording import describe
 Schema = dict[str, Any]
 
 REQUIRED = {"run.name", "model.path", "data.train", "data.train.path", "data.eval.path"}
-REQUIRED |= {"algorithm.reference.path"}
 REQUIRED |= {"reward.functions", "reward.functions.function"}
 REQUIRED |= {"learner.stop_when.metric", "checkpoint.hub.repo"}
 EXTENDS: Schema = {

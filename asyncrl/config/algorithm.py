@@ -24,7 +24,7 @@ class ReferenceConfig(Part):
     template: Annotated[str | None, _TEACHER] = None
     """Text with {column} placeholders that the teacher reads in place of the prompt, such as the reference
     answer, which the policy does not see; needs `scorers`."""
-    scorers: NonNegativeInt = 0
+    scorers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that hold the teacher; 0: the learner holds it."""
     gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs of these processes in turn; by default all."""

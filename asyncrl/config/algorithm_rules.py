@@ -150,8 +150,12 @@ def _a_reference_is_used(run: RunFields) -> Iterator[Mistake]:
         text += "a reference; drop it, set kl.coefficient, or take an advantage that does, such as distill"
         yield broken("algorithm.reference algorithm.kl.coefficient algorithm.advantage", text)
     if reference and reference.path is None and reference.template is None:
-        text = "algorithm.reference has no path, so it is model.path, as without it; set path, or template, "
-        yield broken("algorithm.reference", f"{text}or drop it")
+        text = "algorithm.reference has no path, so it is model.path, and reads what the policy reads; set "
+        yield broken("algorithm.reference", f"{text}path, or template, or drop it")
+    if reference and reference.path is None and run.model.lora is not None and run.model.lora.start:
+        text = "algorithm.reference has no path, so the teacher is model.path without model.lora.start, and "
+        text += "would draw the policy back to it; set the path of a whole model (`asyncrl export --merge`)"
+        yield broken("algorithm.reference model.lora.start", text)
     key = "algorithm.kl.reference_decay"
     if reference and kl.reference_decay < 1:
         text = f"algorithm.reference is a model of its own, and {key} would mix the policy's weights into it"

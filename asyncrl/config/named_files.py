@@ -159,7 +159,8 @@ def misused_stage(path: Path) -> str:
 
 
 def _teacher(config: Config) -> Iterator[Mistake]:
-    if config.algorithm.reference is not None:
+    one = config.algorithm.reference
+    if one is not None and one.path is not None:
         for keys, text in policy_problems(config.reference):
             if keys == ("model.path",):  # nothing is rendered for a teacher
                 yield Mistake(("algorithm.reference.path",), text)
@@ -168,7 +169,7 @@ def _teacher(config: Config) -> Iterator[Mistake]:
         if most and most <= config.sampling.max_tokens:  # vLLM samples one token behind those it scores
             found = f"{scorer.model} takes {most} tokens, and scorers need one more than the longest sequence"
             text = f"{found} ({config.sampling.max_tokens}); lower sampling.max_response_tokens"
-            yield Mistake(("algorithm.reference.path", "sampling.max_response_tokens"), text)
+            yield Mistake(("algorithm.reference.scorers", "sampling.max_response_tokens"), text)
 
 
 def _scorers(config: Config) -> Iterator[Mistake]:

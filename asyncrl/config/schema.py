@@ -140,7 +140,8 @@ class Config(RunFields):
         """The model that the reference is loaded from: model.path, or the teacher."""
         if (one := self.algorithm.reference) is None:
             return self.model
-        named = {"path": one.path, "revision": one.revision} if one.path is not None else {}
+        is_other = one.path is not None or one.revision is not None
+        named = {"path": one.path or self.model.path, "revision": one.revision} if is_other else {}
         return self.model.model_copy(update={**named, "lora": None, "router_replay": False})
 
     @property

@@ -275,9 +275,9 @@ class WeightsConfig(Part):
     bucket_mib: PositiveInt = 64
     """Largest piece that `nccl` sends, rounded down to a multiple of 16."""
     probe_tokens: Annotated[int, Field(ge=2, le=8192)] = 32
-    """Length of the sequence that learner and generator score after every update."""
+    """Length of the longest of three sequences that learner and generator score after every update."""
     probe_limit: Positive = 0.05
-    """Difference of log-probabilities on it that is always allowed. In bfloat16 or quantised, the limit
+    """Difference of log-probabilities on them that is always allowed. In bfloat16 or quantised, the limit
     follows the first difference."""
 
 

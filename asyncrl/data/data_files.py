@@ -72,5 +72,5 @@ class DataFiles:
         from asyncrl.data.prompts import PromptSource
 
         config = self._config
-        source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+        source = PromptSource.of(config)
         return source.rows, source.held_out

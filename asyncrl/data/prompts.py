@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 
@@ -62,9 +62,7 @@ class RowRenderer:
 
     def for_teacher(self, template: str) -> "RowRenderer":
         """Return one whose prompts have `teacher_ids` by this template."""
-        data = self.reader.data.model_copy(update={"template": template})
-        key = "algorithm.reference.template"
-        return replace(self, teacher=replace(self, reader=replace(self.reader, data=data, template_key=key)))
+        return replace(self, teacher=replace(self, reader=self.reader.for_teacher(template)))
 
     def _prompt(self, row: Row, where: str, beside: Path) -> Prompt:
         value = self.reader.read(row, where)
@@ -156,9 +154,10 @@ class _Part:
         """Return a prompt, of which at most the last `limit` tokens are left. Raises DataError."""
         prompt = self.render.prompt(self.rows, index)
         if _longer(prompt) > self.limit and self.render.reader.data.long_prompts != "truncate":
-            found = f"{self.rows.place(index)}: the prompt has {_longer(prompt)} tokens"
-            cure = "raise it, remove the row, or set data.long_prompts"
-            raise DataError(f"{found}; sampling.max_prompt_tokens allows {self.limit}; {cure}")
+            by = "" if len(prompt.token_ids) > self.limit else " by algorithm.reference.template"
+            found = f"{self.rows.place(index)}: the prompt{by} has {_longer(prompt)} tokens"
+            cure = f"allows {self.limit}; raise it, remove the row, or set data.long_prompts"
+            raise DataError(f"{found}; sampling.max_prompt_tokens {cure}")
         held_out = index if self.is_held_out else None
         ids, taught = prompt.token_ids[-self.limit :], prompt.teacher_ids[-self.limit :]
         return replace(prompt, token_ids=ids, teacher_ids=taught, task=self.task, held_out=held_out)
@@ -208,6 +207,12 @@ class PromptSource:
         # Lets epochs skip rows, as `UpdateOrder.skipped` of the newest order says.
         self.skip = self._plan.skip
 
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The prompts of a run: learner and generators drop the same rows. Raises DataError."""
+        teacher, seed = config.teacher_template, config.run.seed
+        return cls(config.data, config.model, config.sampling, seed=seed, teacher=teacher)
+
     @property
     def rows(self) -> list[Rows]:
         """The rows of each source."""
@@ -249,10 +254,7 @@ class PromptSource:
         return [part.prompt(index) for index in range(min(count, len(part.rows)))]
 
     def eval_prompts(self, count: int, name: str = "") -> list[Prompt]:
-        """Return the first `count` prompts of a set of `DataConfig.sets`, or all if there are fewer.
-
-        Raises DataError.
-        """
+        """Return the first `count` prompts, or all, of a set of `DataConfig.sets`. Raises DataError."""
         part = self._sets.get(name)
         return self.of_task(part.task, count) if part else []
 

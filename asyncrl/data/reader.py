@@ -5,9 +5,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.data.images import image_sources
@@ -29,7 +29,9 @@ class _Template(Formatter):
     """`str.format` with a bound on widths, which may come from the row, as in {column:>{width}}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the text of a field. Raises ValueError if its width or precision is too large."""
+        """Return the text of a field. Raises ValueError for messages, and a large width or precision."""
+        if isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value):
+            raise ValueError("a column has chat messages, which become no text; name one that has text")
         for number in re.findall(r"\d+", format_spec):
             if len(number) > 9 or int(number) > MOST_WIDTH:
                 raise ValueError(
@@ -45,6 +47,11 @@ class PromptReader:
     data: DataConfig
     chat_template: bool
     template_key: str = "data.template"  # that messages name
+
+    def for_teacher(self, template: str) -> Self:
+        """Return one that reads what a teacher reads, by `algorithm.reference.template`."""
+        data = self.data.model_copy(update={"template": template})
+        return replace(self, data=data, template_key="algorithm.reference.template")
 
     def read(self, row: Row, where: str) -> str | list[Message]:
         """Return the text, or, with a chat template, messages in the form of episodes, as `plain` gives it.

@@ -78,8 +78,7 @@ async def _generate(
     context: LogContext,
 ) -> None:
     log.info("reading the prompts")
-    teacher = config.teacher_template
-    prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed, teacher=teacher)
+    prompts = PromptSource.of(config)
     device = resolve_device(config)
     begin("load the model", Pace.SLOW)
     players = Players.of(config, directory.path.parent, scorers)

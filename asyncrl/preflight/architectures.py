@@ -58,7 +58,7 @@ def architecture_problems(
 
 def teacher_problems(config: Config) -> Iterator[Mistake]:
     """Find a teacher that the learner cannot run, or that has other tokens than the policy."""
-    if config.algorithm.reference is None:
+    if config.algorithm.reference is None or config.algorithm.reference.path is None:
         return
     key = "algorithm.reference.path"
     yield from architecture_problems(config.reference, key)

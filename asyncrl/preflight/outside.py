@@ -25,14 +25,14 @@ REFUSALS = {
 }
 
 
-def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
+def outside_problems(config: Config, *, resumes: bool, generators: bool) -> Iterator[Mistake]:
     """Find what the optimizers' libraries refuse, and a hub to which this machine may not push.
 
     With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
     """
     yield from _optimizer_problems(config)
     if config.model.has_4bit_base:
-        yield from _bits_problems(config)
+        yield from _bits_problems(config, generators=generators)
     if config.checkpoint.hub is not None:
         from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
@@ -45,9 +45,8 @@ def outside_problems(config: Config, *, resumes: bool) -> Iterator[Mistake]:
 def _optimizer_problems(config: Config) -> Iterator[Mistake]:
     """Find a library that this machine lacks, and arguments that transformers refuses for a schedule."""
     for where, optimizer, steps, _ in optimizers(config.learner, config.critic, config.batch):
-        if optimizer.kind == "adamw_8bit" and find_spec("bitsandbytes") is None:
-            text = f"the package bitsandbytes is not installed; run: {install_command('bitsandbytes')}"
-            yield Mistake((f"{where}.kind",), text)
+        if optimizer.kind == "adamw_8bit":
+            yield from _lacking_bitsandbytes(config, f"{where}.kind")
         if optimizer.schedule in PLAIN and not optimizer.schedule_arguments:
             continue
         try:
@@ -62,18 +61,23 @@ def _optimizer_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((f"{where}.schedule_arguments", f"{where}.schedule"), f"{text}; {cure}")
 
 
-def _bits_problems(config: Config) -> Iterator[Mistake]:
-    """Find what this machine lacks to keep a base in 4 bits."""
-    key = "model.lora.load_in_4bit"
-    if find_spec("bitsandbytes") is None:
+def _lacking_bitsandbytes(config: Config, key: str) -> Iterator[Mistake]:
+    # The learner of a run on Kubernetes has the packages of its image.
+    if config.cluster.kind != "kubernetes" and find_spec("bitsandbytes") is None:
         text = f"the package bitsandbytes is not installed; run: {install_command('bitsandbytes')}"
         yield Mistake((key,), text)
+
+
+def _bits_problems(config: Config, *, generators: bool) -> Iterator[Mistake]:
+    """Find what this machine lacks to keep a base in 4 bits, in the learner and in `generators` here."""
+    key = "model.lora.load_in_4bit"
+    yield from _lacking_bitsandbytes(config, key)
     if config.generator.engine == "vllm":
         cure = "set generator.engine: transformers"
-        if config.learner.device == "cpu" or (config.cluster.kind is None and not count_gpus()):
+        if config.learner.device == "cpu" or (generators and not count_gpus()):
             text = f"generator.engine is vllm, which keeps a base in 4 bits on GPUs only; {cure}"
             yield Mistake((key, "generator.engine"), text)
-        elif find_spec("vllm_bnb_plugin") is None:
+        elif generators and find_spec("vllm_bnb_plugin") is None:
             text = "vLLM needs a package for weights in 4 bits; run: pip install vllm-bnb-plugin, or"
             yield Mistake((key, "generator.engine"), f"{text} {cure}")
 
@@ -99,7 +103,7 @@ def absent_names(config: Config) -> Iterator[Mistake]:
 def _hub_names(config: Config) -> Iterator[tuple[str, str, str, str | None]]:
     """Yield (key, model or dataset, name, revision) of what the hub has, by its name."""
     models = [("model.path", config.model.path, config.model.revision)]
-    if config.algorithm.reference is not None:
+    if (config.reference.path, config.reference.revision) != (config.model.path, config.model.revision):
         models.append(("algorithm.reference.path", config.reference.path, config.reference.revision))
     models += [(f"scorers.{name}.model", scorer.model, None) for name, scorer in config.scorers.items()]
     for key, name, revision in models:

@@ -122,7 +122,7 @@ def _prompts(config: Config) -> PromptSource:
         lower = sampling.model_copy(update={"max_prompt_tokens": sampling.max_prompt_tokens - 1})
         with contextlib.suppress(DataError):
             return PromptSource(data, model, lower, seed=seed, tokenizer=render.tokenizer)
-    return PromptSource(data, model, sampling, seed=seed)
+    return PromptSource.of(config)
 
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:

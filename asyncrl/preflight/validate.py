@@ -75,7 +75,7 @@ def validated_config(
         found = [*architecture_problems(config.model, images_key=config.data.images_key)]
         found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
         found += [*_function_problems(config, root, generators=generators), *_row_problems(config)]
-        found += outside_problems(config, resumes=resumes)
+        found += outside_problems(config, resumes=resumes, generators=generators)
         is_here = config.cluster.kind != "kubernetes"
         if is_here:
             found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
@@ -358,14 +358,18 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
 def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
     """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
     reader, columns = PromptReader(config.data, bool(config.model.chat_template)), _prompt_columns(config)
-    chat = chat and replace(chat, reader=reader)
+    chat, readers = chat and replace(chat, reader=reader), [reader]
+    if config.teacher_template is not None and key.startswith("data.train"):
+        readers.append(reader.for_teacher(config.teacher_template))
+        columns += _columns_of(config.teacher_template)
     rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
     for index in rows.checked:
         row = rows[index]
         if all(column in row for column in columns):
             try:
-                value = reader.read(row, where := rows.place(index))
+                where = rows.place(index)
+                value, *_ = (one.read(row, where) for one in readers)
                 if (images := config.data.images_key) is not None:
                     for image in image_bytes(row, images, where, rows.directory(index)):
                         picture_of(image, where, whole=False)

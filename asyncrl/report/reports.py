@@ -222,7 +222,7 @@ def _source_of(data: DataConfig) -> Callable[[int], str]:
 
 
 def _open_pairs(config: Config, path: Path, step: int) -> PairsFile:
-    source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    source = PromptSource.of(config)
     return PairsFile(path, {one.token_ids: one for one in source}, source.decode, step=step)
 
 

@@ -58,7 +58,7 @@ def evaluate_model(
 
 
 async def _evaluate(config: Config, *only: str) -> dict[str, float]:
-    prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    prompts = PromptSource.of(config)
     vocabulary, metrics = vocabulary_size(config.model), dict[str, float]()
     sets = {name: config.of(one) for name, one in config.data.sets.items() if not only or name in only}
     asked = {name: prompts.eval_prompts(one.eval.prompts, name) for name, one in sets.items()}

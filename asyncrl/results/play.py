@@ -25,7 +25,7 @@ def play_rows(config: Path, overrides: Sequence[str], rows: int) -> Iterator[str
 
 
 async def _play(config: Config, rows: str) -> list[dict[str, Any]]:
-    prompts = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    prompts = PromptSource.of(config)
     spec = SamplingSpec.of(config.sampling, config.sampling.temperature)
     limits, _ = group_limits(config, vocabulary_size(config.model))
     async with sampler_of(config, prompts, "play", range(len(config.data.train))) as sampler:

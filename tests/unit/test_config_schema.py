@@ -269,7 +269,12 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     (algorithm(advantage="distill", reference={"template": "{answer}", "scorers": 1}), None),
     (
         algorithm(advantage="distill", reference={"scorers": 1}),
-        "algorithm.reference has no path, so it is model.path, as without it; set path, or template",
+        "algorithm.reference has no path, so it is model.path, and reads what the policy reads; set path, or",
+    ),
+    (
+        algorithm(advantage="distill", reference={"template": "{answer}", "scorers": 1})
+        | {"model": {"path": "m", "lora": {"start": "sft"}}},
+        "so the teacher is model.path without model.lora.start, and would draw the policy back to it",
     ),
     (
         algorithm(advantage="distill", reference={"path": "t", "template": "{answer}"}),

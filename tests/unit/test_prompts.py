@@ -269,6 +269,31 @@ def test_a_teacher_reads_columns_that_the_policy_does_not(tmp_path, jsonl, chat)
         opened(64, "{solution}")
 
 
+def test_learner_and_generators_drop_the_same_prompts_of_a_teacher(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    train = jsonl("t", {"prompt": "1+2=", "answer": 3}, {"prompt": "1+2=", "answer": "a" * 40})
+    config = config_of(
+        model={"path": model},
+        data={"train": train, "long_prompts": "drop"},
+        sampling={"max_prompt_tokens": 32},
+        algorithm={
+            "advantage": "distill",
+            "reference": {"template": "{answer}: {prompt}", "scorers": 1},
+        },
+    )
+    prompts, files = PromptSource.of(config), DataFiles(config)
+    assert files.train_rows == [1] == [len(rows) for rows in prompts.rows]
+    assert files.fingerprint == prompts.fingerprint
+
+
+def test_a_template_shows_no_chat_messages(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
+    chat = [{"role": "user", "content": "1+2="}]
+    data = DataConfig(train=jsonl("t", {"prompt": chat}), template="{prompt}")
+    with pytest.raises(DataError, match="has chat messages, which become no text; name one that has text"):
+        PromptSource(data, ModelConfig(path=model), SamplingConfig(), seed=0)
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

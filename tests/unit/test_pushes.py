@@ -191,9 +191,9 @@ def test_a_run_that_has_saved_something_is_resumed_without_its_hub(
     monkeypatch.setattr("asyncrl.run.pushes.refusal", lambda hub: "no answer")
     with tiny_run(tmp_path) as path:
         config = load_config(path, ["checkpoint.hub.repo=me/model"])
-    assert [one.text for one in outside_problems(config, resumes=True)] == ["no answer"]
+    assert [one.text for one in outside_problems(config, resumes=True, generators=True)] == ["no answer"]
     directory = RunDirectory(config.run.directory)
     directory.make()
     directory.mark_saved()
-    assert not [*outside_problems(config, resumes=True)]
-    assert [*outside_problems(config, resumes=False)]
+    assert not [*outside_problems(config, resumes=True, generators=True)]
+    assert [*outside_problems(config, resumes=False, generators=True)]

@@ -566,6 +566,8 @@ def test_columns_of_a_template_are_looked_for():
         "algorithm.reference.template: wants column `solution`, which data/train" in one for one in lines
     )
     assert not any("lacks" in one and "data/test" in one for one in lines), "nobody teaches there"
+    lines = said_of(GOOD, "algorithm.advantage=distill", told.replace("{solution}", "{"))
+    assert any("algorithm.reference.template is not a valid template" in one for one in lines)
 
 
 def test_rows_of_seeds_are_looked_at_like_a_file():

@@ -78,7 +78,7 @@ def prompts(config: Config) -> Finding:
     """Check that all prompts can be read and tokenised as in generators."""
     from asyncrl.data.prompts import PromptSource
 
-    source = PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
+    source = PromptSource.of(config)
     rounds = Rounds.of(config, [len(rows) for rows in source.held_out])
     held_out = sum(one.prompts for one in rounds.values())
     found = f"{len(source):,} prompts of at most {source.longest} tokens"
@@ -92,9 +92,7 @@ def rewards(config: Config) -> Finding:
     async def load() -> None:
         players = Players.of(config, config.run.root)
         try:
-            await players.start(
-                PromptSource(config.data, config.model, config.sampling, seed=config.run.seed)
-            )
+            await players.start(PromptSource.of(config))
         finally:
             await players.close()
 
