@@ -48,7 +48,7 @@ def find_gguf() -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python examples/smollm2.py")
+    parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of the model, which is made")
     try:
         convert_smollm2(parser.parse_args().directory)

@@ -51,8 +51,7 @@ def make_stories(directory: Path, model: str = MODEL) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model, **where)
     except (OSError, ValueError) as error:  # no network, an unknown model, files of another kind
         raise DataError(
-            f"cannot load {model}: {error}; check the network, or give a directory with a copy: "
-            "python examples/stories.py DIRECTORY COPY"
+            f"cannot load {model}: {error}; check the network, or give a directory with a copy as MODEL"
         ) from error
     with write_directory(directory) as writing:
         wide = widen_heads(narrow, HEAD)
@@ -106,7 +105,7 @@ def _widened(name: str, tensor: Tensor, head: int, width: int, places: Tensor) -
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python examples/stories.py")
+    parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="place of model and rows")
     parser.add_argument("model", nargs="?", default=MODEL, metavar="MODEL", help="other hub model, or a copy")
     try:

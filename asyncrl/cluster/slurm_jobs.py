@@ -20,8 +20,8 @@ LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
 # States of a job whose command Slurm has ended.
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
-# Runs on all nodes of a job but its first, where all is that would end the job. A job that may lose nodes is
-# kept without that one, too.
+# Runs on all nodes of a job but its first. Everything that ends the job runs on its first node, and
+# `--no-kill` keeps a job that has lost it.
 _WATCH = """\
 others=$((SLURM_JOB_NUM_NODES - 1))
 srun --overlap --no-kill --kill-on-bad-exit=0 --job-name=watch --relative=1 \\
@@ -30,8 +30,8 @@ srun --overlap --no-kill --kill-on-bad-exit=0 --job-name=watch --relative=1 \\
       scontrol requeue $SLURM_JOB_ID
   done' $SLURMD_NODENAME &
 """
-# Runs in a job of a host, which ends when that of the run is queued again: this may need its node, and begins
-# it again.
+# Runs in the job of one host, and cancels it when the job of the run is queued again: the run may need the
+# node, and starts all its hosts again.
 FOLLOW = """\
 while sleep 60; do
   [ "$(squeue --noheader --jobs={run} --format=%T)" = PENDING ] && scancel $SLURM_JOB_ID

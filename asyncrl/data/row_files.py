@@ -111,7 +111,8 @@ def _read_jsonl(path: Path) -> tuple[Lazy, Sequence[int]]:
         span = os.pread(file.fileno(), starts[stop] - starts[start], starts[start])
         found = (line for line in span.split(b"\n") if line.strip())
         for index, (number, line) in enumerate(zip(lines[start:stop], found, strict=True), start):
-            # What writes a key twice does so in many rows, and to look at each would slow every reading.
+            # A program that writes a key twice does so in many rows, and to look at each would slow every
+            # reading.
             pairs = _object if index < BATCH else None
             yield _as_row(_parse(line, f"{path}:{number}", LINE, pairs), f"{path}:{number}")
 
@@ -181,8 +182,8 @@ def _parse(content: bytes, where: str, expected: str, pairs: Callable[[Any], Any
     try:
         return json.loads(content, object_pairs_hook=pairs)
     except KeyError as error:
-        found = f"found the key `{error.args[0]}` twice in one object"
-        raise DataError(f"{where}: {found}, where each has one value; remove or rename one") from error
+        found = f"found the key `{error.args[0]}` twice in one object, of which the last one counted so far"
+        raise DataError(f"{where}: {found}; remove the earlier one") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:

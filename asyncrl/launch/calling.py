@@ -19,6 +19,7 @@ from asyncrl.control.base import Hello
 from asyncrl.control.client import ControlClient
 from asyncrl.errors import ControlError, StoreError
 from asyncrl.hosting.processes import closed_to_us
+from asyncrl.hosting.route import of_generators, unreached
 from asyncrl.run.keys import JoinKeys
 from asyncrl.run.starts import code_of
 from asyncrl.version import __version__
@@ -52,8 +53,12 @@ async def call_learner(
     """Wait for the learner of the run that the store serves. Raises ControlError."""
     log.info("calling the learner")
     record = RunRecord(store, keys.record)
+    endpoint = await _control_endpoint(store, record)
+    if endpoint.startswith("tcp://"):
+        for closed in await asyncio.to_thread(list, unreached(of_generators(endpoint), config.timeout_s)):
+            log.warning("%s", closed)
     return ControlClient(
-        await _control_endpoint(store, record),
+        endpoint,
         find_learner=partial(_endpoint_now, record),
         heartbeat_s=config.heartbeat_s,
         timeout_s=config.timeout_s,

@@ -23,35 +23,42 @@ from asyncrl.telemetry.trackers import JsonlTracker
 
 Show = Callable[[StatusSnapshot], None]
 
-HEARD_S = 10.0  # in which a generator has written two lines, if it can
+HEARD_S = 10.0  # between two lines of a generator that writes none here
 
 
 @dataclass(slots=True)
 class Heard:
-    """Writes the metrics that generators send, if they do not write them into this directory themselves."""
+    """Writes the metrics that generators send, if they do not write them into this directory themselves.
+
+    A generator makes its file before it joins, so it writes elsewhere if none is here when it is first seen.
+    This is decided once, because a network may delay lines. `NAME.heard` tells it to a later learner.
+    """
 
     directory: Path
-    # Size of the file, and `alive_s` of its generator, when we looked last.
-    _seen: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    # By generator: whether we write its file.
+    _is_ours: dict[str, bool] = field(default_factory=dict)
+    # By generator: `alive_s` of the metrics that were written last.
+    _written: dict[str, float | None] = field(default_factory=dict)
     _look_at_s: float = 0.0
 
     def show(self, status: StatusSnapshot) -> None:
-        """Write what is new of each generator whose file has not grown, which it makes before it joins."""
+        """Write what is new of each generator that writes elsewhere, at most every `HEARD_S`."""
         if time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + HEARD_S
         for member in status.members:
-            name, file = member.generator_id, self.directory / f"{member.generator_id}.jsonl"
-            size, alive_s = self._seen.get(name, (None, None))
-            # A generator may call itself as it likes, and the learner's own file is there, too.
-            if name != LEARNER and _size(file) == size and member.metrics.get("alive_s") != alive_s:
+            name, alive_s = member.generator_id, member.metrics.get("alive_s")
+            file, mark = self.directory / f"{name}.jsonl", self.directory / f"{name}.heard"
+            if name not in self._is_ours:
+                # A generator may call itself as it likes, and the learner's own file is not a generator's.
+                is_ours = name != LEARNER and (mark.exists() or not file.exists())
+                if is_ours:
+                    mark.touch()
+                self._is_ours[name] = is_ours
+            if self._is_ours[name] and alive_s != self._written.get(name):
                 with closing(JsonlTracker(file)) as tracker:
                     tracker.log(member.metrics)
-            self._seen[name] = _size(file), member.metrics.get("alive_s")
-
-
-def _size(file: Path) -> int | None:
-    return file.stat().st_size if file.exists() else None
+                self._written[name] = alive_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,8 @@ class Missing(Exception):
 
 
 def definition(name: str) -> Definition | None:
-    """Return the definition of `path.py:name`; None for modules and for names without a `def` or `class`."""
+    """Return the definition of `path.py:name`; None for modules, and for names that have no `def` or `class`
+    or are bound again."""
     place, _, attribute = name.rpartition(":")
     if ":" in place:
         raise Missing(f"found two colons in {name}; write `path.py:name`, or `module:name`")
@@ -41,10 +42,10 @@ def definition(name: str) -> Definition | None:
         raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     _refuse_constant(tree, attribute, file)
-    if attribute not in found and not _is_bound(tree, attribute):
+    if attribute not in found and not any(count_bound(tree, one) for one in (attribute, "*", "__getattr__")):
         hint = did_you_mean(attribute, found, "correct the name")
         raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
-    return found.get(attribute)
+    return found.get(attribute) if count_bound(tree, attribute) == 1 else None
 
 
 def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
@@ -54,14 +55,25 @@ def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
                 raise Missing(f"`{name}` is {value!r} in {file}:{node.lineno}; name a function or a class")
 
 
-def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Return whether a module, when it is imported, imports, assigns or defines a name."""
-    return any(
+def count_bound(tree: ast.Module | ast.ClassDef, name: str) -> int:
+    """Count how often a module or the body of a class, when it runs, imports, assigns or defines a name."""
+    return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
-        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
-        or (isinstance(node, Definition) and node.name in (name, "__getattr__"))
+        or (isinstance(node, ast.alias) and (node.asname or node.name) == name)
+        or (isinstance(node, Definition) and node.name == name)
         for node in _run(tree)
     )
+
+
+def plain_methods(node: Definition | None) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the methods of a class, without those that a decorator or another binding of the name changes."""
+    if not isinstance(node, ast.ClassDef) or node.decorator_list:
+        return
+    for one in node.body:
+        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) or one.decorator_list:
+            continue
+        if count_bound(node, one.name) == 1:
+            yield one
 
 
 def _run(tree: ast.AST) -> Iterator[ast.AST]:

@@ -33,7 +33,15 @@ from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.plugins import package_spec
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
-from asyncrl.preflight.definitions import Definition, Missing, definition, parameters_of, returns_nothing
+from asyncrl.preflight.definitions import (
+    Definition,
+    Missing,
+    count_bound,
+    definition,
+    parameters_of,
+    plain_methods,
+    returns_nothing,
+)
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
@@ -184,18 +192,14 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(missing))
             continue
         yield from _unshown_tools(config, key, name, node)
-        for one in node.body if isinstance(node, ast.ClassDef) and not node.decorator_list else ():
-            if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) or one.decorator_list:
-                continue
+        for one in plain_methods(node):
             if (called := CALLED.get(one.name)) is None:
                 continue
-            taken = parameters_of(one.args)
             try:
-                call = inspect.Signature(taken)
+                call = inspect.Signature(parameters_of(one.args))
                 call.bind(*called) if one.name == "step" else call.bind_partial(*called)
             except (TypeError, ValueError):
-                names = ", ".join(parameter.name for parameter in taken)
-                found = f"`{one.name}` of `{name}` takes ({names}) in line {one.lineno}"
+                found = f"`{one.name}` of `{name}` takes ({ast.unparse(one.args)}) in line {one.lineno}"
                 cure = f"write `def {one.name}({', '.join(called)})`"
                 yield Mistake((key,), f"{found}, but is called with ({', '.join(called)}); {cure}")
 
@@ -203,8 +207,8 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
 def _unshown_tools(config: Config, key: str, name: str, node: Definition | None) -> Iterator[Mistake]:
     """Find tools that no template shows to the model; decorators of a function may make anything of it."""
     if isinstance(node, ast.ClassDef):
-        methods = {one.name for one in node.body if isinstance(one, Definition)}
-        found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
+        has_step = node.bases or count_bound(node, "step")
+        found = "" if has_step else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
         is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout(node))

@@ -50,8 +50,9 @@ def _is_for_the_stage(config: "StageConfig") -> Iterator[Mistake]:
     """Find a teacher, an adapter, and settings of TRL that another stage has."""
     stage, lora = config.stage, config.model.lora
     if stage == "distil" and (config.teacher is None or config.teacher.path is None):
-        text = "teacher is missing, and distil needs one; add teacher: {path: ...}"
-        yield broken("teacher stage", text)
+        key = "teacher" if config.teacher is None else "teacher.path"
+        text = f"{key} is missing, and distil needs one; add teacher: {{path: ...}}"
+        yield broken(f"{key} stage", text)
     elif stage != "distil" and config.teacher is not None:
         text = f"teacher is given, but stage is {stage}, and only distil has a teacher; drop it"
         yield broken("teacher stage", text)
@@ -66,6 +67,7 @@ def _is_read(config: "StageConfig") -> Iterator[Mistake]:
     for section, part, names in (
         ("model", config.model, ("chat_template", "tool_parser", "reasoning_parser", "router_replay")),
         ("model.lora", config.model.lora or LoraConfig(), ("sync", "load_in_4bit")),
+        ("teacher", config.teacher or ReferenceConfig(), ("template", "scorers", "gpus")),
         ("telemetry", config.telemetry, ("prometheus_port", "samples_per_step")),
     ):
         for name in names:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55639,
+    "lines of the package": 55681,
     "modules": 408,
-    "public functions and classes": 1500,
+    "public functions and classes": 1502,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 638,
 }

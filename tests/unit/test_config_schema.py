@@ -464,6 +464,7 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         BITS | {"generator": {"vllm": {"quantization": "fp8"}}},
         "generator.vllm has quantization: fp8, another",
     ),
+    (BITS | {"generator": {"vllm": {"quantization": "bitsandbytes"}}}, None),
     (BITS | {"model": {**BITS["model"], "dtype": "float32"}}, "computes with such weights in bfloat16"),
     (
         rates(schedule_arguments={"power": 2}),

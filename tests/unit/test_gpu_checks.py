@@ -154,6 +154,19 @@ def test_a_driver_too_old_for_torch(driver, cuda, fault):
     assert (found is None) == (fault is None) and (fault or "") in (found or "")
 
 
+def test_faults_are_named_next_to_an_old_driver_and_to_processes_that_are_not_known(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "1")
+    rows = f"/bin/cat <<'END'\n{ROWS}END"
+    refusal = "case $1 in --query-compute*) echo Unknown Error; exit 9;; esac"
+    tool(tmp_path, "nvidia-smi", f"{refusal}\n{rows}")
+    monkeypatch.setattr(checks, "kernel_log", lambda: LOG)
+    monkeypatch.setattr(checks, "_driver_fault", lambda gpu: "an old driver")
+    finding = checks.state()
+    said = ("an old driver; nvidia-smi: Unknown Error; GPU", "3 memory errors", "Xid 79", "59.8 GiB of")
+    assert finding.verdict == "failed" and all(one in finding.found for one in said)
+    assert all(cure in finding.fix for cure in (checks.DRIVER_CURE, "reinstall", checks.FAULTS_CURE))
+
+
 def test_other_processes_on_our_gpus_are_named():
     apps = f"{GPUS[1].uuid}, 4711, /usr/bin/python3\n{GPUS[0].uuid}, 12, [Not Found]\n"
     (found,) = checks.others(GPUS[:2], apps)

@@ -1,10 +1,12 @@
 """What each host of a run is to do, and what follows when its command ends or it has no place."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from asyncrl.hosting import route
 from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.hosting.route import Reach, in_clear, reaches, unreached, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.launch import calling
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
 
@@ -128,6 +131,18 @@ def test_a_port_that_is_closed_to_a_host_is_named_within_the_time_that_it_has(cl
     [free] = free_ports(1)
     others = [Reach("generators-*", "127.0.0.1", port, "store", "store.bind") for port in (free, 0)]
     assert not [*unreached(others, 10.0)], "nothing listens yet, or any port will do"
+
+
+def test_a_closed_port_of_a_learner_that_comes_later_is_logged(closed_port, monkeypatch, caplog):
+    async def recorded(*unused: object) -> str:
+        return f"tcp://127.0.0.1:{closed_port}"
+
+    monkeypatch.setattr(calling, "_control_endpoint", recorded)
+    monkeypatch.setattr(calling, "ControlClient", lambda endpoint, **options: endpoint)
+    settings = config(control={"timeout_s": 0.4, "heartbeat_s": 0.1}).control
+    called = calling.call_learner(settings, None, SimpleNamespace(record="", wire=b"", control=None), print)
+    assert asyncio.run(called).endswith(f":{closed_port}")
+    assert f"does not reach 127.0.0.1 at port {closed_port} (timed out), the control plane" in caplog.text
 
 
 @pytest.mark.parametrize("key", ["control", "store"])

@@ -148,11 +148,14 @@ def test_a_tick_that_fails_is_not_the_last():
 
 
 def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_heard(tmp_path):
-    """`near` writes its file itself, and `again` was heard by an earlier learner."""
-    heard, lines = Heard(tmp_path), {name: Lines(tmp_path / f"{name}.jsonl") for name in ("near", "again")}
-    lines["again"].write([{"step": None, "alive_s": 5.0}])
+    """`near` writes its file itself, also `slow`, whose lines come late, and an earlier learner heard `again`."""
+    again = MemberStatus(
+        generator_id="again", state="sampling", version=1, silent_s=0.1, metrics={"alive_s": 5.0}
+    )
+    Heard(tmp_path).show(snapshot(members=(again,)))
+    heard, lines = Heard(tmp_path), {name: Lines(tmp_path / f"{name}.jsonl") for name in ("near", "slow")}
     (tmp_path / "learner.jsonl").write_text("")
-    names = ("near", "again", "far", "learner", "new")
+    names = ("near", "slow", "again", "far", "learner", "new")
     for alive_s in (10.0, 20.0, 20.0, 30.0):
         lines["near"].write([{"step": None, "alive_s": alive_s}])
         told = [
@@ -163,10 +166,11 @@ def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_he
         for _ in range(3):
             heard.show(snapshot(members=tuple(told)))
         heard._look_at_s = 0.0
-    found = {file.stem: [row["alive_s"] for row in Tail(file)] for file in tmp_path.iterdir()}
+    found = {file.stem: [row["alive_s"] for row in Tail(file)] for file in tmp_path.glob("*.jsonl")}
     assert found == {
         "near": [10.0, 20.0, 20.0, 30.0],
-        "again": [5.0, 20.0, 30.0],
+        "slow": [],
+        "again": [5.0, 10.0, 20.0, 30.0],
         "far": [10.0, 20.0, 30.0],
         "learner": [],
     }

@@ -63,6 +63,9 @@ def test_a_right_config_of_each_stage_loads_and_loads_again_as_it_is_written(tmp
         ("stage=ppo", "one of sft, rm, dpo, kto, distil"),
         ("teacher={path: x}", "teacher: is given, but stage is sft"),
         ("stage=distil", "teacher is missing, and distil needs one"),
+        ("teacher={template: x}", "teacher.template: is for `asyncrl up`"),
+        ("teacher={scorers: 1}", "teacher.scorers: is for `asyncrl up`"),
+        ("teacher={gpus: [0]}", "teacher.gpus: is for `asyncrl up`"),
         ("model.chat_template=true", "model.chat_template: is for `asyncrl up`"),
         ("model.lora={sync: merged}", "model.lora.sync: is for `asyncrl up`"),
         ("model.lora={load_in_4bit: true}", "model.lora.load_in_4bit: is for `asyncrl up`"),
@@ -80,6 +83,11 @@ def test_each_mistake_is_named_with_its_key_and_the_way_out(tmp_path, override, 
     with pytest.raises(ConfigError) as raised:
         validated_stage(tiny_stage(tmp_path, "sft"), [override])
     assert said in str(raised.value)
+
+
+def test_only_the_path_of_a_teacher_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match=r"stage: teacher\.path is missing, and distil needs one"):
+        validated_stage(tiny_stage(tmp_path, "sft"), ["stage=distil", "teacher={revision: x}"])
 
 
 def test_a_mistake_in_the_file_has_its_line(tmp_path):

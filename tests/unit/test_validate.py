@@ -662,6 +662,23 @@ class Greedy:
 class Unbound:
     def reset(): ...
     def step(self, response): ...
+
+class Named:
+    def step(self, *, text): ...
+
+class Rebound:
+    def step(self): ...
+    step = elsewhere(step)
+
+class Twice:
+    def reset(): ...
+    def reset(self): ...
+    step = elsewhere
+
+class Changed:
+    def step(self): ...
+
+Changed = elsewhere(Changed)
 """
 
 
@@ -680,6 +697,13 @@ class Unbound:
             "play.py:Unbound",
             "`reset` of `play.py:Unbound` takes () in line 34, but is called with (self); write",
         ),
+        (
+            "play.py:Named",
+            "takes (self, *, text) in line 38, but is called with (self, text); write `def step(self, text)`",
+        ),
+        ("play.py:Rebound", None),
+        ("play.py:Twice", None),
+        ("play.py:Changed", None),
         ("play.py:Text", None),  # its base may have `step`
         ("play.py:rollout", None),
         ("play.py:alone", None),

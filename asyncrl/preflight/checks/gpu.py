@@ -86,14 +86,20 @@ def state() -> Finding:
     if not is_installed():
         return doubtful(*ABSENT)
     gpus, log = visible_gpus(), kernel_log()
+    failed, processes = dict[str, str](), ""
     if old := _driver_fault(gpus[0]):
-        return wrong(old, DRIVER_CURE)
-    processes = ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader")
-    found = dict.fromkeys(faults(gpus, log), FAULTS_CURE)
+        failed[old] = DRIVER_CURE
+    try:
+        processes = ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader")
+    except DataError as error:
+        said, _, cure = str(error).rpartition("; ")
+        failed[said] = cure
+    found = failed | dict.fromkeys(faults(gpus, log), FAULTS_CURE)
     found |= dict.fromkeys(_unchecked(gpus), "update the driver")
     found |= dict.fromkeys(others(gpus, processes), OTHERS_CURE)
     if found:
-        return doubtful("; ".join(found), "; ".join(dict.fromkeys(found.values())))
+        verdict = wrong if failed else doubtful
+        return verdict("; ".join(found), "; ".join(dict.fromkeys(found.values())))
     read = "no Xid in the kernel's log" if log else "the kernel's log cannot be read here"
     return fine(f"driver {gpus[0].driver}; no uncorrected memory errors; {read}; memory is free")
 
