@@ -108,9 +108,7 @@ def validated_config(
 
 
 def _model_problems(config: Config) -> Iterator[Mistake]:
-    """Find an adapter to begin with that cannot be used, layers that a model on this machine lacks, and a
-    store without room for the experts of each token.
-    """
+    """Find an adapter or layers that cannot be used, and a store without room for the experts of tokens."""
     model = config.model
     if model.lora is None and not model.router_replay:
         return
@@ -390,9 +388,8 @@ def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | N
 
 
 def _prompt_columns(config: Config) -> list[str]:
-    if config.data.template is None:
-        return [config.data.prompt_field]
-    return _columns_of(config.data.template)
+    template = config.data.template
+    return [config.data.prompt_field] if template is None else _columns_of(template)
 
 
 def _columns_of(template: str) -> list[str]:

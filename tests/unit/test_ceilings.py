@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55681,
+    "lines of the package": 55698,
     "modules": 408,
     "public functions and classes": 1502,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 638,
+    "private functions that are used once": 637,
 }
 
 
