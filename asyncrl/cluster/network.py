@@ -1,7 +1,6 @@
 """Networks of this machine, which stand for hosts: network namespaces, and a switch between them."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -62,11 +61,13 @@ class Namespace:
     def kill(self) -> None:
         """End the processes in the network, as a host that loses its power does."""
         until_s = time.monotonic() + END_S
-        while (left := self.processes()) and time.monotonic() < until_s:
-            # Stopped first, or one may still act on the death of another.
-            for number, pid in itertools.product((signal.SIGSTOP, signal.SIGKILL), left):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        while (left := sorted(self.processes())) and time.monotonic() < until_s:
+            # Stopped first, or one may still act on the death of another. The youngest is killed first: the
+            # kernel wakes stopped children of a process that ends, with a signal on which they would act.
+            for number, pids in ((signal.SIGSTOP, left), (signal.SIGKILL, reversed(left))):
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
             time.sleep(0.02)
 
     def close(self) -> None:

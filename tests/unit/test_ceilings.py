@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55698,
+    "lines of the package": 55699,
     "modules": 408,
     "public functions and classes": 1502,
     "modules of ours that a module imports, at most": 36,

@@ -102,4 +102,4 @@ def test_what_a_command_lacks_is_said_with_its_usage(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     found = capsys.readouterr().err
-    assert ended.value.code == 2 and f"usage: python examples/{name}.py " in found and said in found
+    assert ended.value.code == 2 and f"usage: {name}.py " in found and said in found
