@@ -39,13 +39,12 @@ class Heard:
     _is_ours: dict[str, bool] = field(default_factory=dict)
     # By generator: `alive_s` of the metrics that were written last.
     _written: dict[str, float | None] = field(default_factory=dict)
-    _look_at_s: float = 0.0
+    # By generator: when its next line may be written.
+    _next_s: dict[str, float] = field(default_factory=dict)
 
     def show(self, status: StatusSnapshot) -> None:
         """Write what is new of each generator that writes elsewhere, at most every `HEARD_S`."""
-        if time.monotonic() < self._look_at_s:
-            return
-        self._look_at_s = time.monotonic() + HEARD_S
+        now_s = time.monotonic()
         for member in status.members:
             name, alive_s = member.generator_id, member.metrics.get("alive_s")
             file, mark = self.directory / f"{name}.jsonl", self.directory / f"{name}.heard"
@@ -55,10 +54,11 @@ class Heard:
                 if is_ours:
                     mark.touch()
                 self._is_ours[name] = is_ours
-            if self._is_ours[name] and alive_s != self._written.get(name):
+            is_due = alive_s != self._written.get(name) and now_s >= self._next_s.get(name, 0.0)
+            if self._is_ours[name] and is_due:
                 with closing(JsonlTracker(file)) as tracker:
                     tracker.log(member.metrics)
-                self._written[name] = alive_s
+                self._written[name], self._next_s[name] = alive_s, now_s + HEARD_S
 
 
 @dataclass(slots=True, kw_only=True)
