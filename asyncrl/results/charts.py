@@ -8,12 +8,11 @@ from typing import Any
 
 from asyncrl.extras import from_extra
 from asyncrl.results.archive import Archive
-from asyncrl.telemetry.history import REJECTED, Points, Row, Series, growth_share, of_sets, thinned
+from asyncrl.telemetry.history import Points, Row, Series, growth_share, of_sets, thinned
 from asyncrl.telemetry.text import visible
 
 MOST_GENERATORS = 8  # generators with their own curve: those that waited most
 BANDS = ("short", "medium", "long")  # the same as in `algo.metrics`, which needs torch
-LENGTH_REJECTED = "groups/length_rejected_"
 MOST_POINTS = 1500  # points of one curve: more than a screen has pixels for
 FEW_POINTS = 40  # curves with at most this many points get markers
 COLOURS = ("#1f5fbf", "#d9730d", "#2a9d62", "#c03a5b", "#7a56c2", "#8a6d3b", "#0f8b8d", "#6b7280")
@@ -112,45 +111,6 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
     return charts
 
 
-def staleness_charts(archive: Archive) -> list[Chart]:
-    """Draw the age of tokens when they were trained on, and where that age came from."""
-    histograms = {where.replace("_", " "): _histogram(archive, where) for where in ("in_flight", "in_queue")}
-    charts = []
-    if any(histograms.values()):
-        charts.append(bars("Steps that a token spent", histograms, x="steps", y="share of the tokens"))
-    for draw, curve in ((areas, AGE_PARTS), (lines, AGE), (lines, TOO_OLD)):
-        if found := _series(archive, curve.names):
-            charts.append(draw(curve.title, found, y=curve.y))
-    return charts
-
-
-def dropped_charts(archive: Archive) -> list[Chart]:
-    """Draw lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
-    charts = []
-    # (number of groups, mean length) of what was trained, and of each reason to reject.
-    kinds = {"trained": ("groups/trained", "completions/length_mean")}
-    for name in archive.names:
-        if name.startswith(REJECTED):
-            kinds[name.removeprefix(REJECTED)] = (name, name.replace(REJECTED, LENGTH_REJECTED))
-    if len(kinds) > 1:
-        counts = {kind: _total(archive, groups) for kind, (groups, _) in kinds.items()}
-        charts.append(bars("Groups", {"groups": counts}, y="groups"))
-        lengths = {kind: _mean(archive, length, groups) for kind, (groups, length) in kinds.items()}
-        if known := {kind: length for kind, length in lengths.items() if length is not None}:
-            charts.append(bars("Mean length of their responses", {"length": known}, y="tokens"))
-    by_band = {
-        name: {band: mean for band in BANDS if (mean := _mean_of_band(archive, name, band)) is not None}
-        for name in ("staleness/masked_share", "policy/left_out", "weight/zero")
-    }
-    if any(share for shares in by_band.values() for share in shares.values()):
-        title = "Tokens out of the loss, by length of the response"
-        charts.append(bars(title, by_band, y="share of them, mean over steps"))
-    if archive.series("tokens/short"):
-        trained = {"trained": {band: _total(archive, f"tokens/{band}") for band in BANDS}}
-        charts.append(bars("Trained tokens, by length of the response", trained, y="tokens"))
-    return charts
-
-
 def waiting_charts(archive: Archive) -> list[Chart]:
     """Draw the shares of time that each side waited: the bottleneck is the side that never waits."""
     if not archive.history.times:
@@ -164,7 +124,7 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     phases = {name.removeprefix("time/"): name for name in names if not name.endswith(("_s", "/step"))}
     if phases:
         seconds = {phase: archive.series(name) for phase, name in phases.items()}
-        charts.append(areas("A step of the learner", seconds, y="s"))
+        charts.append(lines("A step of the learner", seconds, y="s"))
     if stalled := _of_generators(archive, "stalled_s"):
         title = "Generators stalled: paused for new weights, or waiting for them"
         charts.append(lines(title, stalled, x="minutes", y=y))
@@ -209,33 +169,6 @@ def _series(archive: Archive, patterns: Sequence[str], *, but: Collection[str] =
     return {name: archive.series(name) for name in names if name not in but}
 
 
-def _histogram(archive: Archive, where: str) -> Mapping[str, float]:
-    """Return the mean of `staleness/<where>/<steps>`; a step without a bin had no token of that age."""
-    prefix = f"staleness/{where}/"
-    bins = sorted(int(name.removeprefix(prefix)) for name in archive.names if name.startswith(prefix))
-    measured = len(archive.series(f"{prefix}0"))
-    return {str(steps): _total(archive, f"{prefix}{steps}") / measured for steps in bins}
-
-
-def _total(archive: Archive, name: str) -> float:
-    return sum(value for _, value in archive.series(name))
-
-
-def _mean(archive: Archive, name: str, weight: str) -> float | None:
-    """Return the weighted mean over the steps; None without weight."""
-    weights = dict(archive.series(weight))
-    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
-    total = sum(one for _, one in pairs)
-    return sum(value * one for value, one in pairs) / total if total else None
-
-
-def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
-    """Return the mean over the steps that had tokens in responses of that length; None without such steps."""
-    trained = dict(archive.series(f"tokens/{band}"))
-    shares = [share for step, share in archive.series(f"{name}/{band}") if share or trained.get(step)]
-    return sum(shares) / len(shares) if shares else None
-
-
 def lines(
     title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
 ) -> Chart:
@@ -255,32 +188,6 @@ def lines(
         figure.update_yaxes(type="log", exponentformat="power")
     elif all(value >= 0 for points in series.values() for _, value in points):
         figure.update_yaxes(rangemode="nonnegative")
-    return Chart(title, figure)
-
-
-def areas(title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "") -> Chart:
-    """Draw parts of a whole as stacked areas; the axis cuts off few far larger sums, as of the first step."""
-    chart = lines(title, series, x=x, y=y)
-    chart.figure.update_traces(stackgroup="all", mode="lines", line={"width": 0.5})
-    sums: dict[float, float] = {}
-    for points in series.values():
-        for at, value in points:
-            sums[at] = sums.get(at, 0.0) + value
-    usual = sorted(sums.values())[int(0.95 * (len(sums) - 1))] if sums else 0.0
-    if usual and max(sums.values()) > 4 * usual:
-        chart.figure.update_yaxes(range=[0, 2 * usual])
-    return chart
-
-
-def bars(title: str, series: Mapping[str, Mapping[str, float]], *, x: str = "", y: str = "") -> Chart:
-    """Draw grouped bars: for each name a value by category."""
-    figure = _figure(x, y)
-    for index, (name, values) in enumerate(series.items()):
-        marker = {"color": COLOURS[index % len(COLOURS)], "line": {"width": 0}}
-        categories = list(map(_label, values))
-        figure.add_bar(x=categories, y=list(values.values()), name=_label(name), marker=marker)
-    figure.update_xaxes(type="category")
-    figure.update_layout(bargap=0.35, bargroupgap=0.08)
     return Chart(title, figure)
 
 

@@ -6,20 +6,13 @@ from pathlib import Path
 
 from asyncrl.files import read_record
 from asyncrl.results.archive import Archive, read_archive, read_samples
-from asyncrl.results.charts import (
-    CURVES,
-    Curve,
-    draw_curves,
-    dropped_charts,
-    staleness_charts,
-    waiting_charts,
-)
+from asyncrl.results.charts import BANDS, CURVES, STALENESS, Curve, draw_curves, waiting_charts
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.recorded import Wanted, choose
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
-from asyncrl.telemetry.history import of_sets
-from asyncrl.telemetry.text import duration
+from asyncrl.telemetry.history import REJECTED, of_sets
+from asyncrl.telemetry.text import duration, number, share
 
 HEADLINES = (
     "eval/accuracy", "eval/pass@*", "eval/reward_mean", "reward/mean", "completions/length_mean",
@@ -27,6 +20,8 @@ HEADLINES = (
 )  # fmt: skip
 HIGHER_IS_BETTER = ("eval/", "reward/")  # prefixes of metrics whose largest value is the best
 SHOWN = 4  # samples of each kind
+LENGTH_REJECTED = "groups/length_rejected_"
+OUT_OF_THE_LOSS = ("staleness/masked_share", "policy/left_out", "weight/zero")
 
 
 def write_report(run: Path | None, to: Path | None) -> Path:
@@ -78,13 +73,14 @@ def _run_sections(archive: Archive) -> list[Section]:
             title="Staleness",
             note="The age of a token: steps between sampling it and training on it. In flight: "
             "while its group was being sampled; in queue: while the group waited in the buffer.",
-            charts=staleness_charts(archive),
+            tables=age_tables(archive),
+            charts=draw_curves(archive, STALENESS),
         ),
         Section(
             title="Dropped against trained",
             note="Dropped responses should be as long as trained ones. Otherwise a rule against old or "
             "useless groups has become a filter on length.",
-            charts=dropped_charts(archive),
+            tables=dropped_tables(archive),
         ),
         Section(
             title="Who waited for whom", note="The slow side never waits.", charts=waiting_charts(archive)
@@ -127,6 +123,63 @@ def headline_table(archive: Archive) -> Table:
         best = shown("best") if name.startswith(HIGHER_IS_BETTER) else ""
         rows.append((name, shown("first"), shown("last"), best))
     return Table(("metric", "first", "last", "best"), rows, "before and after" if rows else "no step yet")
+
+
+def age_tables(archive: Archive) -> list[Table]:
+    """Return the shares of the tokens by the steps that they spent; no share means no token of that age."""
+    found = {"in_flight": dict[int, float](), "in_queue": dict[int, float]()}
+    for where, shares in found.items():
+        prefix = f"staleness/{where}/"
+        for name in [name for name in archive.names if name.startswith(prefix)]:
+            mean = _total(archive, name) / len(archive.series(f"{prefix}0"))
+            shares[int(name.removeprefix(prefix))] = mean
+    ages = sorted({age for shares in found.values() for age in shares})
+    rows = [(str(age), *(share(shares.get(age)) for shares in found.values())) for age in ages]
+    return [Table(("steps", "in flight", "in queue"), rows, "steps that a token spent")] if rows else []
+
+
+def dropped_tables(archive: Archive) -> list[Table]:
+    """Return lengths of dropped and trained responses: if dropped ones are longer, responses get shorter."""
+    # (number of groups, mean length) of what was trained, and of each reason to reject.
+    kinds = {"trained": ("groups/trained", "completions/length_mean")}
+    for name in [name for name in archive.names if name.startswith(REJECTED)]:
+        kinds[name.removeprefix(REJECTED)] = (name, name.replace(REJECTED, LENGTH_REJECTED))
+    rows = [
+        (kind, f"{_total(archive, groups):,.0f}", number(_mean(archive, length, groups)))
+        for kind, (groups, length) in kinds.items()
+    ]
+    tables = [Table(("groups", "number", "mean length in tokens"), rows)] if len(kinds) > 1 else []
+    if archive.series("tokens/short"):
+        bands = [
+            (
+                band,
+                f"{_total(archive, f'tokens/{band}'):,.0f}",
+                *(share(_mean_of_band(archive, name, band)) for name in OUT_OF_THE_LOSS),
+            )
+            for band in BANDS
+        ]
+        head = ("length of the response", "trained tokens", *OUT_OF_THE_LOSS)
+        tables.append(Table(head, bands, "tokens out of the loss, mean over steps"))
+    return tables
+
+
+def _total(archive: Archive, name: str) -> float:
+    return sum(value for _, value in archive.series(name))
+
+
+def _mean(archive: Archive, name: str, weight: str) -> float | None:
+    """Return the weighted mean over the steps; None without weight."""
+    weights = dict(archive.series(weight))
+    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
+    total = sum(one for _, one in pairs)
+    return sum(value * one for value, one in pairs) / total if total else None
+
+
+def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
+    """Return the mean over the steps that had tokens in responses of that length; None without such steps."""
+    trained = dict(archive.series(f"tokens/{band}"))
+    shares = [value for step, value in archive.series(f"{name}/{band}") if value or trained.get(step)]
+    return sum(shares) / len(shares) if shares else None
 
 
 def _alarms(archive: Archive) -> list[Table]:
