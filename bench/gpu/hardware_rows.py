@@ -54,8 +54,7 @@ def stack(place: Place) -> Iterator[Figure]:
     yield _found("GPUs", software.gpus())
     yield noted("CUDA", note=str(torch.version.cuda))
     yield noted("attention", note=choose_attention(torch.device("cuda", 0), torch.bfloat16))
-    for check in (gpu.driver, gpu.health, gpu.free_memory):
-        yield _found(check.__name__.replace("_", " "), check())
+    yield _found("GPU state", gpu.state())
 
 
 def _found(name: str, finding: Finding) -> Figure:

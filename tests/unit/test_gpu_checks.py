@@ -106,7 +106,7 @@ def test_what_an_old_driver_does_not_know_is_left_out_and_said_once(monkeypatch,
     assert machine.this_machine("auto").gpu_bytes == (81559 * MIB,) * 2
     (said,) = [doubt for doubt in checks.gpu_doubts(config_of()) if "does not know" in doubt]
     assert said.endswith("so this is not checked; update the driver") and all(one in said for one in unknown)
-    finding = checks.health()
+    finding = checks.state()
     assert finding.verdict == "warning" and unknown[0] in finding.found
     tool(tmp_path, "nvidia-smi", OLD_DRIVER.format(fields="pci.bus_id", rows=rows))
     with pytest.raises(DataError, match=r'"pci.bus_id" is not a valid field to query\.; update the driver'):
@@ -154,13 +154,26 @@ def test_a_driver_too_old_for_torch(driver, cuda, fault):
     assert (found is None) == (fault is None) and (fault or "") in (found or "")
 
 
+def test_faults_are_named_next_to_an_old_driver_and_to_processes_that_are_not_known(monkeypatch, tmp_path):
+    without_tools(monkeypatch, tmp_path, "1")
+    rows = f"/bin/cat <<'END'\n{ROWS}END"
+    refusal = "case $1 in --query-compute*) echo Unknown Error; exit 9;; esac"
+    tool(tmp_path, "nvidia-smi", f"{refusal}\n{rows}")
+    monkeypatch.setattr(checks, "kernel_log", lambda: LOG)
+    monkeypatch.setattr(checks, "_driver_fault", lambda gpu: "an old driver")
+    finding = checks.state()
+    said = ("an old driver; nvidia-smi: Unknown Error; GPU", "3 memory errors", "Xid 79", "59.8 GiB of")
+    assert finding.verdict == "failed" and all(one in finding.found for one in said)
+    assert all(cure in finding.fix for cure in (checks.DRIVER_CURE, "reinstall", checks.FAULTS_CURE))
+
+
 def test_other_processes_on_our_gpus_are_named():
     apps = f"{GPUS[1].uuid}, 4711, /usr/bin/python3\n{GPUS[0].uuid}, 12, [Not Found]\n"
-    finding = checks.others(GPUS[:2], apps)
-    assert finding.verdict == "warning" and "CUDA_VISIBLE_DEVICES" in finding.fix
-    assert finding.found.endswith("59.8 GiB of 79.6 GiB are in use by process 4711 (/usr/bin/python3)")
-    assert checks.others(GPUS[1:2], "").found.endswith("are in use"), "a container sees no processes"
-    assert checks.others(GPUS[:1], apps).verdict == "ok"
+    (found,) = checks.others(GPUS[:2], apps)
+    assert found.endswith("59.8 GiB of 79.6 GiB are in use by process 4711 (/usr/bin/python3)")
+    (hidden,) = checks.others(GPUS[1:2], "")
+    assert hidden.endswith("are in use"), "a container sees no processes"
+    assert not [*checks.others(GPUS[:1], apps)]
 
 
 def test_a_run_that_other_processes_leave_no_room_for_is_refused(monkeypatch, tmp_path):
@@ -215,9 +228,9 @@ def test_a_machine_without_the_tools_is_not_refused(monkeypatch, tmp_path):
     config = config_of()
     require_fit(config, generators=True)
     assert "NVIDIA_DRIVER_CAPABILITIES" in "".join(checks.gpu_doubts(config))
-    assert {check().verdict for check in (checks.driver, checks.health, checks.free_memory)} == {"warning"}
+    assert checks.state().verdict == "warning"
     tool(tmp_path, "nvidia-smi", f"/bin/cat <<'END'\n{ROWS}END")
-    finding = checks.health()
+    finding = checks.state()
     assert finding.verdict == "ok" and "the kernel's log cannot be read here" in finding.found
     assert not list(checks.gpu_doubts(config_of(learner={"device": "cpu"})))
 
@@ -231,7 +244,7 @@ def test_up_warns_of_faults_and_refuses_an_old_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(our_gpus, "LINKER_PATHS", tmp_path)
     said = list(checks.gpu_doubts(config_of()))
     assert [part in one for part, one in zip(("ECC", "reset", "Xid 79"), said, strict=True)] == [True] * 3
-    assert checks.driver().verdict == "failed" and checks.health().verdict == "warning"
+    assert checks.state().verdict == "failed"
     with pytest.raises(ConfigError, match=r"needs 580\.65\.06 or newer; update the driver, install a torch"):
         checks.require_usable_gpus(config_of())
     checks.require_usable_gpus(config_of(learner={"device": "cpu"}))
@@ -239,7 +252,9 @@ def test_up_warns_of_faults_and_refuses_an_old_driver(monkeypatch, tmp_path):
     with monkeypatch.context() as patches:
         patches.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
         checks.require_usable_gpus(config_of())
-        assert checks.driver().verdict == "ok"
+        found = checks.state()
+        assert found.verdict == "warning" and "59.8 GiB" in found.found and "`nvidia-smi -r`" in found.fix
+        assert "choose others with CUDA_VISIBLE_DEVICES" in found.fix and "Xid 79" in found.found
     (tmp_path / "00-compat-123.conf").write_text("/usr/local/cuda/compat\n")
     checks.require_usable_gpus(config_of())
 
@@ -300,6 +315,4 @@ def test_only_a_machine_with_gpus_is_asked_about_them(monkeypatch):
     plain = [check.name for check in machine_checks(None)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     more = [check.name for check in machine_checks(None)]
-    assert [name for name in more if name not in plain] == [
-        *("gpu driver", "gpu health", "gpu memory"),
-    ]
+    assert [name for name in more if name not in plain] == ["gpu state"]

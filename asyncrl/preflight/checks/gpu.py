@@ -67,6 +67,7 @@ FAULTS_CURE = (
     "reset the GPU (`nvidia-smi -r`) or restart the machine; if it comes again, have the GPU replaced, or "
     "choose others with CUDA_VISIBLE_DEVICES"
 )
+OTHERS_CURE = "end what uses them, or choose others with CUDA_VISIBLE_DEVICES"
 
 
 def kernel_log() -> str:
@@ -80,51 +81,38 @@ def kernel_log() -> str:
     return done.stdout
 
 
-def driver() -> Finding:
-    """Check that the driver can run programs that are built for torch's version of CUDA."""
-    if not is_installed():
-        return doubtful(*ABSENT)
-    (first, *_) = visible_gpus()
-    if fault := _driver_fault(first):
-        return wrong(fault, DRIVER_CURE)
-    return fine(first.driver)
-
-
-def health() -> Finding:
-    """Check that the GPUs report no errors of their hardware."""
+def state() -> Finding:
+    """Check the driver and the hardware of the GPUs, and that no other process has much of their memory."""
     if not is_installed():
         return doubtful(*ABSENT)
     gpus, log = visible_gpus(), kernel_log()
-    found, unchecked = list(faults(gpus, log)), list(_unchecked(gpus))
-    if found or unchecked:
-        cure = FAULTS_CURE if found else "update the driver"
-        return doubtful("; ".join([*found, *unchecked]), cure)
+    failed, processes = dict[str, str](), ""
+    if old := _driver_fault(gpus[0]):
+        failed[old] = DRIVER_CURE
+    try:
+        processes = ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader")
+    except DataError as error:
+        said, _, cure = str(error).rpartition("; ")
+        failed[said] = cure
+    found = failed | dict.fromkeys(faults(gpus, log), FAULTS_CURE)
+    found |= dict.fromkeys(_unchecked(gpus), "update the driver")
+    found |= dict.fromkeys(others(gpus, processes), OTHERS_CURE)
+    if found:
+        verdict = wrong if failed else doubtful
+        return verdict("; ".join(found), "; ".join(dict.fromkeys(found.values())))
     read = "no Xid in the kernel's log" if log else "the kernel's log cannot be read here"
-    return fine(f"no uncorrected memory errors; {read}")
+    return fine(f"driver {gpus[0].driver}; no uncorrected memory errors; {read}; memory is free")
 
 
-def free_memory() -> Finding:
-    """Check that no other process has much of the GPUs' memory."""
-    if not is_installed():
-        return doubtful(*ABSENT)
-    return others(
-        visible_gpus(), ask("--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader")
-    )
-
-
-def others(gpus: Sequence[Gpu], processes: str) -> Finding:
-    """Judge the memory of GPUs in use; `processes` are the rows of nvidia-smi: GPU, process id, name."""
+def others(gpus: Sequence[Gpu], processes: str) -> Iterator[str]:
+    """Say of which GPUs others use the memory; `processes` are the rows of nvidia-smi: GPU, id, name."""
     rows = [[cell.strip() for cell in line.split(",")] for line in processes.splitlines()]
-    found = []
     for gpu in gpus:
         if gpu.used_bytes > OTHERS_BYTES:
             # A container sees no processes of its host, so there may be none.
             who = ", ".join(f"process {row[1]} ({row[2]})" for row in rows if row[0] == gpu.uuid)
             used = f"{data_size(gpu.used_bytes)} of {data_size(gpu.total_bytes)} are in use"
-            found.append(f"{gpu.name}: {used}{' by ' if who else ''}{who}")
-    if found:
-        return doubtful("; ".join(found), "end what uses them, or choose others with CUDA_VISIBLE_DEVICES")
-    return fine("free")
+            yield f"{gpu.name}: {used}{' by ' if who else ''}{who}"
 
 
 def require_usable_gpus(config: Config) -> None:
