@@ -16,6 +16,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+# Of one prompt: they are one group, in one frame.
+Samples = Annotated[int, Field(ge=1, le=4096)]
+# Of one kind, of one process.
+Processes = Annotated[int, Field(ge=1, le=1024)]
 ZeroOrOne = Annotated[int, Field(ge=0, le=1)]  # a Literal would accept true and false
 
 # A ratio belongs to a token, or to a sequence: the product or the geometric mean of its tokens' ratios.

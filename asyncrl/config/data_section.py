@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer
 
-from asyncrl.algo.ranges import NonNegative, Positive, PositiveInt
+from asyncrl.algo.ranges import NonNegative, Positive, PositiveInt, Samples
 from asyncrl.config.base import Part, marked
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN, refused
@@ -89,7 +89,7 @@ class EvalSet(Task):
     """Number of prompts, in place of `eval.prompts`."""
     every: PositiveInt | None = None
     """Steps between evaluations, in place of `eval.every`."""
-    samples: PositiveInt | None = None
+    samples: Samples | None = None
     """Samples per prompt, in place of `eval.samples`."""
     temperature: NonNegative | None = None
     """Temperature, in place of `eval.temperature`."""

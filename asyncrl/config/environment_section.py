@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeGuard
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.algo.ranges import MOST_SEQUENCES, NonNegativeInt, Positive, PositiveInt
+from asyncrl.algo.ranges import MOST_SEQUENCES, NonNegativeInt, Positive, PositiveInt, Processes
 from asyncrl.config.addresses import one_interface
 from asyncrl.config.base import Part
 from asyncrl.plugins import package_spec
@@ -47,7 +47,7 @@ class EnvironmentConfig(Part):
     without it (`batch.missing_episodes`)."""
     weight: float = 1.0
     """Factor of the environment's own reward."""
-    workers: PositiveInt = 1
+    workers: Processes = 1
     """Processes per generator that load the environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
     """Address-space limit of each such process, in GiB."""

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt
+from asyncrl.algo.ranges import NonNegativeInt, Positive, PositiveInt, Processes
 from asyncrl.config.base import Mistake, Mistakes, Part, marked
 from asyncrl.config.environment_section import ENVIRONMENT_PART, EnvironmentConfig
 from asyncrl.config.registry import complaint
@@ -153,7 +153,7 @@ class ScorerConfig(Part):
     tokenizer, for `model_judge` a language model with a chat template."""
     max_tokens: PositiveInt = 4096
     """Most tokens of a question to a judge and its answer."""
-    count: PositiveInt = 1
+    count: Processes = 1
     """Processes, each with a copy of the model; each answers all generators of this host."""
     gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs of each process in turn, by number; by default all processes see all GPUs."""
@@ -232,7 +232,7 @@ class RewardConfig(Part):
     """Parts of the reward, a weighted sum; `[]` only with an environment that gives rewards."""
     timeout_s: Positive = 10.0
     """Time limit of a call, with its repetitions."""
-    workers: PositiveInt = 1
+    workers: Processes = 1
     """Reward processes per generator."""
     attempts: PositiveInt = 3
     """Failures after which a ticket is dead."""

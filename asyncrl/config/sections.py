@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema, field_validator
 
-from asyncrl.algo.ranges import MOST_KEPT, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
+from asyncrl.algo.ranges import (
+    MOST_KEPT,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Samples,
+    Share,
+)
 from asyncrl.config.addresses import one_address, one_interface
 from asyncrl.config.algorithm import ANY_SETTINGS, OptimizerConfig
 from asyncrl.config.base import Choice, Part, marked
@@ -101,7 +109,7 @@ class BatchConfig(Part):
 
     groups: PositiveInt = 32
     """Groups per batch (B)."""
-    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    group_size: Samples = 8
     """Rollouts per group (G)."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch."""
@@ -321,7 +329,7 @@ class EvalConfig(Part):
     """Steps between evaluations; needs `data.eval`."""
     prompts: PositiveInt = 128
     """Number of prompts, from the start of `data.eval`."""
-    samples: PositiveInt = 1
+    samples: Samples = 1
     """Samples per prompt, for pass@k, best@k and maj@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature; 0 is greedy and allows one sample."""

@@ -1,6 +1,7 @@
 """Finds the definition of a function or a class that a config names, in its source: nothing is run."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ class Missing(Exception):
 
 
 def definition(name: str) -> Definition | None:
-    """Return the definition of `path.py:name`; None for modules and for names without a `def` or `class`."""
+    """Return the definition of `path.py:name`; None for modules, and for names that have no `def` or `class`
+    or are bound again."""
     place, _, attribute = name.rpartition(":")
     if ":" in place:
         raise Missing(f"found two colons in {name}; write `path.py:name`, or `module:name`")
@@ -40,10 +42,10 @@ def definition(name: str) -> Definition | None:
         raise Missing(f"{file}{line} is not valid Python: {error}; correct the file") from error
     found = {node.name: node for node in tree.body if isinstance(node, Definition)}
     _refuse_constant(tree, attribute, file)
-    if attribute not in found and not _is_bound(tree, attribute):
+    if attribute not in found and not any(count_bound(tree, one) for one in (attribute, "*", "__getattr__")):
         hint = did_you_mean(attribute, found, "correct the name")
         raise Missing(f"found no `{attribute}` in {file}; it has {', '.join(found) or 'no functions'}{hint}")
-    return found.get(attribute)
+    return found.get(attribute) if count_bound(tree, attribute) == 1 else None
 
 
 def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
@@ -53,14 +55,25 @@ def _refuse_constant(tree: ast.Module, name: str, file: Path) -> None:
                 raise Missing(f"`{name}` is {value!r} in {file}:{node.lineno}; name a function or a class")
 
 
-def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Return whether a module, when it is imported, imports, assigns or defines a name."""
-    return any(
+def count_bound(tree: ast.Module | ast.ClassDef, name: str) -> int:
+    """Count how often a module or the body of a class, when it runs, imports, assigns or defines a name."""
+    return sum(
         (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name)
-        or (isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"))
-        or (isinstance(node, Definition) and node.name in (name, "__getattr__"))
+        or (isinstance(node, ast.alias) and (node.asname or node.name) == name)
+        or (isinstance(node, Definition) and node.name == name)
         for node in _run(tree)
     )
+
+
+def plain_methods(node: Definition | None) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the methods of a class, without those that a decorator or another binding of the name changes."""
+    if not isinstance(node, ast.ClassDef) or node.decorator_list:
+        return
+    for one in node.body:
+        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) or one.decorator_list:
+            continue
+        if count_bound(node, one.name) == 1:
+            yield one
 
 
 def _run(tree: ast.AST) -> Iterator[ast.AST]:
@@ -100,3 +113,23 @@ def returns_nothing(node: Definition) -> str:
     if any(returns) or any(isinstance(one, ast.Constant) and one.value is ... for one in body):
         return ""
     return "has no `return` with a value, so every response would go without a reward; return a number"
+
+
+def parameters_of(arguments: ast.arguments) -> list[inspect.Parameter]:
+    """Return parameters as `inspect.signature` does; `...` stands for the unknown value of a default."""
+    kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
+    optional = positional[len(positional) - len(arguments.defaults) :]
+    found = [
+        kind(
+            one.arg,
+            kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD,
+            default=... if one in optional else kind.empty,
+        )
+        for one in positional
+    ]
+    found += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
+    found += [
+        kind(one.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    return found + ([kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else [])

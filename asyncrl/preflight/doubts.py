@@ -56,7 +56,7 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     )
     has_all = generators and config.cluster.kind is None
     idle = _idle(config, generators=generators) if has_all or not generators else ()
-    return [*found, *_cores(config, generators=has_all), *idle]
+    return [*found, *_too_much(config, generators=has_all), *idle]
 
 
 def require_device(config: Config) -> None:
@@ -97,20 +97,28 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     yield f"no process would use {named}: {', or '.join(cures)}"
 
 
-def _cores(config: Config, *, generators: bool) -> Iterator[str]:
-    """Warn of more processes of one kind, or threads of one, than this machine has cores, without GPUs.
+def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
+    """Warn of limits above this machine's memory, and of more processes or threads than it has cores.
 
-    Without `generators`, these are on other hosts.
+    Without `generators`, these are on other hosts. With GPUs, processes wait for these and not for cores.
     """
-    if count_gpus() and config.learner.device != "cpu":
-        return
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    has_gpus = count_gpus() and config.learner.device != "cpu"
+    has_store = config.store.url is None and config.cluster.kind is None
+    limits = {"store.max_gib": config.store.max_gib if has_store else 0.0}
+    if generators and not has_gpus:
+        limits["generator.kv_cache_gib"] = config.generator.kv_cache_gib or 0.0
+    for key, limit_gib in limits.items():
+        if limit_gib > memory_gib:
+            found = f"{key} is {limit_gib:g}, but this machine has {memory_gib:.1f} GiB of memory, and the"
+            yield f"{found} system ends processes that want more; set at most {math.ceil(memory_gib / 2)}"
     cores = len(os.sched_getaffinity(0))
     counts = {"learner.ranks": config.ranks_per_host}
     counts["learner.threads"] = config.learner.threads or 0
     if generators:
         counts["generator.count"] = config.generator.count or 0
         counts["generator.threads"] = config.generator.threads or 0
-    for key, count in counts.items():
+    for key, count in counts.items() if not has_gpus else ():
         if count > cores:
             yield f"{key} is {count} on {cores} cores, so each slows the others; set at most {cores}"
 

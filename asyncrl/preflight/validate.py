@@ -33,7 +33,15 @@ from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
 from asyncrl.plugins import package_spec
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
-from asyncrl.preflight.definitions import Definition, Missing, definition, returns_nothing
+from asyncrl.preflight.definitions import (
+    Definition,
+    Missing,
+    count_bound,
+    definition,
+    parameters_of,
+    plain_methods,
+    returns_nothing,
+)
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
@@ -45,6 +53,8 @@ if TYPE_CHECKING:
     from asyncrl.data.prompts import RowRenderer
 
 SHOWN = 3  # rows that a message names
+# Methods of an environment, and what each call passes, besides columns by name.
+CALLED = {"reset": ("self",), "step": ("self", "text")}
 
 
 def validated_config(
@@ -182,13 +192,23 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(missing))
             continue
         yield from _unshown_tools(config, key, name, node)
+        for one in plain_methods(node):
+            if (called := CALLED.get(one.name)) is None:
+                continue
+            try:
+                call = inspect.Signature(parameters_of(one.args))
+                call.bind(*called) if one.name == "step" else call.bind_partial(*called)
+            except (TypeError, ValueError):
+                found = f"`{one.name}` of `{name}` takes ({ast.unparse(one.args)}) in line {one.lineno}"
+                cure = f"write `def {one.name}({', '.join(called)})`"
+                yield Mistake((key,), f"{found}, but is called with ({', '.join(called)}); {cure}")
 
 
 def _unshown_tools(config: Config, key: str, name: str, node: Definition | None) -> Iterator[Mistake]:
     """Find tools that no template shows to the model; decorators of a function may make anything of it."""
     if isinstance(node, ast.ClassDef):
-        methods = {one.name for one in node.body if isinstance(one, Definition)}
-        found = "" if node.bases or "step" in methods else f"the public methods of `{name}` are tools"
+        has_step = node.bases or count_bound(node, "step")
+        found = "" if has_step else f"the public methods of `{name}` are tools"
         cure = "add a method `step`, with which it takes plain text"
     else:
         is_tool = name in TOOLS or (node and not node.decorator_list and not is_rollout(node))
@@ -262,32 +282,12 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return None
     try:
-        form = form_of(_parameters(node.args))
+        form = form_of(parameters_of(node.args))
     except RewardError as error:
         raise Missing(f"`{node.name}` {error}") from error
     if found := returns_nothing(node):
         raise Missing(f"`{node.name}` {found}")
     return form
-
-
-def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
-    """Return parameters as `inspect.signature` does; `...` stands for the unknown value of a default."""
-    kind, positional = inspect.Parameter, [*arguments.posonlyargs, *arguments.args]
-    optional = positional[len(positional) - len(arguments.defaults) :]
-    found = [
-        kind(
-            one.arg,
-            kind.POSITIONAL_ONLY if one in arguments.posonlyargs else kind.POSITIONAL_OR_KEYWORD,
-            default=... if one in optional else kind.empty,
-        )
-        for one in positional
-    ]
-    found += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
-    found += [
-        kind(one.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
-        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    return found + ([kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else [])
 
 
 def _row_problems(config: Config) -> Iterator[Mistake]:

@@ -143,6 +143,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("telemetry.prometheus_host=10.0.0.1", "nothing listens"),
             ("algorithm.aggregation={name: seq-mean-token-sum-norm, scale: 512}", "set scale to 64"),
             ("eval.samples=4", "all would be equal"),
+            ("eval.samples=1000000", "a whole number from 1 to 4096"),
             ("eval.every=1000", "only the first and the last weights"),
             ("checkpoint.keep=1", "found 1"),
             ("checkpoint.best=accuracy", "found 'accuracy'"),
@@ -150,6 +151,8 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("learner.stop_when={metric: eval/accuracy}", "found neither reaches nor patience"),
             ("store.url=localhost:6379", "redis://HOST:6379"),
             ("store.max_gib=0.0001", "can be open"),
+            ("store.max_gib=1000000", "ends processes that want more"),
+            ("generator.kv_cache_gib=1000000", "ends processes that want more"),
             ("store.shards=5", "does not divide"),
             ("control.bind=10.0.0.1:5555", "tcp://10.0.0.1:5555"),
             ("control.hang_s=10", "found 10"),
@@ -335,6 +338,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("data.train='data/*.jsonl'", "found no file that matches"),
             ("data.train=https://h/x.jsonl", "found no https"),
             ("data.eval=[{path: test.jsonl, limit: 500}]", "500 prompts are to be evaluated"),
+            ("data.eval=[{path: test.jsonl, samples: 1000000}]", "from 1 to 4096"),
             ("data.eval=[{path: test.jsonl, every: 1000}]", "only the first and the last weights"),
             ("data.map=none.py:f", "found no none.py"),
             ("data.images_key=image", "model.chat_template"),
@@ -410,6 +414,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
             ("reward.functions.0.function=~/score.py:right", "write them out"),
             ("reward.functions=[{function: code}]", "wants column `tests`"),
             ("reward.workers=0", "found 0"),
+            ("reward.workers=10000", "a whole number from 1 to 1024"),
             ("reward.sandbox=docker", "one of"),
         ),
         **_reward(
@@ -506,6 +511,7 @@ SLIPS: dict[str, dict[str, Slip]] = {
                     "constraints=allow": "one of refuse, ignore",
                     "max_turn=3": "did you mean `max_turns`?",
                     "episodes_per_slot=0": "found 0",
+                    "workers=10000": "found 10000",
                     "python=python9": "found no python9",
                 }.items()
             ),
@@ -516,6 +522,8 @@ SLIPS: dict[str, dict[str, Slip]] = {
                     "Game = 5\n": "`Game` is 5 in game.py:1",
                     "import nowhere\nclass Game:\n    def step(self, text): ...\n": "imports `nowhere`",
                     "class Games:\n    def step(self, text): ...\n": "did you mean `Games`?",
+                    "class Game:\n    def step(self): ...\n": "write `def step(self, text)`",
+                    "class Game:\n    def reset(): ...\n    def step(self, text): ...\n": "(self)",
                 }.items()
             ),
             (

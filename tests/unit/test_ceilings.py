@@ -7,9 +7,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55789,
+    "lines of the package": 55781,
     "modules": 418,
-    "public functions and classes": 1506,
+    "public functions and classes": 1504,
     "modules of ours that a module imports, at most": 36,
     "private functions that are used once": 657,
 }

@@ -29,6 +29,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(doubt_rules.os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(doubt_rules.os, "sysconf", {"SC_PHYS_PAGES": 1 << 23, "SC_PAGE_SIZE": 1 << 12}.get)
     for name in ("train", "test"):
         write_rows(name, [{"prompt": name, "answer": "2"}])
 
@@ -86,6 +87,11 @@ def said_of(text: str, *overrides: str) -> list[str]:
         ),
         (("weights.probe_limit=100",), "weights.probe_limit is 100 nats, which an engine with wrong weights"),
         (("control.stall_s=5",), "control.stall_s is 5, and a run without a new group for so long ends"),
+        (
+            ("store.max_gib=33",),
+            "store.max_gib is 33, but this machine has 32.0 GiB of memory, and the system",
+        ),
+        (("generator.kv_cache_gib=33",), "generator.kv_cache_gib is 33, but this machine has 32.0 GiB"),
         (("eval.prompts=9",), "9 prompts are to be evaluated, but data.eval (test.jsonl) has 1"),
         (
             ("data.eval=[{path: test.jsonl, every: 101}]",),
@@ -100,9 +106,18 @@ def test_each_doubt_has_a_cause_and_a_cure(overrides: tuple[str, ...], said: str
 
 def test_settings_at_their_limits_are_fine():
     fine = ("learner.steps=5", "eval.every=5", "learner.optimizer.warmup_steps=5", "generator.count=3")
-    fine += ("sampling.temperature=3", "learner.threads=3", "generator.threads=3", "eval.prompts=1")
+    fine += (
+        "store.max_gib=32",
+        "generator.kv_cache_gib=32",
+        "sampling.temperature=3",
+        "learner.threads=3",
+        "generator.threads=3",
+        "eval.prompts=1",
+    )
     assert said_of(OWN, *fine, "learner.optimizer.lr=0.01") == []
     assert said_of(OWN, "learner.steps=2") == [], "the default of eval.every was not chosen"
+    elsewhere = ("store.url=unix:///run/store.sock", "store.max_gib=33")
+    assert said_of(OWN, *elsewhere) == [], "the memory of another machine"
     two = "reward.functions=[{function: exact_match, weight: 0}, {function: arithmetic}]"
     assert said_of(OWN, two) == [], "a part may be measured only"
 

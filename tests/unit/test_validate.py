@@ -636,6 +636,41 @@ class Text(Tools):
 class Steps:
     def reset(self, answer): ...
     def step(self, response): ...
+
+class Any(Steps):
+    def reset(*given, level=1, **columns): ...
+    async def step(self, response, /, *, level=1): ...
+
+class Wrapped:
+    @elsewhere
+    def step(self): ...
+
+class Deaf(Steps):
+    def step(self): ...
+
+class Greedy:
+    async def step(self, response, seed): ...
+
+class Unbound:
+    def reset(): ...
+    def step(self, response): ...
+
+class Named:
+    def step(self, *, text): ...
+
+class Rebound:
+    def step(self): ...
+    step = elsewhere(step)
+
+class Twice:
+    def reset(): ...
+    def reset(self): ...
+    step = elsewhere
+
+class Changed:
+    def step(self): ...
+
+Changed = elsewhere(Changed)
 """
 
 
@@ -643,6 +678,24 @@ class Steps:
     ("uses", "said"),
     [
         ("play.py:Steps", None),
+        ("play.py:Any", None),
+        ("play.py:Wrapped", None),
+        (
+            "play.py:Deaf",
+            "`step` of `play.py:Deaf` takes (self) in line 28, but is called with (self, text); write `def step(",
+        ),
+        ("play.py:Greedy", "takes (self, response, seed) in line 31, but is called with (self, text); write"),
+        (
+            "play.py:Unbound",
+            "`reset` of `play.py:Unbound` takes () in line 34, but is called with (self); write",
+        ),
+        (
+            "play.py:Named",
+            "takes (self, *, text) in line 38, but is called with (self, text); write `def step(self, text)`",
+        ),
+        ("play.py:Rebound", None),
+        ("play.py:Twice", None),
+        ("play.py:Changed", None),
         ("play.py:Text", None),  # its base may have `step`
         ("play.py:rollout", None),
         ("play.py:alone", None),
