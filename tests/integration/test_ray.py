@@ -18,6 +18,7 @@ from asyncrl.cluster.base import HostPlan
 from asyncrl.cluster.driver import Hosts
 from asyncrl.commands.down import processes_of
 from asyncrl.errors import RunError
+from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
 from tests.support.ray_nodes import ray_nodes
 from tests.support.waiting import HANG, LONG_S, has_ended, wait_until
@@ -151,11 +152,13 @@ def test_a_run_ends_with_the_head_of_its_ray_and_resumes_on_another(tmp_path_fac
 def test_a_host_is_not_pending_without_a_reason_although_resources_exist(tmp_path):
     from asyncrl.cluster.ray import RayCluster
 
-    waits = ("generator", "--store", "redis://generator@127.0.0.1:9/0", "--wait", "600")
+    waits = ("generator", "--store", "redis://generator@127.0.0.1:9/0", "--wait", f"{2 * WAIT_S:g}")
+    keys = RunKeys(bytes(32)).join
     with ray_nodes(tmp_path, gpus=[4, 4]), closing(RayCluster()) as cluster:
 
         def begin(name: str, gpus: int) -> None:
-            plan = HostPlan(name=name, role="generators", argv=waits, gpus=gpus)
+            # Without keys its command would end within seconds, and free what it has.
+            plan = HostPlan(name=name, role="generators", argv=waits, gpus=gpus, keys=keys)
             cluster.start(plan, tmp_path / name)
 
         for name, gpus in (("generators-0", 4), ("generators-1", 2)):
