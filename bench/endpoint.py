@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.addons.endpoint.agent_server import Endpoint
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_server import Endpoint
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.duty import Duty

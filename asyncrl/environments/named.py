@@ -32,7 +32,7 @@ def load_target(target: str) -> Any:
 def adapter(library: str) -> Any:
     """Return the module of a library's adapter. Raises MissingLibrary."""
     try:
-        return importlib.import_module(f"asyncrl.environments.adapters.{library}")
+        return importlib.import_module(f"asyncrl.addons.adapters.{library}")
     except ModuleNotFoundError as error:
         cure = f"run `pip install {ADAPTERS[library]}` for the Python of the environment"
         raise MissingLibrary(f"the package {error.name} is not installed; {cure}") from error

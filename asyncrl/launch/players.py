@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.algo.ranges import MOST_SEQUENCES
 from asyncrl.config import registry
@@ -12,7 +13,6 @@ from asyncrl.config.resolved import config_json
 from asyncrl.config.schema import Config
 from asyncrl.control.scoring import ScorerService
 from asyncrl.data.prompts import PromptSource
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
@@ -25,6 +25,9 @@ from asyncrl.rewards.opened import Asker, Rewards
 from asyncrl.run.starts import unchanged
 from asyncrl.session.delta import closer, rewritten
 from asyncrl.wire.group_frames import MAX_ROLLOUTS
+
+if TYPE_CHECKING:
+    from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class Player:
     # As the task sees it.
     config: Config
     scorer: Rewards | None
-    environment: Environments | AgentEnvironment | None
+    environment: "Environments | AgentEnvironment | None"
 
     @property
     def _kind(self) -> str | None:
@@ -189,7 +192,7 @@ class Players:
         return TaughtSampler(sampler, one.answer, one.counts) if one else sampler
 
     @property
-    def _processes(self) -> list[Rewards | Asker | Environments | AgentEnvironment]:
+    def _processes(self) -> list["Rewards | Asker | Environments | AgentEnvironment"]:
         scorers = [one.scorer for one in self.tasks.values()]
         environments = [one.environment for one in self.tasks.values()]
         distinct = {id(one): one for one in (*scorers, self.teacher, *environments) if one is not None}
@@ -208,8 +211,11 @@ def _teacher_of(config: Config, directory: Path, counts: Counter[str]) -> Asker 
     return None
 
 
-def _environment_of(config: Config, loaded: Callable[[], None]) -> Environments | AgentEnvironment | None:
+def _environment_of(config: Config, loaded: Callable[[], None]) -> "Environments | AgentEnvironment | None":
     section, variables = config.environment, config.run.environment
     if section.command:
+        # It imports a web server, which only agents need.
+        from asyncrl.addons.endpoint.agent_process import AgentEnvironment
+
         return AgentEnvironment(section, variables, loaded)
     return Environments(section, variables, loaded) if section.uses else None

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import transformers.utils  # noqa: F401 - tools need it; the forks of this module find it loaded
 
+from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.buffer.intake import Collected
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler
 from asyncrl.engine.fake import EOS, FakeEngine

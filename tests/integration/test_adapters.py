@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.addons.adapters.base import split_options
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.environments.adapters.options import split_options
 from asyncrl.environments.environments import Environments
 from asyncrl.environments.named import load_target
 from asyncrl.errors import EnvironmentFault
@@ -95,7 +95,7 @@ def test_gymnasium(beside: Path) -> None:
     tried = """
 import numpy as np
 from gymnasium import spaces
-from asyncrl.environments.adapters.gymnasium import read_action
+from asyncrl.addons.adapters.gymnasium import read_action
 grid, whole = spaces.Box(-1.0, 1.0, (2, 2), np.float32), spaces.MultiDiscrete([2, 3])
 for space, said in ((grid, "so [[0.5, 0], [0, 1]]!"), (grid, "[x] [0.5, 0, 0, 1]"), (whole, "[1, 2] [it is]"),
                     (whole, "[0.5, 1.7]"), (whole, "[[1]"), (grid, "[" * 3000), (grid, "none")):
@@ -278,7 +278,7 @@ def test_a_server_that_lists_tools_without_an_end_is_refused(tmp_path: Path) -> 
 
 
 def test_an_older_mcp_is_named_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "asyncrl.environments.adapters.mcp", raising=False)
+    monkeypatch.delitem(sys.modules, "asyncrl.addons.adapters.mcp", raising=False)
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.0.0")
     with pytest.raises(ImportError, match=r"found mcp 2\.0\.0; at least 2\.3 is needed: run `pip install"):
         load_target("mcp:python server.py")

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.columns import KEPT_COUNTS, KEPT_IDS
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler

@@ -18,7 +18,7 @@ TASKSET = Path(libraries.__file__).with_name("verifiers_sums.py")
 TASK = {"a": 2, "b": 5, "prompt": "2 + 5?", "system_prompt": "Answer with a number."}
 REFUSED = """
 import json, sys
-from asyncrl.environments.adapters.verifiers import environment
+from asyncrl.addons.adapters.verifiers import environment
 said = []
 for name in sys.argv[1:]:
     try:

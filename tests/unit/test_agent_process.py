@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.addons.endpoint import agent_process
+from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint import agent_process
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler

@@ -20,9 +20,9 @@ LAYER = {
     "hosting": 3,
     "wire": 4, "stopwatch": 4,
     "weights": 5,
-    "buffer": 6, "control": 6, "engine": 6, "trainer": 6, "batch": 6, "rewards": 6, "environments": 6, "endpoint": 6, "telemetry": 6,
+    "buffer": 6, "control": 6, "engine": 6, "trainer": 6, "batch": 6, "rewards": 6, "environments": 6, "telemetry": 6,
     "data": 6,
-    "learner": 7, "generator": 7, "evaluation": 7, "run": 7,
+    "learner": 7, "generator": 7, "evaluation": 7, "run": 7, "addons": 7,
     "report": 8,
     "launch": 9,
     "stages": 10, "cluster": 10,
@@ -37,7 +37,7 @@ OWNERS = {
     "deepspeed": {"trainer"},
     "redis": {"buffer"},
     "zmq": {"control"},
-    "uvicorn": {"endpoint"},
+    "uvicorn": {"addons"},
     "wandb": {"telemetry"},
     "tensorboard": {"telemetry"},
     "prometheus_client": {"telemetry"},
@@ -50,6 +50,7 @@ OPENS = {
     "trainer.deepspeed": "trainer.open",
     "engine.vllm": "engine.open",
     "engine.transformers": "engine.open",
+    "addons.endpoint": "launch.players",
 }
 PURE = {"torch", "numpy", "asyncrl", "collections", "dataclasses", "math", "typing", "enum"}
 READS_THE_ENVIRONMENT = {
@@ -58,7 +59,7 @@ READS_THE_ENVIRONMENT = {
     "launch/learner_process.py", "launch/generator_process.py", "launch/scorer_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
     "api.py", "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
-    "environments/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py",
+    "addons/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/trackers.py",
     "trainer/collectives.py", "trainer/deepspeed/engine_settings.py", "weights/slots.py",
@@ -157,6 +158,18 @@ def test_a_heavy_library_is_imported_in_its_package_only(library):
         if any(module.split(".")[0] == library for module in imports_of(path))
     }
     assert users <= OWNERS[library]
+
+
+def test_a_run_without_addons_imports_none():
+    modules = (
+        "launch.generator_process",
+        "launch.learner_process",
+        "environments.episode_worker",
+        "cli.main",
+    )
+    imports = "; ".join(f"import asyncrl.{module}" for module in modules)
+    check = f"import sys; {imports}; sys.exit('asyncrl.addons' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=300, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("adapter", OPENS)

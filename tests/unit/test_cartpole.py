@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from asyncrl.environments.adapters.gymnasium import environment
+from asyncrl.addons.adapters.gymnasium import environment
 from examples import cartpole
 
 

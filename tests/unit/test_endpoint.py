@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 
-from asyncrl.endpoint import agent_server, open_episodes
-from asyncrl.endpoint.agent_server import DIALECTS, Endpoint
-from asyncrl.endpoint.base import Refused
-from asyncrl.endpoint.open_episodes import OpenEpisode
+from asyncrl.addons.endpoint import agent_server, open_episodes
+from asyncrl.addons.endpoint.agent_server import DIALECTS, Endpoint
+from asyncrl.addons.endpoint.base import Refused
+from asyncrl.addons.endpoint.open_episodes import OpenEpisode
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall

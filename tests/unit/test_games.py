@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_process import AgentEnvironment
 from asyncrl.environments.base import Answer
 from asyncrl.quickstart.games import GUESSES, LARGEST, Calculator, Guess
 from asyncrl.quickstart.pupils import PUPILS, batches

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
-from asyncrl.endpoint.reading import wrong
+from asyncrl.addons.endpoint import reading
+from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused, now_s
+from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -22,7 +22,7 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.mcp import serve_shared
 from verifiers.v1.runtimes import runtime_is_local
 
-from asyncrl.environments.adapters.options import split_options
+from asyncrl.addons.adapters.base import split_options
 from asyncrl.environments.base import BudgetSpent
 
 CONNECT_S = 60.0

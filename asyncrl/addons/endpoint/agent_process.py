@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.addons.endpoint.agent_server import Endpoint
+from asyncrl.addons.endpoint.open_episodes import OpenEpisode
 from asyncrl.config.environment_section import EnvironmentConfig
-from asyncrl.endpoint.agent_server import Endpoint
-from asyncrl.endpoint.open_episodes import OpenEpisode
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault, as_unicode
 from asyncrl.hosting.processes import bound_to_us, end_marked, kill_group, public_environment

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Past, Recall, Refused
-from asyncrl.endpoint.reading import wrong
+from asyncrl.addons.endpoint import reading
+from asyncrl.addons.endpoint.base import Call, Event, Json, Past, Recall, Refused
+from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
 UNPARSED = "unparsed"

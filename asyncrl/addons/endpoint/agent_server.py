@@ -18,11 +18,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from asyncrl.endpoint.base import Dialect, Event, Json, Refused, now_s
-from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
-from asyncrl.endpoint.messages_dialect import MessagesDialect
-from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
-from asyncrl.endpoint.responses_dialect import ResponsesDialect
+from asyncrl.addons.endpoint.base import Dialect, Event, Json, Refused, now_s
+from asyncrl.addons.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
+from asyncrl.addons.endpoint.messages_dialect import MessagesDialect
+from asyncrl.addons.endpoint.open_episodes import OpenEpisode, OpenEpisodes
+from asyncrl.addons.endpoint.responses_dialect import ResponsesDialect
 from asyncrl.environments.base import Talk
 
 log = logging.getLogger(__name__)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
-from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
-from asyncrl.endpoint.reading import wrong
+from asyncrl.addons.endpoint import reading
+from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused, now_s
+from asyncrl.addons.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
+from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`

@@ -6,7 +6,7 @@ own at its end. Games draw from the process's random numbers, so every episode h
 
 import textarena
 
-from asyncrl.environments.adapters.options import split_options
+from asyncrl.addons.adapters.base import split_options
 
 OWN_MOVE = textarena.core.ObservationType.PLAYER_ACTION
 

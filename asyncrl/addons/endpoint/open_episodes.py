@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Dialect, Json, Past, Refused
+from asyncrl.addons.endpoint import reading
+from asyncrl.addons.endpoint.base import Call, Dialect, Json, Past, Refused
 from asyncrl.environments.base import Answer, BudgetSpent, Talk
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, RenderError
 

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from asyncrl.environments.adapters.options import last_json, split_options
+from asyncrl.addons.adapters.base import last_json, split_options
 
 NUMBER = re.compile(r"-?\d+")
 # A rendering marks places, such as that of the player, by colours of a terminal, which become brackets.

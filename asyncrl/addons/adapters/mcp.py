@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from asyncrl.environments.adapters.tool_methods import ToolError, tools_of
+from asyncrl.addons.adapters.base import ToolError, tools_of
 
 # Before the import, which says nothing of versions.
 if tuple(map(int, version("mcp").split(".")[:2])) < (2, 3):

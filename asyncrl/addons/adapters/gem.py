@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import gem
 
-from asyncrl.environments.adapters.options import split_options
+from asyncrl.addons.adapters.base import split_options
 
 
 def environment(name: str) -> type:

@@ -15,8 +15,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from asyncrl.environments.adapters.options import last_json
-from asyncrl.environments.adapters.tool_methods import ToolError, tools_of
+from asyncrl.addons.adapters.base import ToolError, last_json, tools_of
 
 # Limits in seconds for the server to accept a socket, to answer a ping, and to end a session.
 OPEN_S, PING_S, CLOSE_S = 20.0, 20.0, 5.0

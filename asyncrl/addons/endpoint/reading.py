@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.endpoint.base import Json, Refused
+from asyncrl.addons.endpoint.base import Json, Refused
 from asyncrl.environments.base import Message
 
 # Parameters of any dialect that would change the distribution which is sampled from.

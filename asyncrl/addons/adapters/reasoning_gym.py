@@ -12,7 +12,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
-from asyncrl.environments.adapters.options import split_options
+from asyncrl.addons.adapters.base import split_options
 
 AGAIN = "This answer is wrong. Try again."
 
