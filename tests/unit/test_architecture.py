@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,16 @@ READS_THE_ENVIRONMENT = {
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def imports_of(path: Path) -> list[str]:
     """Every module named in an import statement, wherever it stands."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "asyncrl":
@@ -115,10 +122,9 @@ def graph_of(room: Callable[[str], str]) -> dict[str, set[str]]:
     known = {dotted(path) for path in MODULES}
     graph: dict[str, set[str]] = {}
     for path in MODULES:
-        tree = ast.parse(path.read_text())
         named = [
             f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         ]
@@ -193,7 +199,7 @@ def test_what_is_below_the_entry_points_is_passed_and_not_read_from_the_environm
     names = {"environ", "environb", "getenv", "getenvb", "putenv"}
     readers = set()
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             is_read = isinstance(node, ast.Attribute) and ast.unparse(node) in {
                 f"os.{name}" for name in names
             }
@@ -219,7 +225,7 @@ def test_few_functions_are_long():
     lengths = [
         node.end_lineno - node.lineno + 1
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     assert sorted(lengths)[len(lengths) // 2] <= 12
@@ -252,7 +258,7 @@ def test_only_the_command_line_prints():
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in MODULES
         if part_of(path) != "cli"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Name) and node.id == "print"
     }
     assert not printing
