@@ -102,7 +102,7 @@ class Learner:
         return time.perf_counter() - started_s
 
     def close(self):
-        self.hub.stop("test is over")
+        self.hub.stop("test is over", farewell=False)
         self.publisher.close()
 
     def wait_for(self, condition):

@@ -122,7 +122,7 @@ class Stage:
     def close(self):
         for caller in self.callers:
             caller.close()
-        self.hub.stop("test is over")
+        self.hub.stop("test is over", farewell=False)
 
     def members(self):
         return {member.generator_id: member for member in self.hub.members()}
