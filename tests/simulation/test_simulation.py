@@ -1,4 +1,4 @@
-"""The store's functions and their clients under 500 seeds of faults, the first 80 of them in `make test`.
+"""The store's functions and their clients under 500 seeds of faults, the first 40 of them in `make test`.
 `python -m reliability.simulation` runs more."""
 
 import pytest
@@ -9,7 +9,7 @@ from reliability.simulation.outcomes import EVERY_OUTCOME
 from reliability.simulation.world import SHARDS
 
 pytestmark = pytest.mark.timeout(900)
-FEW, SEEDS = 80, 500
+FEW, SEEDS = 40, 500
 
 
 @pytest.fixture(scope="module")

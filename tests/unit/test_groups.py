@@ -57,7 +57,7 @@ def test_a_test_is_its_file_its_function_and_itself():
 
 def test_what_is_in_no_list_has_no_mark():
     assert marks_of("tests/integration/test_new.py::test_it") == []
-    assert marks_of("tests/integration/test_run.py::test_it") == ["first"]
+    assert marks_of("tests/integration/test_api.py::test_it") == ["first"]
     assert marks_of("tests/integration/test_vllm_runner.py::test_it") == ["triton_runner", "group"]
 
 

@@ -16,6 +16,8 @@ from asyncrl.hosting.gpus import resolve_device
 from tests.support.gpu_tools import ROWS, tool
 from tests.support.whole_run import tiny_run
 
+pytestmark = pytest.mark.integration
+
 # Every way of torch to the CUDA runtime, replaced by one that notes who asks. `is_available` and `device_count`
 # do no harm while the variable makes torch ask NVML.
 RECORDER = """

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.waiting import HANG, wait_until
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import os, signal, subprocess
