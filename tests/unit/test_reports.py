@@ -165,7 +165,8 @@ def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_he
         ]
         for _ in range(3):
             heard.show(snapshot(members=tuple(told)))
-        heard._next_s.clear()
+        for one in heard._generators.values():
+            one.next_s = 0.0
     found = {file.stem: [row["alive_s"] for row in Tail(file)] for file in tmp_path.glob("*.jsonl")}
     assert found == {
         "near": [10.0, 20.0, 20.0, 30.0],
