@@ -23,6 +23,7 @@ from asyncrl.config.sections import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, TOLD_STEPS, WINDOW, Alarms, Past, causes, ringing
+from asyncrl.telemetry.exporter import prometheus_name
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.jsonl import Tail
@@ -285,6 +286,7 @@ def test_without_wandb_it_is_not_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from asyncrl.config.sections import TelemetryConfig
+from asyncrl.telemetry.exporter import prometheus_name
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
 trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=directory, metrics=directory / "m.jsonl",
@@ -609,6 +611,15 @@ def test_bins_are_told_from_numbers_and_gaps_are_empty() -> None:
     (lag,) = histograms.values()
     assert list(histograms) == ["staleness/in_queue/histogram"] and lag == (0.625, 0.0, 0.375)
     assert sum(value * share for value, share in enumerate(lag)) == numbers["staleness/in_queue"]
+
+
+@pytest.mark.parametrize("end", ["1700000000", "100", "9" * 5000, "٣"])
+def test_a_number_that_is_no_bin_stays_in_its_name(end: str) -> None:
+    metrics = {f"hook/at/{end}": 1.0, "hook/lag/99": 0.5}
+    numbers, histograms = split(metrics)
+    assert numbers == {f"hook/at/{end}": 1.0}
+    assert histograms == {"hook/lag/histogram": (*([0.0] * 99), 0.5)}
+    assert [prometheus_name(name)[1] for name in metrics] == [{}, {"bin": "99"}]
 
 
 def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_going_back() -> None:
