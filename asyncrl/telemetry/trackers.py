@@ -56,7 +56,9 @@ class JsonlTracker:
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         values = {name: finite(value) for name, value in metrics.items()}
         self._nonfinite.update(name for name, value in values.items() if value is None)
-        record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
+        # Its own fields come first in a line, and win.
+        own = {"step": step, "time": round(time.time(), 3)}
+        record: dict[str, Any] = own | values | own
         if self._nonfinite:
             record["nonfinite"] = dict(self._nonfinite)
         self._metrics.write([record])

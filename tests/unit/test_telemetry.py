@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config.sections import TelemetryConfig
 from asyncrl.control.base import MemberStatus
@@ -192,6 +194,40 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     assert (
         message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
     )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b"7", "7", None, [1.0], 10**400, np.ones(2), torch.ones(2), 1j, object(), math.nan, math.inf],
+    ids=lambda odd: type(odd).__name__,
+)
+def test_a_value_that_is_no_number_costs_no_other_value(
+    odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {"reward/mean": np.float32(0.5), "half \ud83d": torch.tensor(0.25), b"bytes": 1, "step": 9.0}
+    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
+    config = TelemetryConfig(tensorboard=True)
+    trackers = open_trackers(config, run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files)
+    seen = Recorder()
+    trackers.add(seen)
+    for step in (1, 2):
+        trackers.log({"policy/entropy": odd, **others}, step=step)
+    trackers.close()
+    assert seen.calls == ["log", "log", "close"]
+    for step, line in enumerate(lines(files["metrics"]), start=1):
+        assert (line["step"], line["reward/mean"], line["half \\ud83d"], line["b'bytes'"]) == (
+            step,
+            0.5,
+            0.25,
+            1,
+        )
+        assert line["policy/entropy"] is None and line["nonfinite"] == {"policy/entropy": step}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward/mean")] == [0.5, 0.5]
+    assert len(events.Scalars("half \\ud83d")) == len(events.Scalars("policy/entropy")) == 2
+    told = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert len(told) == (not isinstance(odd, float))
+    assert all("metric policy/entropy is" in message and "not a number" in message for message in told)
 
 
 def test_a_tracker_that_cannot_be_opened_is_opened_later(
