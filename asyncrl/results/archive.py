@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +15,17 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
 from asyncrl.telemetry.base import SampleRecord, sample_from
+from asyncrl.telemetry.history import Row, numbers
 from asyncrl.telemetry.jsonl import Tail
-from asyncrl.telemetry.state import FAULTS, RunReader, RunView
+from asyncrl.telemetry.state import FAULTS, LEARNER, RunView, read_state
+
+# Lines of a generator in memory; a curve has no more points. A week has a hundred times as many.
+MOST_ROWS = 1500
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive(RunView):
-    """A run with all that its generators measured. Its config may be of another release."""
+    """A run with what its generators measured over its whole time. Its config may be of another release."""
 
     directory: RunDirectory
     config: dict[str, Any]
@@ -102,9 +106,29 @@ def read_samples(path: Path) -> Iterator[SampleRecord]:
 
 def read_archive(directory: RunDirectory) -> Archive:
     """Read a run directory. Raises RunError if its config cannot be read."""
-    state = RunReader(directory.path, keeps_rows=True).read()
+    files = sorted(path for path in directory.metrics.glob("*.jsonl") if path.stem != LEARNER)
+    state = replace(read_state(directory.path), generators={path.stem: spread_rows(path) for path in files})
     starts = read_starts(directory.starts)
     return Archive(**vars(state), directory=directory, config=_config(directory.config), starts=starts)
+
+
+def spread_rows(path: Path) -> list[Row]:
+    """Return at most `MOST_ROWS` metric lines of a generator, evenly spread over its file, and some more.
+
+    These are the last line and those before and after a restart, so counters add up as over all lines.
+    """
+    tail, rows, before = Tail(path), list[Row](), Row()
+    apart_bytes = path.stat().st_size / MOST_ROWS
+    next_offset = 0.0
+    for row in map(numbers, tail):
+        has_restarted = row.get("alive_s", 0.0) < before.get("alive_s", 0.0)
+        if has_restarted and rows[-1] is not before:
+            rows.append(before)
+        if has_restarted or tail.offset >= next_offset:
+            rows.append(row)
+            next_offset = tail.offset + apart_bytes
+        before = row
+    return rows if not rows or rows[-1] is before else [*rows, before]
 
 
 def _config(path: Path) -> dict[str, Any]:

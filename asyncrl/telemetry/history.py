@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -58,8 +59,8 @@ def score(row: Mapping[str, float], name: str, *notes: str) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> Row:
-    """Return the numeric values of a record."""
-    plain = {name: value for name, value in record.items() if not isinstance(value, bool)}
+    """Return the numeric values of a record. All records share the texts of their names."""
+    plain = {sys.intern(name): value for name, value in record.items() if not isinstance(value, bool)}
     return {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
 
 

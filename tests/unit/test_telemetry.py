@@ -114,6 +114,28 @@ def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_b
     assert [row["i"] for row in tail] == [0]
 
 
+@pytest.mark.parametrize("last_bytes", [0, 1, 9, 10, 11, 19, 20, 25, 999, 1000, 1001])
+def test_a_tail_has_each_line_that_lies_within_its_last_bytes_whole(tmp_path: Path, last_bytes: int) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"i": {i:>2}}}\n' for i in range(100)))
+    assert path.stat().st_size == 1000
+    tail = Tail(path, last_bytes=last_bytes)
+    assert [row["i"] for row in tail] == [*range(100)][100 - min(last_bytes // 10, 100) :]
+
+
+@pytest.mark.parametrize("lines_of_new", [1, 5, 50])
+def test_a_file_in_the_place_of_a_rotated_one_is_read_from_its_beginning(
+    tmp_path: Path, lines_of_new: int
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"i": 0}\n' * 5 + '{"i": ')
+    tail = Tail(path, last_bytes=20)
+    assert list(tail) == [{"i": 0}]
+    path.rename(tmp_path / "m.jsonl.1")
+    path.write_text("".join(f'{{"i": {i}}}\n' for i in range(lines_of_new)))
+    assert [row["i"] for row in tail] == [*range(lines_of_new)]
+
+
 def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
     history = History()
     for step in range(1, 8):
