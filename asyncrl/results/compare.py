@@ -79,9 +79,9 @@ def results(archives: Mapping[str, Archive]) -> Table:
         ("wall time", lambda run: duration(run.wall_s)),
         ("trained tokens", lambda run: f"{run.trained_tokens:,.0f}"),
         *evaluated,
-        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 0.1)),
+        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 10)),
         ("reward/mean, best", _shown("reward/mean", "best")),
-        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 0.1)),
+        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 10)),
         ("policy/entropy, last", _shown("policy/entropy", "last")),
         ("mismatch/ess, mean", lambda run: _mean(run, "mismatch/ess")),
         ("staleness/mean, mean", lambda run: _mean(run, "staleness/mean")),
@@ -232,10 +232,10 @@ def _shown(name: str, which: Which) -> Callable[[Archive], str]:
     return lambda run: run.history.shown(name, which)
 
 
-def _mean(run: Archive, name: str, share: float = 1.0) -> str:
-    """Return the mean over the last `share` of the steps, at least one step."""
+def _mean(run: Archive, name: str, parts: int = 1) -> str:
+    """Return the mean over the last of so many equal parts of the steps, with the step where it begins."""
     values = [value for _, value in run.series(name)]
-    last = values[-max(1, round(share * len(values))) :]
+    last = values[len(values) - -(-len(values) // parts) :]
     return number(sum(last) / len(last)) if last else "-"
 
 
