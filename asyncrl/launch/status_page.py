@@ -87,15 +87,6 @@ class StatusPage:
         """Set `StatusSnapshot.state` and, for a final state, its reason."""
         self.now = replace(self.now, state=state, message=message)
 
-    @property
-    def version(self) -> int:
-        """The version that was published last; the learner sets it."""
-        return self.now.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.now = replace(self.now, version=version, step=version)
-
     def close(self) -> str:
         """Show the last state, stop, and return its message."""
         self._stop.set()

@@ -115,14 +115,13 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
         """Pass TRL's numbers to the trackers, those of held-out rows as `eval/`, others as `train/`."""
-        # A summary of the whole training is in no step.
-        numbers = {name: value for name, value in logs.items() if not name.startswith("train_")}
         found = {
             f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
-            for name, value in numbers.items()
+            for name, value in logs.items()
+            if not name.startswith("train_")  # a summary of the whole training is in no step
         }
         (before, at_s), now_s = self._logged, time.monotonic()
-        if "loss" in numbers and state.global_step > before:
+        if "train/loss" in found and state.global_step > before:
             found["time/step"] = (now_s - at_s) / (state.global_step - before)
             self._logged = state.global_step, now_s
         if self._trackers:

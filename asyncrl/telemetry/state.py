@@ -14,7 +14,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.files import read_record
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord, sample_from
-from asyncrl.telemetry.history import History, Row, Series, growth_share, numbers
+from asyncrl.telemetry.history import History, Row, growth_share, numbers
 from asyncrl.telemetry.jsonl import Tail, Tails
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
@@ -59,7 +59,7 @@ class RunView:
     run: str
     now: float  # Unix seconds when this was read
     status: StatusSnapshot | None = None
-    history: History = field(default_factory=History)
+    history: History = field(default_factory=History)  # metrics of the learner
     members: tuple[MemberStatus, ...] = ()
     generators: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     """Metric lines of each generator: those of the last minute, in an archive some of the whole run."""
@@ -71,17 +71,8 @@ class RunView:
     stalled_generators: float | None = None
     notes: tuple[Note, ...] = ()  # newest warnings and errors of all processes, the newest one last
     doing: Mapping[str, str] = field(default_factory=dict)  # newest info line of each process
-    hosts: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # phase and why of `HostState`, by name
-
-    def series(self, name: str) -> Series:
-        """Return all (step, value) pairs of a learner metric."""
-        return self.history.series(name)
-
-    def latest(self, name: str) -> float | None:
-        """Return the newest value of a learner metric."""
-        return self.history.latest(name)
+    # Phase and why of `HostState`, by name.
+    hosts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def is_stage(self) -> bool:
@@ -110,16 +101,14 @@ class RunView:
 
         The first step since the start is left out: the learner waited for the generators to start.
         """
-        known = [step for step in self.history.steps if "idle/learner" in self.history.rows[step]]
-        first = next((step for step in known if self._is_of_this_start(step)), None)
-        rows = [self.history.rows[step] for step in known if step != first][-RECENT_STEPS:]
+        every = self.history.rows
+        known = [step for step in self.history.steps if "idle/learner" in every[step]]
+        began_at = self.status.started_at if self.status else 0.0
+        first = next((step for step in known if every[step].get("time", began_at) >= began_at), None)
+        rows = [every[step] for step in known if step != first][-RECENT_STEPS:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
-
-    def _is_of_this_start(self, step: int) -> bool:
-        started_at = self.status.started_at if self.status else 0.0
-        return self.history.rows[step].get("time", started_at) >= started_at
 
     @property
     def fullest_gpu(self) -> tuple[float, float] | None:

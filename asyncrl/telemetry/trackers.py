@@ -68,9 +68,9 @@ class JsonlTracker:
             self._samples.write([to_json(asdict(record)) for record in records])
 
     def close(self) -> None:
-        for lines in (self._metrics, self._samples):
-            if lines:
-                lines.close()
+        self._metrics.close()
+        if self._samples:
+            self._samples.close()
 
 
 class WandbTracker:
