@@ -114,7 +114,7 @@ def spread_rows(path: Path) -> list[Row]:
     tail, rows, before = Tail(path), list[Row](), Row()
     apart_bytes, next_offset = path.stat().st_size / MOST_ROWS, 0.0
     for row in map(numbers, tail):
-        has_restarted = row.get("alive_s", 0.0) < before.get("alive_s", 0.0)
+        has_restarted = bool(rows) and row.get("alive_s", 0.0) < before.get("alive_s", 0.0)
         if has_restarted and rows[-1] is not before:
             rows.append(before)
         if has_restarted or tail.offset >= next_offset:

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.algo import metrics
 from asyncrl.cli.after import report
 from asyncrl.errors import RunError
-from asyncrl.results.archive import MOST_ROWS, read_archive
+from asyncrl.results.archive import MOST_ROWS, read_archive, spread_rows
 from asyncrl.results.charts import BANDS, MOST_POINTS, growth_shares
 from asyncrl.results.run_page import report_page, sample_sections, write_report
 from asyncrl.run.directory import RunDirectory
@@ -202,6 +202,12 @@ def test_counters_of_a_generator_that_started_again_are_added_up(tmp_path: Path)
     for step in (1, 2):
         run.learner.log({"episodes/missing/hung": 2.0, "time/step": 1.0}, step=step)
     assert {"died 4, hung 3", "hung 4"} <= {*page_of(run).text_of["dd"]}
+
+
+def test_a_generator_may_say_that_it_lives_for_less_than_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    path.write_text('{"alive_s": -1.0}\n' * 3)
+    assert spread_rows(path) == [{"alive_s": -1.0}] * 3
 
 
 @pytest.mark.parametrize(("count", "lifetime"), [(400, 37), (20_000, 1999), (20_000, 10**9)])
