@@ -107,14 +107,18 @@ def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResu
     """Return the metrics of a round of a set; a sample counts as solved if its reward is 1 or more.
 
     `eval/se/<metric>` is the standard error of `eval/<metric>` over the `eval/prompts` prompts with a score.
-    With `name` they begin with `eval/<name>/`.
+    With `name` they begin with `eval/<name>/`. The log has the reason of the first prompt that failed.
     """
     scored = [group for group in groups if group.dead_reason is None]
+    if failed := [group.dead_reason for group in groups if group.dead_reason is not None]:
+        where = f"step {version}, data.eval{f' {name}' if name else ''}"
+        message = "%s: %d of %d held-out prompts failed and are in no mean; mend what failed first: %s"
+        log.warning(message, where, len(failed), len(groups), failed[0])
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
     solved = [sum(map(is_solved, group)) for group in rewards]
     metrics: dict[str, float] = {
         "eval/prompts": len(scored),
-        "eval/dead_groups": len(groups) - len(scored),
+        "eval/dead_groups": len(failed),
     }
     if scored:
         samples = len(rewards[0])

@@ -138,14 +138,14 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
             published[name] = value
         elif name not in counts and (count or not name.endswith("/solved")):
             published[name] = value / max(count, 1.0)
-    for name in [name for name in published if name.endswith("/ratio_square")]:
-        pair = name.removesuffix("/ratio_square")
-        square = published.pop(name)
+    # Only of what is measured here: losses and corrections of users call their sums as they like.
+    for pair in [pair for pair in ("mismatch", "policy", "drift") if f"{pair}/ratio_square" in published]:
+        square = published.pop(f"{pair}/ratio_square")
         published[f"{pair}/ess"] = published[f"{pair}/ratio"] ** 2 / square if square > 0 else 0.0
         published[f"{pair}/chi2_token"] = square - 1.0 if square > 0 else 0.0
-    for name in [name for name in published if name.endswith("/square")]:
-        of = name.removesuffix("/square")
-        published[f"{of}/std"] = max(published.pop(name) - published[f"{of}/mean"] ** 2, 0.0) ** 0.5
+    for of in [of for of in ("advantage", "reward") if f"{of}/square" in published]:
+        variance = published.pop(f"{of}/square") - published[f"{of}/mean"] ** 2
+        published[f"{of}/std"] = max(variance, 0.0) ** 0.5
     return published
 
 

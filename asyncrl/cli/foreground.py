@@ -137,7 +137,7 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     console.print()
     shown = set()  # a reward of 0 or 1 is, on average, the accuracy
     for name in [name for wanted in RESULTS for name in of_sets(wanted, state.history.names)]:
-        values = set_of(name), state.series(name)
+        values = set_of(name), state.history.series(name)
         if len(values[1]) >= 2 and values not in shown:
             shown.add(values)
             first, last = state.history.shown(name, "first"), state.history.shown(name, "last")

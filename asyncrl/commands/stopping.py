@@ -59,7 +59,7 @@ def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
     if doing in AROUND:
         return Stop(MARGIN * slow_s, AROUND[doing])
     state = read_state(directory.path)
-    measured = {one: state.latest(f"time/{one}") for one in ("step", "checkpoint")}
+    measured = {one: state.history.latest(f"time/{one}") for one in ("step", "checkpoint")}
     within_s = max(LEAST_S, MARGIN * sum(slow_s if one_s is None else one_s for one_s in measured.values()))
     unknown = [one for one, one_s in measured.items() if one_s is None]
     why = f", as no {' and no '.join(unknown)} was measured yet" if unknown else ""

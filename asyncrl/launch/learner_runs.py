@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import sub
@@ -104,7 +104,7 @@ class LeadRun:
         self.page.enter("training")
         published = self.publisher.publish(version, self.trainer.tensors(), logprobs, self.taking.skipped())
         published.add_done_callback(self._announce)
-        self.page.version = version
+        self.page.now = replace(self.page.now, version=version, step=version)
         self.taking.open(version)
 
     def _announce(self, published: Future[int]) -> None:
@@ -127,7 +127,7 @@ class LeadRun:
         """Wait for the evaluation of the final weights, then close the lane."""
         begin("last evaluation")
         self.page.enter("evaluating")
-        for results in self.taking.last_rounds(self.page.version):
+        for results in self.taking.last_rounds(self.page.now.version):
             self.reporting.evaluation(results)
             if self.stop.is_set():  # the generators leave too, and the last step is saved
                 self.saving.exports.finish()

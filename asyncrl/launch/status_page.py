@@ -27,6 +27,15 @@ HEARD_S = 10.0  # between two lines of a generator that writes none here
 
 
 @dataclass(slots=True)
+class _Heard:
+    """What is known of the lines of one generator."""
+
+    is_ours: bool  # whether we write its file
+    alive_s: float | None = None  # of the metrics that were written last
+    next_s: float = 0.0  # when its next line may be written
+
+
+@dataclass(slots=True)
 class Heard:
     """Writes the metrics that generators send, if they do not write them into this directory themselves.
 
@@ -35,12 +44,7 @@ class Heard:
     """
 
     directory: Path
-    # By generator: whether we write its file.
-    _is_ours: dict[str, bool] = field(default_factory=dict)
-    # By generator: `alive_s` of the metrics that were written last.
-    _written: dict[str, float | None] = field(default_factory=dict)
-    # By generator: when its next line may be written.
-    _next_s: dict[str, float] = field(default_factory=dict)
+    _generators: dict[str, _Heard] = field(default_factory=dict)
 
     def show(self, status: StatusSnapshot) -> None:
         """Write what is new of each generator that writes elsewhere, at most every `HEARD_S`."""
@@ -48,17 +52,16 @@ class Heard:
         for member in status.members:
             name, alive_s = member.generator_id, member.metrics.get("alive_s")
             file, mark = self.directory / f"{name}.jsonl", self.directory / f"{name}.heard"
-            if name not in self._is_ours:
+            if (heard := self._generators.get(name)) is None:
                 # A generator may call itself as it likes, and the learner's own file is not a generator's.
-                is_ours = name != LEARNER and (mark.exists() or not file.exists())
-                if is_ours:
+                heard = _Heard(name != LEARNER and (mark.exists() or not file.exists()))
+                if heard.is_ours:
                     mark.touch()
-                self._is_ours[name] = is_ours
-            is_due = alive_s != self._written.get(name) and now_s >= self._next_s.get(name, 0.0)
-            if self._is_ours[name] and is_due:
+                self._generators[name] = heard
+            if heard.is_ours and alive_s != heard.alive_s and now_s >= heard.next_s:
                 with closing(JsonlTracker(file)) as tracker:
                     tracker.log(member.metrics)
-                self._written[name], self._next_s[name] = alive_s, now_s + HEARD_S
+                heard.alive_s, heard.next_s = alive_s, now_s + HEARD_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,15 +86,6 @@ class StatusPage:
     def enter(self, state: str, message: str = "") -> None:
         """Set `StatusSnapshot.state` and, for a final state, its reason."""
         self.now = replace(self.now, state=state, message=message)
-
-    @property
-    def version(self) -> int:
-        """The version that was published last; the learner sets it."""
-        return self.now.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.now = replace(self.now, version=version, step=version)
 
     def close(self) -> str:
         """Show the last state, stop, and return its message."""

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -101,37 +101,22 @@ def _forget(path: Path, step: int) -> None:
             file.truncate()
 
 
+@dataclass(slots=True)
 class Reporting:
     """Trackers and timeline behind one guard."""
 
-    def __init__(
-        self,
-        trackers: Trackers,
-        timeline: Timeline,
-        decode: Decode,
-        directory: RunDirectory,
-        *,
-        samples_per_step: int,
-        exporter: Exporter | None = None,
-        pairs: PairsFile | None = None,
-        source_of: Callable[[int], str] | None = None,
-    ) -> None:
-        """`exporter` is one of the trackers, which also shows the status; None without Prometheus.
-
-        `pairs` is the file of `telemetry.pairs`. `source_of` names the source of a ticket, if there are
-        several.
-        """
-        self.exporter = exporter
-        self._trackers = trackers
-        self._timeline = timeline
-        self._decode = decode
-        self._directory = directory
-        self._samples_per_step = samples_per_step
-        self._pairs = pairs
-        self._source_of = source_of
-        self.guard = BestEffort()
-        # Called with every metric.
-        self.watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
+    trackers: Trackers
+    timeline: Timeline
+    decode: Decode
+    directory: RunDirectory
+    _: KW_ONLY
+    samples_per_step: int
+    exporter: Exporter | None = None  # one of the trackers, which also shows the status
+    pairs: PairsFile | None = None  # the file of `telemetry.pairs`
+    source_of: Callable[[int], str] | None = None  # names the source of a ticket, if there are several
+    guard: BestEffort = field(default_factory=BestEffort)
+    # Called with every metric.
+    watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
         """Report a finished step, with what each rank used in it.
@@ -141,17 +126,17 @@ class Reporting:
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
             metrics = step_metrics(step) | usage_metrics(step, usage)
-            if self._source_of:
-                metrics |= source_metrics(step.collected.groups, self._source_of)
+            if self.source_of:
+                metrics |= source_metrics(step.collected.groups, self.source_of)
         with self.guard("timeline"):
-            self._timeline.step(step)
+            self.timeline.step(step)
         with self.guard("samples"):
-            dropped = dropped_records(step, self._decode, self._samples_per_step)
-            trained = sample_records(step, self._decode, self._samples_per_step)
-            self._trackers.samples([*dropped, *trained])  # the last one names a tracker's table
-        if self._pairs is not None:
+            dropped = dropped_records(step, self.decode, self.samples_per_step)
+            trained = sample_records(step, self.decode, self.samples_per_step)
+            self.trackers.samples([*dropped, *trained])  # the last one names a tracker's table
+        if self.pairs is not None:
             with self.guard("pairs"):
-                self._pairs.write(step)
+                self.pairs.write(step)
         self.log({**metrics, **counters, "telemetry/failed": self.guard.failures.total()}, step=step.version)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
@@ -159,34 +144,36 @@ class Reporting:
         for result in results:
             self.log(result.metrics, step=result.version)
             with self.guard("samples of an evaluation"):
-                records = eval_records(result.groups, result.version, self._decode)
+                records = eval_records(result.groups, result.version, self.decode)
                 records = [replace(record, eval_set=result.name) for record in records]
-                self._trackers.samples(few(records))
-                write_records(self._directory.evaluation(result.version, result.name), records)
+                self.trackers.samples(few(records))
+                path = self.directory.evaluation(result.version, result.name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, "".join(json.dumps(to_json(asdict(one))) + "\n" for one in records))
 
     def checkpoint(self, version: int, seconds: float) -> None:
         """Report a checkpoint that has just been saved."""
         self.log({"time/checkpoint": seconds}, step=version)
         with self.guard("timeline"):
-            self._timeline.checkpoint(version, seconds)
+            self.timeline.checkpoint(version, seconds)
 
     def update(self, generator_id: str, report: UpdateReport) -> None:
         """Report an update that a generator has just finished."""
         with self.guard("timeline"):
-            self._timeline.update(generator_id, report)
+            self.timeline.update(generator_id, report)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         with self.guard("trackers and alarms"):
-            self._trackers.log(metrics, step=step)
+            self.trackers.log(metrics, step=step)
         self.watch(metrics, step)
 
     def close(self) -> None:
         with self.guard("trackers and alarms"):
-            self._trackers.close()
+            self.trackers.close()
         with self.guard("timeline"):
-            self._timeline.close()
-        if self._pairs is not None:
-            self._pairs.close()
+            self.timeline.close()
+        if self.pairs is not None:
+            self.pairs.close()
 
 
 def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step: int) -> Reporting:
@@ -204,6 +191,10 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
     )
     if exporter:
         trackers.add(exporter)
+    pairs = None
+    if config.telemetry.pairs:
+        source = PromptSource.of(config)
+        pairs = PairsFile(directory.pairs, {one.token_ids: one for one in source}, source.decode, step=step)
     return Reporting(
         trackers,
         Timeline(directory.trace if config.telemetry.trace else None),
@@ -211,7 +202,7 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
         directory,
         samples_per_step=config.telemetry.samples_per_step,
         exporter=exporter,
-        pairs=_open_pairs(config, directory.pairs, step) if config.telemetry.pairs else None,
+        pairs=pairs,
         source_of=_source_of(config.data) if len(config.data.train) > 1 else None,
     )
 
@@ -219,11 +210,6 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
 def _source_of(data: DataConfig) -> Callable[[int], str]:
     shares = Shares(data.shares)
     return lambda ticket_id: data.train[shares.source(ticket_id)].label
-
-
-def _open_pairs(config: Config, path: Path, step: int) -> PairsFile:
-    source = PromptSource.of(config)
-    return PairsFile(path, {one.token_ids: one for one in source}, source.decode, step=step)
 
 
 def sample_records(step: Step, decode: Decode, count: int) -> list[SampleRecord]:
@@ -275,12 +261,6 @@ def few(records: Sequence[SampleRecord]) -> list[SampleRecord]:
     scored = [record for record in records if record.kind == "eval"]
     firsts = [next(same) for _, same in groupby(scored, key=lambda record: record.prompt_number)]
     return [record for record in records if record.kind == "dropped"][:SHOWN] + firsts[:SHOWN]
-
-
-def write_records(path: Path, records: Sequence[SampleRecord]) -> None:
-    """Replace a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, "".join(json.dumps(to_json(asdict(record))) + "\n" for record in records))
 
 
 def _dropped(group: Group, reason: str, step: int, decode: Decode) -> SampleRecord:

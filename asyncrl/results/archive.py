@@ -1,8 +1,7 @@
 """The files of a run directory, read once, for `report`, `compare` and a model card."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +13,17 @@ from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
-from asyncrl.telemetry.base import SampleRecord, sample_from
+from asyncrl.telemetry.history import Row, numbers
 from asyncrl.telemetry.jsonl import Tail
-from asyncrl.telemetry.state import FAULTS, RunReader, RunView
+from asyncrl.telemetry.state import FAULTS, LEARNER, RunView, read_state
+
+# Lines of a generator in memory; a curve has no more points. A week has a hundred times as many.
+MOST_ROWS = 1500
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archive(RunView):
-    """A run with all that its generators measured. Its config may be of another release."""
+    """A run with what its generators measured over its whole time. Its config may be of another release."""
 
     directory: RunDirectory
     config: dict[str, Any]
@@ -59,11 +61,6 @@ class Archive(RunView):
             total_s += max((at for at in self.history.times if begin <= at < end), default=begin) - begin
         return total_s
 
-    @property
-    def trained_tokens(self) -> float:
-        """Number of action tokens of all trained steps."""
-        return sum(value for _, value in self.series("tokens"))
-
     def counted(self, name: str) -> float:
         """Return the sum of a counter over all generators, each of which counts from 0 after a restart."""
         total = 0.0
@@ -86,7 +83,7 @@ class Archive(RunView):
         for name in [name for name in self.names if name.startswith(PREFIX)]:
             spans: list[tuple[int, int]] = []
             was_active = False
-            for step, value in self.series(name):
+            for step, value in self.history.series(name):
                 if value:
                     spans.append((spans.pop()[0] if was_active else step, step))
                 was_active = bool(value)
@@ -95,24 +92,33 @@ class Archive(RunView):
         return found
 
 
-def read_samples(path: Path) -> Iterator[SampleRecord]:
-    """Yield rollouts in the order in which they were written, one at a time: the file may be large."""
-    return map(sample_from, Tail(path))
-
-
 def read_archive(directory: RunDirectory) -> Archive:
     """Read a run directory. Raises RunError if its config cannot be read."""
-    state = RunReader(directory.path, keeps_rows=True).read()
-    starts = read_starts(directory.starts)
-    return Archive(**vars(state), directory=directory, config=_config(directory.config), starts=starts)
-
-
-def _config(path: Path) -> dict[str, Any]:
+    path, when = directory.config, "it is written when a run starts"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise RunError(f"{path} cannot be read: {error}; it is written when a run starts") from error
-    if not isinstance(values, dict):
-        found = type(values).__name__
-        raise RunError(f"{path} holds {found}, not a mapping; it is written when a run starts")
-    return values
+        raise RunError(f"{path} cannot be read: {error}; {when}") from error
+    if not isinstance(config, dict):
+        raise RunError(f"{path} holds {type(config).__name__}, not a mapping; {when}")
+    files = sorted(path for path in directory.metrics.glob("*.jsonl") if path.stem != LEARNER)
+    state = replace(read_state(directory.path), generators={path.stem: spread_rows(path) for path in files})
+    return Archive(**vars(state), directory=directory, config=config, starts=read_starts(directory.starts))
+
+
+def spread_rows(path: Path) -> list[Row]:
+    """Return at most `MOST_ROWS` metric lines of a generator, evenly spread over its file, and some more.
+
+    These are the last line and those before and after a restart, so counters add up as over all lines.
+    """
+    tail, rows, before = Tail(path), list[Row](), Row()
+    apart_bytes, next_offset = path.stat().st_size / MOST_ROWS, 0.0
+    for row in map(numbers, tail):
+        has_restarted = bool(rows) and row.get("alive_s", 0.0) < before.get("alive_s", 0.0)
+        if has_restarted and rows[-1] is not before:
+            rows.append(before)
+        if has_restarted or tail.offset >= next_offset:
+            rows.append(row)
+            next_offset = tail.offset + apart_bytes
+        before = row
+    return rows if not rows or rows[-1] is before else [*rows, before]

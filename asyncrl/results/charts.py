@@ -1,7 +1,7 @@
 """The charts of pages: which metrics are in each, and how it is drawn. A chart without values is left out."""
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -97,7 +97,9 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
     shown: set[str] = set()  # a metric is in the first chart that names it
     for curve in curves:
         found: dict[str, Series] = {}
-        for name, series in _series(archive, curve.names, but=shown).items():
+        names = [name for wanted in curve.names for name in of_sets(wanted, archive.names)]
+        for name in [name for name in dict.fromkeys(names) if name not in shown]:
+            series = archive.history.series(name)
             shown.add(name)
             # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
             # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, as zeros, are
@@ -123,7 +125,7 @@ def waiting_charts(archive: Archive) -> list[Chart]:
     names = [name for name in archive.names if name.startswith("time/")]
     phases = {name.removeprefix("time/"): name for name in names if not name.endswith(("_s", "/step"))}
     if phases:
-        seconds = {phase: archive.series(name) for phase, name in phases.items()}
+        seconds = {phase: archive.history.series(name) for phase, name in phases.items()}
         charts.append(lines("A step of the learner", seconds, y="s"))
     if stalled := _of_generators(archive, "stalled_s"):
         title = "Generators stalled: paused for new weights, or waiting for them"
@@ -163,12 +165,6 @@ def _of_generators(archive: Archive, name: str) -> dict[str, Points]:
     }
 
 
-def _series(archive: Archive, patterns: Sequence[str], *, but: Collection[str] = ()) -> dict[str, Series]:
-    """Return the series of all metrics that match, in the order of the patterns, without those in `but`."""
-    names = [name for pattern in patterns for name in of_sets(pattern, archive.names)]
-    return {name: archive.series(name) for name in names if name not in but}
-
-
 def lines(
     title: str, series: Mapping[str, Points], *, x: str = "step", y: str = "", log: bool = False
 ) -> Chart:
@@ -179,7 +175,8 @@ def lines(
         figure.add_scatter(
             x=[at for at, _ in shown],
             y=[value for _, value in shown],
-            name=_label(name),
+            # Without tags, some of which plotly would read as markup.
+            name=visible(name).replace("&", "&amp;").replace("<", "&lt;"),
             mode="lines" if len(shown) > FEW_POINTS else "lines+markers",
             line={"color": COLOURS[index % len(COLOURS)], "width": 1.8},
             marker={"size": 5},
@@ -189,11 +186,6 @@ def lines(
     elif all(value >= 0 for points in series.values() for _, value in points):
         figure.update_yaxes(rangemode="nonnegative")
     return Chart(title, figure)
-
-
-def _label(name: str) -> str:
-    """Return a label without tags, some of which plotly would read as markup."""
-    return visible(name).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _figure(x: str, y: str) -> Any:

@@ -16,11 +16,13 @@ from asyncrl.algo.ranges import is_solved
 from asyncrl.config.data_section import error_of
 from asyncrl.errors import RunError
 from asyncrl.evaluation import standard_error
-from asyncrl.results.archive import Archive, read_archive, read_samples
+from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.charts import CURVES, Chart, Curve, by_minute, lines
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.run.directory import RunDirectory, find_run, write_text
+from asyncrl.telemetry.base import sample_from
 from asyncrl.telemetry.history import Points, Row, Series, Which, highest, of_sets, set_of
+from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.text import duration, number
 
 # Plotted over minutes too: a run with fewer steps may need more time.
@@ -77,11 +79,11 @@ def results(archives: Mapping[str, Archive]) -> Table:
         ("state", lambda run: run.state),
         ("step", lambda run: f"{run.step} of {run.total_steps or '?'}"),
         ("wall time", lambda run: duration(run.wall_s)),
-        ("trained tokens", lambda run: f"{run.trained_tokens:,.0f}"),
+        ("trained tokens", lambda run: f"{run.history.total('tokens'):,.0f}"),
         *evaluated,
-        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 0.1)),
+        ("reward/mean, last tenth", lambda run: _mean(run, "reward/mean", 10)),
         ("reward/mean, best", _shown("reward/mean", "best")),
-        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 0.1)),
+        ("completions/length_mean, last tenth", lambda run: _mean(run, "completions/length_mean", 10)),
         ("policy/entropy, last", _shown("policy/entropy", "last")),
         ("mismatch/ess, mean", lambda run: _mean(run, "mismatch/ess")),
         ("staleness/mean, mean", lambda run: _mean(run, "staleness/mean")),
@@ -126,11 +128,14 @@ def gaps(archives: Mapping[str, Archive]) -> list[Table]:
         both = [name for name in one.names if name in other.names]
         for name, score in {each: one for one in SCORES for each in of_sets(one, both)}.items():
             for which, choose in CHOICES.items():
-                steps = [(run, choose(run.series(name))) for run in (one, other)]
+                steps = [(run, choose(run.history.series(name))) for run in (one, other)]
                 files = (run.directory.evaluation(step, set_of(name)) for run, step in steps)
                 pairs = paired(score, *map(read, files))
                 scored = (run.history.rows[step] for run, step in steps)
-                shown = _of_pairs(pairs) if len(pairs) > 1 else _of_scores(name, *scored)
+                shown = _of_scores(name, *scored)
+                if len(pairs) > 1:
+                    way = f"{len(pairs):,} prompts in pairs"
+                    shown = _judged(float(np.mean(pairs)), standard_error(pairs), way)
                 rows.append((f"{name}, {which}", f"{after} - {before}", *shown))
     head = ("score", "runs", "difference", "error of", "larger than twice its error")
     return [Table(head, rows, "differences of evaluations")] if rows else []
@@ -139,7 +144,7 @@ def gaps(archives: Mapping[str, Archive]) -> list[Table]:
 def answered(path: Path) -> dict[int, Answered]:
     """Return the prompts in a file of all samples of an evaluation, by their numbers; empty without one."""
     found: dict[int, Answered] = {}
-    for sample in read_samples(path):
+    for sample in map(sample_from, Tail(path)):
         if sample.kind == "eval":
             # An episode may be several records, of which the first begins with the prompt.
             of = found.setdefault(sample.prompt_number, Answered(sample.prompt))
@@ -157,10 +162,6 @@ def paired(name: str, before: Mapping[int, Answered], after: Mapping[int, Answer
 
 def _scored(name: str, one: Answered) -> float:
     return float(np.mean([SCORES[name](reward) for reward in one.rewards.values()]))
-
-
-def _of_pairs(pairs: list[float]) -> tuple[str, str, str]:
-    return _judged(float(np.mean(pairs)), standard_error(pairs), f"{len(pairs):,} prompts in pairs")
 
 
 def _of_scores(name: str, before: Row, after: Row) -> tuple[str, str, str]:
@@ -211,7 +212,8 @@ def overlaid(archives: Mapping[str, Archive]) -> list[Chart]:
         for name in of_sets(curve.names[0], known):
             curves.setdefault(name, curve)  # a metric is in the first chart that names it
     for name, curve in curves.items():
-        by_step = {label: archive.series(name) for label, archive in archives.items() if archive.series(name)}
+        found = {label: archive.history.series(name) for label, archive in archives.items()}
+        by_step = {label: series for label, series in found.items() if series}
         if by_step:
             charts.append(lines(f"{curve.title} ({name})", by_step, y=curve.y, log=curve.log))
         if by_step and curve.names[0] in OVER_TIME:
@@ -232,10 +234,10 @@ def _shown(name: str, which: Which) -> Callable[[Archive], str]:
     return lambda run: run.history.shown(name, which)
 
 
-def _mean(run: Archive, name: str, share: float = 1.0) -> str:
-    """Return the mean over the last `share` of the steps, at least one step."""
-    values = [value for _, value in run.series(name)]
-    last = values[-max(1, round(share * len(values))) :]
+def _mean(run: Archive, name: str, parts: int = 1) -> str:
+    """Return the mean over the last of so many equal parts of the steps, with the step where it begins."""
+    values = [value for _, value in run.history.series(name)]
+    last = values[len(values) - -(-len(values) // parts) :]
     return number(sum(last) / len(last)) if last else "-"
 
 
@@ -245,7 +247,7 @@ def over_seeds(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
     for values, directory in runs:
         archive = read_archive(directory)
         names = [name for wanted in OF_SEEDS for name in of_sets(wanted, archive.names)]
-        last = {name: archive.series(name)[-1][1] for name in names}
+        last = {name: archive.history.series(name)[-1][1] for name in names}
         groups.setdefault(values, []).append(last)
     known = [one for found in groups.values() for row in found for one in row]
     names = [name for wanted in OF_SEEDS for name in of_sets(wanted, dict.fromkeys(known)) or [wanted]]

@@ -133,7 +133,7 @@ def model_card(archive: Archive, step: int, *, served: str, has_template: bool) 
         code=_code,
         results=_results(archive, step),
         rewards=[f"{reward.get('function')}, weight {reward.get('weight')}" for reward in rewards],
-        trained_tokens=f"{sum(tokens for at, tokens in archive.series('tokens') if at <= step):,.0f}",
+        trained_tokens=f"{sum(tokens for at, tokens in archive.history.series('tokens') if at <= step):,.0f}",
         wall_time=duration(archive.wall_s),
         versions=start.versions if start else {},
         hardware=start.hardware if start else "not recorded",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import RunError
-from asyncrl.results.archive import read_samples
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail, Tails
@@ -98,10 +97,10 @@ def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[Sa
 def recorded_samples(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
     """Yield samples of a run: of the kind `eval` all of one evaluation, by default the newest."""
     if wanted.kind != "eval":
-        return read_samples(directory.samples)
+        return map(sample_from, Tail(directory.samples))
     steps = evaluated_steps(directory) if wanted.step is None else [wanted.step]
     files = sorted(directory.evaluations.rglob(directory.evaluation(steps[-1]).name)) if steps else []
-    return chain.from_iterable(map(read_samples, files))
+    return map(sample_from, chain.from_iterable(map(Tail, files)))
 
 
 def evaluated_steps(directory: RunDirectory) -> list[int]:

@@ -5,13 +5,15 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.files import read_record
-from asyncrl.results.archive import Archive, read_archive, read_samples
+from asyncrl.results.archive import Archive, read_archive
 from asyncrl.results.charts import BANDS, CURVES, STALENESS, Curve, draw_curves, waiting_charts
 from asyncrl.results.page import Section, Table, render_page
 from asyncrl.results.recorded import Wanted, choose
 from asyncrl.run.directory import find_run, write_text
 from asyncrl.telemetry.alarms import ALARMS
+from asyncrl.telemetry.base import sample_from
 from asyncrl.telemetry.history import REJECTED, of_sets
+from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.text import duration, number, share
 
 HEADLINES = (
@@ -91,14 +93,14 @@ def _run_sections(archive: Archive) -> list[Section]:
 
 def _summary(archive: Archive) -> Section:
     audit = archive.status.audit if archive.status else None
-    learner = [value for _, value in archive.series("idle/learner")]
+    learner = [value for _, value in archive.history.series("idle/learner")]
     facts = [
         ("state", archive.state),
         ("step", f"{archive.step} of {archive.total_steps or '?'}"),
         ("wall time", duration(archive.wall_s)),
-        ("trained tokens", f"{archive.trained_tokens:,.0f}"),
+        ("trained tokens", f"{archive.history.total('tokens'):,.0f}"),
         ("sampled tokens", f"{archive.counted('sampled_tokens'):,.0f}"),
-        ("groups trained", f"{sum(value for _, value in archive.series('groups/trained')):,.0f}"),
+        ("groups trained", f"{archive.history.total('groups/trained'):,.0f}"),
         ("groups rejected", f"{sum(archive.history.rejected.values()):,}"),
         ("learner waited", f"{sum(learner) / len(learner):.0%} of its steps" if learner else "-"),
     ]
@@ -131,7 +133,7 @@ def age_tables(archive: Archive) -> list[Table]:
     for where, shares in found.items():
         prefix = f"staleness/{where}/"
         for name in [name for name in archive.names if name.startswith(prefix)]:
-            mean = _total(archive, name) / len(archive.series(f"{prefix}0"))
+            mean = archive.history.total(name) / len(archive.history.series(f"{prefix}0"))
             shares[int(name.removeprefix(prefix))] = mean
     ages = sorted({age for shares in found.values() for age in shares})
     rows = [(str(age), *(share(shares.get(age)) for shares in found.values())) for age in ages]
@@ -145,15 +147,15 @@ def dropped_tables(archive: Archive) -> list[Table]:
     for name in [name for name in archive.names if name.startswith(REJECTED)]:
         kinds[name.removeprefix(REJECTED)] = (name, name.replace(REJECTED, LENGTH_REJECTED))
     rows = [
-        (kind, f"{_total(archive, groups):,.0f}", number(_mean(archive, length, groups)))
+        (kind, f"{archive.history.total(groups):,.0f}", number(_mean(archive, length, groups)))
         for kind, (groups, length) in kinds.items()
     ]
     tables = [Table(("groups", "number", "mean length in tokens"), rows)] if len(kinds) > 1 else []
-    if archive.series("tokens/short"):
+    if archive.history.series("tokens/short"):
         bands = [
             (
                 band,
-                f"{_total(archive, f'tokens/{band}'):,.0f}",
+                f"{archive.history.total(f'tokens/{band}'):,.0f}",
                 *(share(_mean_of_band(archive, name, band)) for name in OUT_OF_THE_LOSS),
             )
             for band in BANDS
@@ -163,22 +165,18 @@ def dropped_tables(archive: Archive) -> list[Table]:
     return tables
 
 
-def _total(archive: Archive, name: str) -> float:
-    return sum(value for _, value in archive.series(name))
-
-
 def _mean(archive: Archive, name: str, weight: str) -> float | None:
     """Return the weighted mean over the steps; None without weight."""
-    weights = dict(archive.series(weight))
-    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.series(name)]
+    weights = dict(archive.history.series(weight))
+    pairs = [(value, weights.get(step, 0.0)) for step, value in archive.history.series(name)]
     total = sum(one for _, one in pairs)
     return sum(value * one for value, one in pairs) / total if total else None
 
 
 def _mean_of_band(archive: Archive, name: str, band: str) -> float | None:
     """Return the mean over the steps that had tokens in responses of that length; None without such steps."""
-    trained = dict(archive.series(f"tokens/{band}"))
-    shares = [value for step, value in archive.series(f"{name}/{band}") if value or trained.get(step)]
+    trained = dict(archive.history.series(f"tokens/{band}"))
+    shares = [value for step, value in archive.history.series(f"{name}/{band}") if value or trained.get(step)]
     return sum(shares) / len(shares) if shares else None
 
 
@@ -202,7 +200,7 @@ def sample_sections(path: Path) -> list[Section]:
         ("Worst samples", kept): Wanted(count=SHOWN, kind="train", order="worst"),
         ("Dropped samples", dropped): Wanted(count=SHOWN, kind="dropped"),
     }
-    chosen = choose(read_samples(path), *shown.values())
+    chosen = choose(map(sample_from, Tail(path)), *shown.values())
     return [
         Section(title=title, note=note, samples=samples)
         for (title, note), samples in zip(shown, chosen, strict=True)

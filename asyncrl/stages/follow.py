@@ -16,9 +16,9 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.fanout import Trackers, open_trackers
+from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 
-LEAD = "learner"  # the file of metrics that every view of a run reads
 EVERY_S = 1.0  # between two writes of the status
 
 
@@ -51,7 +51,7 @@ class Follow(TrainerCallback):  # type: ignore[misc]
                 run=config.run.name,
                 key_id=key_id(directory.keys().join.record),
                 directory=directory.path,
-                metrics=directory.metrics / f"{LEAD}.jsonl",
+                metrics=directory.metrics / f"{LEARNER}.jsonl",
                 samples=directory.samples,
                 resolved=config.model_dump(mode="json"),
             )
@@ -115,14 +115,13 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
         """Pass TRL's numbers to the trackers, those of held-out rows as `eval/`, others as `train/`."""
-        # A summary of the whole training is in no step.
-        numbers = {name: float(value) for name, value in logs.items() if not name.startswith("train_")}
         found = {
             f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
-            for name, value in numbers.items()
+            for name, value in logs.items()
+            if not name.startswith("train_")  # a summary of the whole training is in no step
         }
         (before, at_s), now_s = self._logged, time.monotonic()
-        if "loss" in numbers and state.global_step > before:
+        if "train/loss" in found and state.global_step > before:
             found["time/step"] = (now_s - at_s) / (state.global_step - before)
             self._logged = state.global_step, now_s
         if self._trackers:

@@ -56,7 +56,7 @@ def _doing(state: RunView, process: str) -> str:
 def bottleneck(state: RunView) -> str:
     """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
-    if learner is None or len(state.series("idle/learner")) < FIRST_STEPS:
+    if learner is None or len(state.history.series("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
     if state.members and all(member.state == "dirty" for member in state.members):
         return waiting_for(state) or ""
@@ -75,7 +75,7 @@ def bottleneck(state: RunView) -> str:
         return (
             f"generators wait {idle:.0%} of the time: {fewer}{MORE_THREADS if full else 'add learner.ranks'}"
         )
-    queued = state.latest("staleness/in_queue") or 0.0
+    queued = state.history.latest("staleness/in_queue") or 0.0
     if queued >= QUEUED_STEPS and learner < BUSY:
         return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
     return "balanced: neither side waits much"

@@ -19,7 +19,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
-from asyncrl.telemetry.history import Series, highest, of_sets, set_of, thinned
+from asyncrl.telemetry.history import Series, highest, of_sets, score, set_of, thinned
 from asyncrl.telemetry.state import RunView
 from asyncrl.telemetry.status import PLACES
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
@@ -93,7 +93,8 @@ def _alarms(state: RunView, width: int) -> list[Text]:
     alarms = {name: ALARMS[name] for name in state.alarms if name in ALARMS}
     if not alarms:
         return []
-    values = ", ".join(f"{alarm.metric} {number(state.latest(alarm.metric))}" for alarm in alarms.values())
+    latest = {alarm.metric: state.history.latest(alarm.metric) for alarm in alarms.values()}
+    values = ", ".join(f"{metric} {number(value)}" for metric, value in latest.items())
     cures = "; ".join(alarm.cure for alarm in alarms.values())
     return [one_line(Text(f"! {values}: {cures}", "bold red"), width)]
 
@@ -102,15 +103,15 @@ def _figures(state: RunView, width: int) -> list[Text]:
     """Return two columns of key figures: learning on the left, machinery on the right."""
 
     def of(name: str, digits: int = 3) -> str:
-        return number(state.latest(name), digits)
+        return number(state.history.latest(name), digits)
 
     def percent(name: str) -> str:
-        return share(state.latest(name))
+        return share(state.history.latest(name))
 
     column, scores = width // 2 + 1, []
     for name in of_sets("eval/reward_mean", state.history.names):
-        evaluated = state.series(name)
-        scores.append(f"{visible(set_of(name))} {state.history.score(name, evaluated[-1][0])}".strip())
+        evaluated = state.history.series(name)
+        scores.append(f"{visible(set_of(name))} {score(state.history.rows[evaluated[-1][0]], name)}".strip())
     held_out = "  ".join(scores) or "-"
     if len(scores) == 1:
         at, value = highest(evaluated)
@@ -151,27 +152,28 @@ def _of_stage(state: RunView, width: int) -> list[Text]:
     names = {name.partition("/")[2] for row in state.history.rows.values() for name in row if "/" in name}
     lines = []
     for name in sorted(names, key=lambda name: (name != "loss", name)):
-        train, held_out = (state.latest(f"{kind}/{name}") for kind in ("train", "eval"))
+        train, held_out = (state.history.latest(f"{kind}/{name}") for kind in ("train", "eval"))
         if train is not None or held_out is not None:
             shown = f"{number(train):>10}" + (
                 f"  held-out {number(held_out)}" if held_out is not None else ""
             )
             lines.append(one_line(Text.assemble((f"{visible(name):<24}", "dim"), shown), width))
-    loss = state.series("train/loss")
+    loss = state.history.series("train/loss")
     return [*lines, *(curve("train/loss", loss, width=width, height=8, style="cyan") if loss else [])]
 
 
 def _episodes(state: RunView, width: int) -> list[Text]:
     """Return one line about the episodes of an environment: turns, tool calls, seconds, faults."""
-    if state.latest("episodes/turns_mean") is None:
+    latest = state.history.latest
+    if latest("episodes/turns_mean") is None:
         return []
-    wrong = [state.latest(f"environment/tools/{mistake}") for mistake in ("invalid", "late", "raised")]
+    wrong = [latest(f"environment/tools/{mistake}") for mistake in ("invalid", "late", "raised")]
     shown = {
-        "turns {}": state.latest("episodes/turns_mean"),
-        "calls {}": state.latest("environment/tools/calls"),
+        "turns {}": latest("episodes/turns_mean"),
+        "calls {}": latest("environment/tools/calls"),
         "wrong {}": sum(known) if (known := [one for one in wrong if one is not None]) else None,
-        "model {} s": state.latest("environment/model_s"),
-        "environment {} s": state.latest("environment/environment_s"),
+        "model {} s": latest("environment/model_s"),
+        "environment {} s": latest("environment/environment_s"),
     }
     parts = [form.format(number(value, 2)) for form, value in shown.items() if value is not None]
     line = Text.assemble(("episode  ", "dim"), "  ".join(parts))
@@ -214,7 +216,7 @@ def _hosts(state: RunView, width: int) -> list[Text]:
 def _curves(state: RunView, width: int, height: int) -> list[Text]:
     """Return rewards in training and of the first held-out set side by side, if that has two evaluations."""
     name = next(iter(of_sets("eval/reward_mean", state.history.names)), "eval/reward_mean")
-    reward, evaluated = state.series("reward/mean"), state.series(name)
+    reward, evaluated = state.history.series("reward/mean"), state.history.series(name)
     if height < 5:
         return []
     if len(evaluated) < 2:

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 PREFIX = "asyncrl_"
 GENERATOR_PREFIX = "asyncrl_generator_"
-# Of one rank of the learner, or the share of a distribution at one value.
-PART = re.compile(r"(?P<name>.+)/(?P<rank>rank)?(?P<index>\d+)")
+# Of one rank of the learner, or the share of a distribution at one value, as in `trackers.BIN`.
+PART = re.compile(r"(?P<name>.+)/(rank(?P<rank>[0-9]+)|(?P<bin>[0-9]{1,2}))")
+MOST_PORT = 65535
 KEPT = ("eval/", "time/checkpoint")  # not measured in every step: the last value stays
 PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when a generator makes progress
 
@@ -129,10 +130,10 @@ def open_exporter(config: Config, process: str, target: Path) -> Exporter | None
     if telemetry.prometheus_port is None:
         return None
     index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
-    offset = 1 + int(index[0]) if index else 0
+    port = telemetry.prometheus_port and telemetry.prometheus_port + (1 + int(index[0]) if index else 0)
     return Exporter(
         host=telemetry.prometheus_host,
-        port=telemetry.prometheus_port and telemetry.prometheus_port + offset,
+        port=port if port <= MOST_PORT else 0,  # a host may give its generators any number
         target=target,
         run=config.run.name,
         process=process,
@@ -143,9 +144,9 @@ def open_exporter(config: Config, process: str, target: Path) -> Exporter | None
 
 def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str]]:
     """Return (Prometheus name, labels) of a logged metric."""
-    found, labels = PART.fullmatch(name), {}
-    if found:
-        labels = {"rank" if found["rank"] else "bin": found["index"]}
+    labels = {}
+    if found := PART.fullmatch(name):
+        labels = {label: index for label in ("rank", "bin") if (index := found[label])}
         # `staleness/in_queue` is a mean, and `staleness/in_queue/3` a share.
         name = found["name"] if found["rank"] else f"{found['name']}_share"
     return prefix + re.sub(r"[^a-zA-Z0-9_]+", "_", name), labels

@@ -1,5 +1,7 @@
 """Sends metrics to all trackers and alarms. A tracker that fails is tried again; training continues."""
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,8 +15,11 @@ from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
 from asyncrl.telemetry.trackers import JsonlTracker, TensorBoardTracker, WandbTracker
 
+log = logging.getLogger(__name__)
+
 # Pause between attempts with a failing tracker. It grows, because some trackers need a minute to fail.
 BACKOFF = Backoff(1.0, 300.0)
+MOST_TOLD = 100  # metrics of which the log says that they are no numbers
 
 
 class Trackers:
@@ -23,6 +28,7 @@ class Trackers:
     def __init__(self, openers: Iterable[Callable[[], Tracker]]) -> None:
         """Open each tracker. Alarms watch the metrics that are logged by step."""
         self._alarms = Alarms()
+        self._told: set[str] = set()  # names of metrics whose value was no number
         self._trackers = [_Kept(opener) for opener in openers]
         self._each("open", lambda tracker: None)
 
@@ -32,8 +38,10 @@ class Trackers:
         kept.call("open", lambda tracker: None)
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Log to all trackers, with the alarms."""
-        watched = metrics if step is None else {**metrics, **self._alarms.watch(metrics, step)}
+        """Log to all trackers, with the alarms. They get any name as text, and NaN for what is no number."""
+        names = {str(name).encode(errors="backslashreplace").decode(): name for name in metrics}
+        numbers = {text: self._number(text, metrics[name]) for text, name in names.items()}
+        watched = numbers if step is None else numbers | self._alarms.watch(numbers, step)
         self._each("log", lambda tracker: tracker.log(watched, step=step))
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
@@ -43,6 +51,22 @@ class Trackers:
         for kept in self._trackers:
             kept.close()
         self._trackers.clear()
+
+    def _number(self, name: str, value: float) -> float:
+        try:
+            math.isfinite(value)  # unlike float(), it refuses texts and bytes
+            return float(value)
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+        ):  # the last one of several numbers of torch
+            if name not in self._told and len(self._told) < MOST_TOLD:
+                self._told.add(name)
+                message = "metric %s is %s, not a number, and counts as NaN (`nonfinite`); log numbers only"
+                log.warning(message, name, f"{type(value).__name__} `{str(value)[:80]}`")
+            return math.nan
 
     def _each(self, what: str, call: Callable[[Tracker], None]) -> None:
         for kept in self._trackers:

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -58,8 +59,8 @@ def score(row: Mapping[str, float], name: str, *notes: str) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> Row:
-    """Return the numeric values of a record."""
-    plain = {name: value for name, value in record.items() if not isinstance(value, bool)}
+    """Return the numeric values of a record. All records share the texts of their names."""
+    plain = {sys.intern(name): value for name, value in record.items() if not isinstance(value, bool)}
     return {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
 
 
@@ -118,16 +119,16 @@ class History:
         self.names |= dict.fromkeys(values)
 
     def series(self, name: str) -> Series:
-        """Return all values of a metric, by step."""
+        """Return all (step, value) pairs of a metric."""
         return tuple((step, row[name]) for step in self.steps if name in (row := self.rows[step]))
+
+    def total(self, name: str) -> float:
+        """Return the sum of a metric over all steps."""
+        return sum(value for _, value in self.series(name))
 
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric."""
         return next((row[name] for step in reversed(self.steps) if name in (row := self.rows[step])), None)
-
-    def score(self, name: str, step: int) -> str:
-        """Return a value as text, of an evaluation with error and prompts: 0.412 ± 0.014 (n 1,319)."""
-        return score(self.rows[step], name)
 
     def shown(self, name: str, of: Which, *, until: float = math.inf) -> str:
         """Return a value up to a step as text: 0.412 ± 0.014 (n 1,319, step 40); `-` if there is none."""

@@ -123,17 +123,22 @@ class Tail:
     """Reads a growing file of JSON lines: each time the complete lines added since the last time."""
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Start at the beginning, or at most `last_bytes` before the end."""
+        """Start at the beginning, or at the first line of the `last_bytes` before the end."""
         self.path = path
-        # Behind what was read.
-        self.offset = max(0, self._size() - last_bytes) if last_bytes is not None else 0
-        self._inside_line = self.offset > 0
+        self._inode, size = self._found()
+        skipped_bytes = 0 if last_bytes is None else max(0, size - last_bytes)
+        # Behind what was read. The byte before the last ones tells whether they begin with a whole line.
+        self.offset = max(0, skipped_bytes - 1)
+        self._inside_line = skipped_bytes > 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects written since the last time. A file that has shrunk is read again from 0."""
-        size = self._size()
-        if size < self.offset:
-            self.offset, self._inside_line = 0, False
+        """Yield the objects written since the last time. A file that has shrunk is read again from 0.
+
+        So is another file of this name, as after a rotation.
+        """
+        inode, size = self._found()
+        if size < self.offset or inode != self._inode:
+            self._inode, self.offset, self._inside_line = inode, 0, False
         if size == self.offset:
             return
         try:
@@ -154,11 +159,13 @@ class Tail:
         except OSError as error:
             tell_unreadable(self.path, error)
 
-    def _size(self) -> int:
+    def _found(self) -> tuple[int, int]:
+        """Return (inode, bytes) of the file; zeros without one."""
         try:
-            return self.path.stat().st_size
+            found = self.path.stat()
         except OSError:
-            return 0
+            return 0, 0
+        return found.st_ino, found.st_size
 
 
 class Tails:
@@ -171,9 +178,9 @@ class Tails:
         self._directory, self._last_bytes, self._without = directory, last_bytes, without
         self._tails: dict[str, Tail] = {}
 
-    def read(self) -> dict[str, list[dict[str, Any]]]:
-        """Return what each file has new, by its name before `.jsonl`."""
+    def read(self) -> Mapping[str, Tail]:
+        """Return what yields the new lines of each file, by its name before `.jsonl`."""
         for path in sorted(self._directory.glob("*.jsonl")):
             if path.stem not in (*self._without, *self._tails):
                 self._tails[path.stem] = Tail(path, last_bytes=self._last_bytes)
-        return {name: list(tail) for name, tail in self._tails.items()}
+        return self._tails

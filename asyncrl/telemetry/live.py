@@ -14,7 +14,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
-from asyncrl.telemetry.history import of_sets, set_of
+from asyncrl.telemetry.history import of_sets, score, set_of
 from asyncrl.telemetry.state import RunReader, RunView
 from asyncrl.telemetry.text import duration, number, share, visible
 
@@ -94,7 +94,7 @@ def step_line(state: RunView, step: int) -> str:
     total = f"/{state.status.total_steps}" if state.status else ""
     left = f"{duration(state.eta_s)} left" if state.eta_s is not None else ""
     if "train/loss" in row:  # of a stage
-        held_out = [value for known, value in state.series("eval/loss") if known <= step]
+        held_out = [value for known, value in state.history.series("eval/loss") if known <= step]
         parts = [
             f"step {step}{total}",
             f"loss {number(at('train/loss'))}",
@@ -105,9 +105,9 @@ def step_line(state: RunView, step: int) -> str:
         return "  ".join(part for part in parts if part)
     scores: list[str] = []
     for name in of_sets("eval/reward_mean", state.history.names):
-        if evaluated := [known for known, _ in state.series(name) if known <= step]:
+        if evaluated := [known for known, _ in state.history.series(name) if known <= step]:
             label = f"held-out {visible(set_of(name))}".rstrip()
-            scores.append(f"{label} {state.history.score(name, evaluated[-1])}")
+            scores.append(f"{label} {score(state.history.rows[evaluated[-1]], name)}")
     parts = [
         f"step {step}{total}",
         f"reward {number(at('reward/mean'))}",

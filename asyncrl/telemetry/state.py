@@ -14,7 +14,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.files import read_record
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.base import SampleRecord, sample_from
-from asyncrl.telemetry.history import History, Row, Series, growth_share, numbers
+from asyncrl.telemetry.history import History, Row, growth_share, numbers
 from asyncrl.telemetry.jsonl import Tail, Tails
 from asyncrl.telemetry.status import StatusSnapshot, read_status
 
@@ -30,7 +30,8 @@ ALLOCATED, PLANNED = "memory/allocated_bytes/", "memory/planned_bytes/"  # of a 
 # Counters of the buffer that count work given up or repeated.
 DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
 FAULTS = "environment_faults_"  # of a generator, by reason
-LOG_BYTES = 1 << 16  # read at most this much of a log that exists already
+# Read at most this much of a log, or of the metrics of a generator, that exists already.
+NEWEST_BYTES = 1 << 16
 LOUD = ("warning", "error", "critical")
 # Loggers of our modules, some of which are started with -m. Many warnings of libraries are harmless here.
 OWN = ("asyncrl", "__main__")
@@ -58,10 +59,10 @@ class RunView:
     run: str
     now: float  # Unix seconds when this was read
     status: StatusSnapshot | None = None
-    history: History = field(default_factory=History)
+    history: History = field(default_factory=History)  # metrics of the learner
     members: tuple[MemberStatus, ...] = ()
     generators: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    """Metric lines of each generator: those of the last minute, in an archive all."""
+    """Metric lines of each generator: those of the last minute, in an archive some of the whole run."""
     samples: tuple[SampleRecord, ...] = ()
     # Shares of the last minute in which generators had nothing to sample, in which they were paused for new
     # weights, and in which they were paused or could only wait for these; means over generators.
@@ -70,17 +71,8 @@ class RunView:
     stalled_generators: float | None = None
     notes: tuple[Note, ...] = ()  # newest warnings and errors of all processes, the newest one last
     doing: Mapping[str, str] = field(default_factory=dict)  # newest info line of each process
-    hosts: Mapping[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # phase and why of `HostState`, by name
-
-    def series(self, name: str) -> Series:
-        """Return all (step, value) pairs of a learner metric."""
-        return self.history.series(name)
-
-    def latest(self, name: str) -> float | None:
-        """Return the newest value of a learner metric."""
-        return self.history.latest(name)
+    # Phase and why of `HostState`, by name.
+    hosts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def is_stage(self) -> bool:
@@ -109,16 +101,14 @@ class RunView:
 
         The first step since the start is left out: the learner waited for the generators to start.
         """
-        known = [step for step in self.history.steps if "idle/learner" in self.history.rows[step]]
-        first = next((step for step in known if self._is_of_this_start(step)), None)
-        rows = [self.history.rows[step] for step in known if step != first][-RECENT_STEPS:]
+        every = self.history.rows
+        known = [step for step in self.history.steps if "idle/learner" in every[step]]
+        began_at = self.status.started_at if self.status else 0.0
+        first = next((step for step in known if every[step].get("time", began_at) >= began_at), None)
+        rows = [every[step] for step in known if step != first][-RECENT_STEPS:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
-
-    def _is_of_this_start(self, step: int) -> bool:
-        started_at = self.status.started_at if self.status else 0.0
-        return self.history.rows[step].get("time", started_at) >= started_at
 
     @property
     def fullest_gpu(self) -> tuple[float, float] | None:
@@ -201,23 +191,21 @@ def _note(record: Mapping[str, Any]) -> Note | None:
 class RunReader:
     """Reads a run directory repeatedly, each time only what is new."""
 
-    def __init__(
-        self, directory: Path, *, since: float | None = None, without: str = "", keeps_rows: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, *, since: float | None = None, without: str = "") -> None:
         """Read `directory`, which need not be complete yet. The notes of the process `without` are left out.
 
         `since` is the start of a run that was just started: status and notes from before it are left out.
-        With `keeps_rows` all lines of generators are kept, not those of the last minute.
+        Of generators and logs only the newest lines are read: a long run has gigabytes of them.
         """
-        self._most_rows = None if keeps_rows else RECENT_ROWS
         self.directory = directory
         self._since = since or 0.0
         status = None if since else read_status(directory / "status.json")
         self._notes_since = status.started_at if status else self._since
-        self._logs = Tails(directory / "logs", last_bytes=LOG_BYTES, without=[without])
+        self._logs = Tails(directory / "logs", last_bytes=NEWEST_BYTES, without=[without])
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._doing: dict[str, str] = {}
-        self._metrics = Tails(directory / "metrics")
+        self._steps = Tail(directory / "metrics" / f"{LEARNER}.jsonl")
+        self._metrics = Tails(directory / "metrics", last_bytes=NEWEST_BYTES, without=[LEARNER])
         self._samples = Tail(directory / "samples.jsonl", last_bytes=SAMPLE_BYTES)
         self._generators: dict[str, deque[Row]] = {}
         self._history = History()
@@ -225,13 +213,11 @@ class RunReader:
 
     def read(self) -> RunView:
         """Return the state now. Its history is shared with later reads and grows with them."""
+        for record in self._steps:
+            self._history.add(record)
         for name, records in self._metrics.read().items():
-            if name == LEARNER:
-                for record in records:
-                    self._history.add(record)
-            else:
-                rows = self._generators.setdefault(name, deque(maxlen=self._most_rows))
-                rows.extend(map(numbers, records))
+            rows = self._generators.setdefault(name, deque(maxlen=RECENT_ROWS))
+            rows.extend(map(numbers, records))
         self._recent_samples.extend(map(sample_from, self._samples))
         status = read_status(self.directory / "status.json")
         if status and status.started_at < self._since:
@@ -244,7 +230,7 @@ class RunReader:
             elif note.level in LOUD:
                 self._notes.append(note)
         members = _members(status, self._generators)
-        alive = [[*self._generators.get(member.generator_id, ())][-RECENT_ROWS:] for member in members]
+        alive = [self._generators.get(member.generator_id, ()) for member in members]
         return RunView(
             run=status.run if status else self.directory.name,
             now=time.time(),

@@ -17,7 +17,9 @@ from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import of_sets, score
 from asyncrl.telemetry.jsonl import Lines, finite, to_json
 
-BIN = re.compile(r"(?P<name>.+)/(?P<at>\d+)")  # `NAME/3`: the share of the distribution NAME at the value 3
+# `NAME/3`: the share of the distribution NAME at the value 3. A larger number, as of a time, is a part of the
+# name: a distribution has an entry for each value up to its largest.
+BIN = re.compile(r"(?P<name>.+)/(?P<at>[0-9]{1,2})")
 COLUMNS = (
     "step", "kind", "prompt", "response", "reward", "parts", "advantage", "versions", "finish_reason",
     "generator_id", "reason", "answer",
@@ -54,7 +56,9 @@ class JsonlTracker:
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         values = {name: finite(value) for name, value in metrics.items()}
         self._nonfinite.update(name for name, value in values.items() if value is None)
-        record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
+        # Its own fields come first in a line, and win.
+        own = {"step": step, "time": round(time.time(), 3)}
+        record: dict[str, Any] = own | values | own
         if self._nonfinite:
             record["nonfinite"] = dict(self._nonfinite)
         self._metrics.write([record])
@@ -64,9 +68,9 @@ class JsonlTracker:
             self._samples.write([to_json(asdict(record)) for record in records])
 
     def close(self) -> None:
-        for lines in (self._metrics, self._samples):
-            if lines:
-                lines.close()
+        self._metrics.close()
+        if self._samples:
+            self._samples.close()
 
 
 class WandbTracker:
@@ -188,7 +192,7 @@ def _code(text: str) -> str:
 def split(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, tuple[float, ...]]]:
     """Return (plain numbers, distributions by name): the weights of the values 0, 1, 2, ...
 
-    The metrics have one number for each value with a weight.
+    The metrics have one number for each value with a weight; values are at most 99.
     """
     numbers: dict[str, float] = {}
     bins: dict[str, dict[int, float]] = {}

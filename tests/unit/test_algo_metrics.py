@@ -275,6 +275,11 @@ def test_a_loss_s_sums_become_shares_of_tokens():
     assert published == {"tokens": 8.0, "clipped_low": 0.25, "clipped_high": 0.125, "rejected": 0.5}
 
 
+@pytest.mark.parametrize("name", ["square", "ratio_square", "group/square", "x/ratio_square", "std", "mean"])
+def test_a_loss_may_call_its_sum_as_it_likes(name):
+    assert finish({"tokens": 8.0, f"mine/{name}": 2.0}) == {"tokens": 8.0, f"mine/{name}": 0.25}
+
+
 def test_group_metrics_count_each_group_once():
     rewards = dataclasses.replace(
         make_rewards(1, sizes=[1, 3, 2]), rewards_S=torch.tensor([0.5, 1.0, 1.0, 1.0, 0.0, 1.0])

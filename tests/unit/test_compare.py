@@ -1,6 +1,7 @@
 """Runs side by side: what they reached, and only the settings in which they differ."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_results_are_the_first_best_and_last_of_each_run(runs: list[Path]) -> No
         and b["reward/mean, last tenth"] == "0.4"
     )
     assert a["step"] == "30 of 30" and b["step"] == "3 of 30" and a["idle/learner, mean"] == "0.5"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 14, 15, 25, 30, 35, 70])
+def test_the_last_tenth_of_a_run_is_a_tenth_and_the_step_where_it_begins(tmp_path: Path, steps: int) -> None:
+    make_run(tmp_path, [float(step) for step in range(1, steps + 1)], {})
+    shown = column(results(labelled([read_archive(RunDirectory(tmp_path))])), 1)["reward/mean, last tenth"]
+    last = [step for step in range(1, steps + 1) if 10 * (steps - step) < steps]
+    assert shown == f"{statistics.fmean(last):.3g}"
 
 
 def test_only_settings_that_differ_are_told_and_names_never_are(runs: list[Path]) -> None:

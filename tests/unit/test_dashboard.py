@@ -19,11 +19,12 @@ from rich.console import Console
 from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.directory import RunDirectory
+from asyncrl.telemetry import jsonl
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.dashboard import curve, render, sample_lines
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.live import PlainReporter, step_line, watch
-from asyncrl.telemetry.state import RunReader, RunView, read_state
+from asyncrl.telemetry.state import NEWEST_BYTES, RECENT_ROWS, RunReader, RunView, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
 from tests.support.synthetic_run import NASTY, SyntheticRun
@@ -442,6 +443,30 @@ def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path
         assert state.history.rows == fresh.history.rows and state.samples == fresh.samples
         assert (state.step, state.members, state.dropped) == (fresh.step, fresh.members, fresh.dropped)
     assert len(state.samples) == 8 and state.samples[-1].response == NASTY and state.samples[-1].step == 25
+
+
+def test_of_a_long_run_only_the_newest_lines_of_generators_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, steps=2)
+    line = json.dumps({"step": None, "alive_s": 1.0, "idle_s": 1.0}) + "\n"
+    for name in run.ids:
+        path = run.directory / "metrics" / f"{name}.jsonl"
+        path.write_text(line * (4 * NEWEST_BYTES // len(line)) + path.read_text())
+    loads, read_bytes = json.loads, 0
+
+    def counted(text: bytes) -> Any:
+        nonlocal read_bytes
+        read_bytes += len(text)
+        return loads(text)
+
+    monkeypatch.setattr(jsonl.json, "loads", counted)
+    others = (run.directory / name for name in ("metrics/learner.jsonl", "status.json", "samples.jsonl"))
+    others_bytes = sum(path.stat().st_size for path in others)
+    state = read_state(run.directory)
+    assert others_bytes < read_bytes <= 2 * others_bytes + len(run.ids) * NEWEST_BYTES
+    assert [len(rows) for rows in state.generators.values()] == [RECENT_ROWS] * len(run.ids)
+    assert state.members[0].metrics["alive_s"] == 10.0
 
 
 def test_the_time_left_is_steps_left_at_the_recent_speed() -> None:

@@ -94,6 +94,20 @@ def test_a_standard_error_is_the_spread_of_the_mean_over_draws_of_prompts(sample
     assert summarise([*groups, dead], 0).metrics == metrics | {"eval/dead_groups": 1}
 
 
+def test_why_a_prompt_failed_is_in_the_log_and_with_the_samples(caplog):
+    reasons = ["exact_match raised KeyError: 'answer'", "timed out"]
+    dead = [Group.dead(9 + i, reason, generator_id="g", version=0) for i, reason in enumerate(reasons)]
+    result = summarise([group_of(1, 1.0), *dead], 40, "maths")
+    assert result.metrics["eval/maths/dead_groups"] == 2 and result.metrics["eval/maths/prompts"] == 1
+    (message,) = caplog.messages
+    assert "step 40, data.eval maths: 2 of 3 held-out prompts failed" in message and reasons[0] in message
+    lost = [record for record in eval_records(result.groups, 40, str) if record.kind == "dropped"]
+    assert [record.reason for record in lost] == [f"held-out, {reason}" for reason in reasons]
+    caplog.clear()
+    summarise([group_of(1, 1.0)], 40)
+    assert not caplog.messages
+
+
 def test_the_error_of_a_share_is_binomial_and_samples_of_one_prompt_are_not_independent():
     solved = [1.0] * 30 + [0.0] * 70
     assert standard_error(solved) == pytest.approx(math.sqrt(0.3 * 0.7 / 99))

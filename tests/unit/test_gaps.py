@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,11 @@ import yaml
 from numpy.typing import NDArray
 
 from asyncrl.evaluation import summarise
-from asyncrl.report.reports import eval_records, write_records
+from asyncrl.report.reports import eval_records
 from asyncrl.results.archive import read_archive
 from asyncrl.results.compare import compare_runs, gaps
 from asyncrl.run.directory import RunDirectory
+from asyncrl.telemetry.jsonl import Lines, to_json
 from asyncrl.telemetry.text import number
 from asyncrl.types import Group
 from tests.support.steps import rollout
@@ -41,7 +42,8 @@ def evaluated(run: Path, rewards: dict[int, NDArray[np.float64]], *, first_promp
             for place, prompt in enumerate(by_prompt)
         ]
         rows.append({"step": step, "time": 1.0, **summarise(groups, step).metrics})
-        write_records(RunDirectory(run).evaluation(step), eval_records(groups, step, str))
+        records = [to_json(asdict(record)) for record in eval_records(groups, step, str)]
+        Lines(RunDirectory(run).evaluation(step)).write(records)
     (run / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -26,7 +26,7 @@ SOURCES = [
     "launch/saving.py",
 ]
 INTERNAL = {
-    "reward/square", "advantage/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
+    "reward/square", "advantage/square", "<>/square", "<>/ratio_square", "<>/mean", "<>/std", "<>/ess", "<>/chi2_token",
     "weights/<>", "time/<>", "policy/<>", "weight/<>", "tokens/<>", "critic/<>", "critic/<>_<>", "groups/collapsed_<>",
     "memory/<>/rank<>",
 }  # fmt: skip

@@ -1,12 +1,20 @@
 """Prometheus names follow from those of docs/metrics.md by one rule."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, prometheus_name, status_families
+from asyncrl.telemetry.exporter import (
+    GENERATOR_PREFIX,
+    PREFIX,
+    open_exporter,
+    prometheus_name,
+    status_families,
+)
 from asyncrl.telemetry.status import PLACES
 from tests.support.metric_guide import BY_TIME, documented_units
+from tests.support.task_config import config_of
 from tests.support.telemetry_records import snapshot
 
 
@@ -61,3 +69,11 @@ def test_a_status_is_told_whole() -> None:
     )
     bare = {one.name for one in status_families(snapshot(audit=None, members=()), max_bytes=1.0)}
     assert "asyncrl_buffer_groups" not in bare and "asyncrl_members" in bare
+
+
+@pytest.mark.parametrize("number", [0, 56135, 1_700_000_000])
+def test_a_generator_of_any_number_is_served(tmp_path: Path, number: int) -> None:
+    config = config_of(telemetry={"prometheus_port": 9401})
+    exporter = open_exporter(config, f"g{number}", tmp_path / "target.json")
+    assert exporter is not None and 0 < exporter.port <= 65535
+    exporter.close()

@@ -109,7 +109,7 @@ def test_all_samples_of_an_evaluation_are_in_a_file_and_a_few_in_trackers(tmp_pa
     ]
     groups[2] = Group.dead(14, "timed out", generator_id="g", version=4)
     shown = reports(book, tmp_path)
-    shown._decode = lambda ids: f"text {next(number)}"
+    shown.decode = lambda ids: f"text {next(number)}"
     first, again = summarise(groups[::-1], 4), summarise(groups, 4)
     shown.evaluation([first, again])
     assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step-000004.jsonl"]
@@ -165,7 +165,8 @@ def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_he
         ]
         for _ in range(3):
             heard.show(snapshot(members=tuple(told)))
-        heard._next_s.clear()
+        for one in heard._generators.values():
+            one.next_s = 0.0
     found = {file.stem: [row["alive_s"] for row in Tail(file)] for file in tmp_path.glob("*.jsonl")}
     assert found == {
         "near": [10.0, 20.0, 20.0, 30.0],

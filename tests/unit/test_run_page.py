@@ -3,7 +3,9 @@ of its box."""
 
 import base64
 import hashlib
+import itertools
 import json
+import random
 import re
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from asyncrl.algo import metrics
 from asyncrl.cli.after import report
 from asyncrl.errors import RunError
-from asyncrl.results.archive import read_archive
+from asyncrl.results.archive import MOST_ROWS, read_archive, spread_rows
 from asyncrl.results.charts import BANDS, MOST_POINTS, growth_shares
 from asyncrl.results.run_page import report_page, sample_sections, write_report
 from asyncrl.run.directory import RunDirectory
@@ -200,6 +202,37 @@ def test_counters_of_a_generator_that_started_again_are_added_up(tmp_path: Path)
     for step in (1, 2):
         run.learner.log({"episodes/missing/hung": 2.0, "time/step": 1.0}, step=step)
     assert {"died 4, hung 3", "hung 4"} <= {*page_of(run).text_of["dd"]}
+
+
+def test_a_generator_may_say_that_it_lives_for_less_than_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    path.write_text('{"alive_s": -1.0}\n' * 3)
+    assert spread_rows(path) == [{"alive_s": -1.0}] * 3
+
+
+@pytest.mark.parametrize(("count", "lifetime"), [(400, 37), (20_000, 1999), (20_000, 10**9)])
+def test_of_a_long_run_lines_are_left_out_and_counters_still_add_up(
+    tmp_path: Path, count: int, lifetime: int
+) -> None:
+    run, draw = run_in(tmp_path, steps=0), random.Random(0)
+    rows, total = [], 0.0
+    for index in range(count):
+        before = rows[-1] if index % lifetime else {"alive_s": 0.0, "sampled_tokens": 0.0}
+        more = draw.randrange(10 ** draw.randrange(1, 6))
+        total += more
+        rows.append(
+            {"time": 5.0 * index, "alive_s": before["alive_s"] + 5.0}
+            | {"sampled_tokens": before["sampled_tokens"] + more, "tokens_per_s": 1.0}
+        )
+    path = run.directory / "metrics" / "g9.jsonl"
+    path.write_text("".join(json.dumps({"step": None} | row) + "\n" for row in rows))
+    archive = archive_of(run)
+    kept = archive.generators["g9"]
+    assert archive.counted("sampled_tokens") == total
+    assert len(kept) <= MOST_ROWS + 2 * (count // lifetime + 1)
+    assert all(row in kept for row in rows) if count < MOST_ROWS / 3 else len(kept) > MOST_ROWS / 2
+    longest_s = max(after["time"] - before["time"] for before, after in itertools.pairwise(kept))
+    assert kept[0] == rows[0] and kept[-1] == rows[-1] and longest_s <= max(5.0, 2 * 5.0 * count / MOST_ROWS)
 
 
 def test_what_an_environment_counts_is_in_one_chart_each(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import record_start
+from asyncrl.stages.follow import Follow
 from asyncrl.stages.pipeline import planned
 from asyncrl.stages.record import begin_stage, refuse_changed_stage, write_stage
 from asyncrl.stages.rows import COLUMNS, fixed_values, for_trl, read_rows
@@ -316,3 +318,13 @@ def test_commands_for_a_run_name_the_one_for_a_stage_and_validate_takes_both(tmp
     write_rows(tmp_path / "sft.jsonl", rows_of("dpo", 1, 2))
     with pytest.raises(DataError, match=r"stage sft needs prompt, completion or messages or text"):
         run(["validate", str(path)])
+
+
+def test_what_trl_logs_and_is_no_number_ends_no_training():
+    logged = []
+    trackers = SimpleNamespace(log=lambda found, *, step: logged.append((found, step)))
+    follow = SimpleNamespace(_logged=(0, 0.0), _trackers=trackers)
+    said = {"loss": 0.5, "eval_note": "a text", "train_runtime": 3.0}
+    Follow.on_log(follow, None, SimpleNamespace(global_step=1), None, said)
+    ((found, step),) = logged
+    assert step == 1 and found.keys() == {"train/loss", "eval/note", "time/step"}

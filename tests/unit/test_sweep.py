@@ -81,7 +81,7 @@ def test_seeds_are_summed_up_with_their_error(tmp_path):
         (run.directory / "config.yaml").write_text("run: {name: t}\n")
         runs.append(("learner.steps=9", RunDirectory(run.directory)))
     table = over_seeds([*runs, ("learner.steps=1", runs[0][1])])
-    last = [read_archive(directory).series("reward/mean")[-1][1] for _, directory in runs]
+    last = [read_archive(directory).history.series("reward/mean")[-1][1] for _, directory in runs]
     error = statistics.stdev(last) / math.sqrt(3)
     (values, count, *cells), (_, one, *single) = table.rows
     assert (values, count, one) == ("learner.steps=9", "3", "1")

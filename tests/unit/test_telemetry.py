@@ -16,13 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config.sections import TelemetryConfig
 from asyncrl.control.base import MemberStatus
 from asyncrl.telemetry import fanout, jsonl
 from asyncrl.telemetry.alarms import ALARMS, QUIET_STEPS, TOLD_STEPS, WINDOW, Alarms, Past, causes, ringing
+from asyncrl.telemetry.exporter import prometheus_name
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.jsonl import Tail
@@ -111,6 +114,28 @@ def test_a_tail_from_near_the_end_starts_at_a_whole_line_and_a_new_file_at_its_b
     assert [row["i"] for row in tail] == [0]
 
 
+@pytest.mark.parametrize("last_bytes", [0, 1, 9, 10, 11, 19, 20, 25, 999, 1000, 1001])
+def test_a_tail_has_each_line_that_lies_within_its_last_bytes_whole(tmp_path: Path, last_bytes: int) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"i": {i:>2}}}\n' for i in range(100)))
+    assert path.stat().st_size == 1000
+    tail = Tail(path, last_bytes=last_bytes)
+    assert [row["i"] for row in tail] == [*range(100)][100 - min(last_bytes // 10, 100) :]
+
+
+@pytest.mark.parametrize("lines_of_new", [1, 5, 50])
+def test_a_file_in_the_place_of_a_rotated_one_is_read_from_its_beginning(
+    tmp_path: Path, lines_of_new: int
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"i": 0}\n' * 5 + '{"i": ')
+    tail = Tail(path, last_bytes=20)
+    assert list(tail) == [{"i": 0}]
+    path.rename(tmp_path / "m.jsonl.1")
+    path.write_text("".join(f'{{"i": {i}}}\n' for i in range(lines_of_new)))
+    assert [row["i"] for row in tail] == [*range(lines_of_new)]
+
+
 def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None:
     history = History()
     for step in range(1, 8):
@@ -191,6 +216,40 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     assert (
         message.message == f"{failing} of Recorder failed and will be tried again; the run goes on: disk full"
     )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b"7", "7", None, [1.0], 10**400, np.ones(2), torch.ones(2), 1j, object(), math.nan, math.inf],
+    ids=lambda odd: type(odd).__name__,
+)
+def test_a_value_that_is_no_number_costs_no_other_value(
+    odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {"reward/mean": np.float32(0.5), "half \ud83d": torch.tensor(0.25), b"bytes": 1, "step": 9.0}
+    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
+    config = TelemetryConfig(tensorboard=True)
+    trackers = open_trackers(config, run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files)
+    seen = Recorder()
+    trackers.add(seen)
+    for step in (1, 2):
+        trackers.log({"policy/entropy": odd, **others}, step=step)
+    trackers.close()
+    assert seen.calls == ["log", "log", "close"]
+    for step, line in enumerate(lines(files["metrics"]), start=1):
+        assert (line["step"], line["reward/mean"], line["half \\ud83d"], line["b'bytes'"]) == (
+            step,
+            0.5,
+            0.25,
+            1,
+        )
+        assert line["policy/entropy"] is None and line["nonfinite"] == {"policy/entropy": step}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward/mean")] == [0.5, 0.5]
+    assert len(events.Scalars("half \\ud83d")) == len(events.Scalars("policy/entropy")) == 2
+    told = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert len(told) == (not isinstance(odd, float))
+    assert all("metric policy/entropy is" in message and "not a number" in message for message in told)
 
 
 def test_a_tracker_that_cannot_be_opened_is_opened_later(
@@ -285,6 +344,7 @@ def test_without_wandb_it_is_not_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from asyncrl.config.sections import TelemetryConfig
+from asyncrl.telemetry.exporter import prometheus_name
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
 trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=directory, metrics=directory / "m.jsonl",
@@ -609,6 +669,15 @@ def test_bins_are_told_from_numbers_and_gaps_are_empty() -> None:
     (lag,) = histograms.values()
     assert list(histograms) == ["staleness/in_queue/histogram"] and lag == (0.625, 0.0, 0.375)
     assert sum(value * share for value, share in enumerate(lag)) == numbers["staleness/in_queue"]
+
+
+@pytest.mark.parametrize("end", ["1700000000", "100", "9" * 5000, "٣"])
+def test_a_number_that_is_no_bin_stays_in_its_name(end: str) -> None:
+    metrics = {f"hook/at/{end}": 1.0, "hook/lag/99": 0.5}
+    numbers, histograms = split(metrics)
+    assert numbers == {f"hook/at/{end}": 1.0}
+    assert histograms == {"hook/lag/histogram": (*([0.0] * 99), 0.5)}
+    assert [prometheus_name(name)[1] for name in metrics] == [{}, {"bin": "99"}]
 
 
 def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_going_back() -> None:
