@@ -56,12 +56,7 @@ class Trackers:
         try:
             math.isfinite(value)  # unlike float(), it refuses texts and bytes
             return float(value)
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ):  # the last one of several numbers of torch
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: several numbers of torch
             if name not in self._told and len(self._told) < MOST_TOLD:
                 self._told.add(name)
                 message = "metric %s is %s, not a number, and counts as NaN (`nonfinite`); log numbers only"
