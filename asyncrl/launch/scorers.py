@@ -59,8 +59,14 @@ def scorers_in(config: Config, directory: Path) -> OpenScorer:
     def open_scorer(settings: OfScorer) -> "ScorerService":
         from asyncrl.control.scoring import ScorerService
 
-        count, writes = config.scorers[settings.scorer].count, isinstance(settings, ModelJudge)
-        return ScorerService(settings.scorer, directory, count, remembers=settings.cache, writes=writes)
+        return ScorerService(
+            settings.scorer,
+            directory,
+            config.scorers[settings.scorer].count,
+            call_s=config.reward.timeout_s,
+            remembers=settings.cache,
+            writes=isinstance(settings, ModelJudge),
+        )
 
     return open_scorer
 
