@@ -146,16 +146,12 @@ class ShardedIntake:
 
     intakes: tuple[Intake, ...]
     _parts: list[Collected | None] = field(init=False)
-    _settled: Ledgers = field(init=False)
+    # The ledgers after the last complete step; after a restart, later parts are taken again.
+    settled: Ledgers = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = [None] * len(self.intakes)
-        self._settled = self._ledgers()
-
-    @property
-    def settled(self) -> Ledgers:
-        """The ledgers after the last complete step; after a restart, later parts are taken again."""
-        return self._settled
+        self.settled = self._ledgers()
 
     def recover(self, version: int) -> None:
         """Make the store agree with the ledgers and open the credit for `version`."""
@@ -180,7 +176,7 @@ class ShardedIntake:
                     intake.open(version, waiting=True)
             return None
         self._parts = [None] * len(self.intakes)
-        self._settled = self._ledgers()
+        self.settled = self._ledgers()
         return Collected(
             groups=tuple(group for part in parts for group in part.groups),
             rejected=tuple(rejected for part in parts for rejected in part.rejected),

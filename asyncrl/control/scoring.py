@@ -139,8 +139,7 @@ class ScorerService:
 async def serve_scores(endpoint: str, score: Score) -> None:
     """Answer calls until cancelled. Raises ControlError for an endpoint that cannot be used."""
     context: Any = zmq.asyncio.Context()
-    router: Any
-    router, _ = listen(context, endpoint, None, max_bytes=MAX_CALL_BYTES)
+    router: Any = listen(context, endpoint, None, max_bytes=MAX_CALL_BYTES)[0]
 
     async def answer(peer: bytes, number: bytes, data: bytes) -> None:
         try:

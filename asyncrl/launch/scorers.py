@@ -59,14 +59,9 @@ def scorers_in(config: Config, directory: Path) -> OpenScorer:
     def open_scorer(settings: OfScorer) -> "ScorerService":
         from asyncrl.control.scoring import ScorerService
 
-        return ScorerService(
-            settings.scorer,
-            directory,
-            config.scorers[settings.scorer].count,
-            call_s=config.reward.timeout_s,
-            remembers=settings.cache,
-            writes=isinstance(settings, ModelJudge),
-        )
+        name, call_s, writes = settings.scorer, config.reward.timeout_s, isinstance(settings, ModelJudge)
+        count, remembers = config.scorers[name].count, settings.cache
+        return ScorerService(name, directory, count, call_s=call_s, remembers=remembers, writes=writes)
 
     return open_scorer
 
