@@ -11,7 +11,7 @@
 --   meta          hash  epoch owner version limit most history closed starving last chain committed watermark; written by
 --                       the learner only; most: the highest limit so far
 --   totals        hash  issued bytes
---   requests      hash  holder -> "request id id ..." of its last lease, so that a call with a lost reply can be repeated
+--   requests      hash  holder -> "request id id ..." of its last lease of tickets, so that a call with a lost reply can be repeated
 --   attempts      hash  id -> failures so far
 --   deaths        hash  id -> holders that died, or lost their lease, since the id was issued or stored
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
