@@ -163,7 +163,8 @@ class StoreConnection:
     def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
         self.url = _without_password(url)
         self._secret_url, self._password, self._retry_s = url, password, retry_s
-        # The other known nodes of a cluster.
+        # The other known nodes of a cluster. Threads that are redirected at the same time share them.
+        self._lock = threading.Lock()
         self._by_address: dict[tuple[str, int], redis.Redis] = {}
         self._by_tag: dict[str, redis.Redis] = {}
         try:
@@ -210,15 +211,20 @@ class StoreConnection:
 
     def _follow(self, tag: str, moved: MovedError) -> None:
         address = (moved.host, moved.port)
-        if address not in self._by_address:
-            self._by_address[address] = self._connect(self._url_of(*address))
-        self._by_tag[tag] = self._by_address[address]
+        with self._lock:
+            if address not in self._by_address:
+                self._by_address[address] = self._connect(self._url_of(*address))
+            self._by_tag[tag] = self._by_address[address]
 
     def _ask_another(self, tag: str, asked: redis.Redis) -> None:
-        """Ask the next known node after one has failed. It redirects the call to the node with the keys."""
-        if tag and self._by_address:
-            known = [self.client, *self._by_address.values()]
-            self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
+        """Ask the next known node after one has failed. It redirects the call to the node with the keys.
+
+        A thread whose call to the failed node ends later stays with what others have found meanwhile.
+        """
+        with self._lock:
+            if tag and self._by_tag.get(tag, self.client) is asked:
+                known = [self.client, *self._by_address.values()]
+                self._by_tag[tag] = known[(known.index(asked) + 1) % len(known)]
 
     def call(self, request: Callable[[redis.Redis], T], *, tag: str = "") -> T:
         """Return the answer to an idempotent `request`; repeats it for `retry_s` while the store is down.

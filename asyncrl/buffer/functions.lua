@@ -11,7 +11,7 @@
 --   meta          hash  epoch owner version limit most history closed starving last chain committed watermark; written by
 --                       the learner only; most: the highest limit so far
 --   totals        hash  issued bytes
---   requests      hash  holder -> "request id id ..." of its last lease, so that a call with a lost reply can be repeated
+--   requests      hash  holder -> "request id id ..." of its last lease of tickets, so that a call with a lost reply can be repeated
 --   attempts      hash  id -> failures so far
 --   deaths        hash  id -> holders that died, or lost their lease, since the id was issued or stored
 --   dead_letters  list  newest first: "id reason", newline, the beginning of the frame
@@ -89,6 +89,11 @@ local function add(hash, field, n)
 end
 
 local function count(k, counter, n) if n ~= 0 then add(k.counters, counter, n) end end
+
+-- Writes a number if the field has another one: a poll that changes nothing leaves nothing in the server's log.
+local function set(hash, field, number)
+  if call('HGET', hash, field) ~= id_text(number) then call('HSET', hash, field, id_text(number)) end
+end
 
 local function ids_in(text)
   local ids = {}
@@ -327,8 +332,8 @@ register('lease', {}, function(k, args)
     call('ZADD', k.deadlines, ends_ms, id)
     call('HSET', k.holders, id, holder)
   end
-  call('HSET', k.totals, 'issued', id_text(issued))
-  call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' '))
+  set(k.totals, 'issued', issued)
+  if #ids > 0 then call('HSET', k.requests, holder, request .. ' ' .. table.concat(ids, ' ')) end
   return {version, limit, closed, ids, history}
 end, nothing_to_lease)
 
@@ -458,7 +463,7 @@ register_for_learner('take', function(k, args)
   local ids = ready_ids(k, wanted)
   -- A waiting learner calls every few milliseconds, so the takes are read last, only if these ids would be assigned.
   local waits = #ids < wanted or tonumber(ids[wanted]) >= anchor(k) + window or were_taken(k, ids)
-  call('HSET', k.meta, 'starving', waits and 1 or 0)
+  set(k.meta, 'starving', waits and 1 or 0)
   if waits then return {'WAIT'} end
   call('ZREMRANGEBYRANK', k.ready, 0, wanted - 1)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
@@ -619,9 +624,10 @@ end)
 
 -- version epoch owner version limit waiting -> OK
 register_for_learner('version', function(k, args)
-  if args[5] == '1' then call('HSET', k.meta, 'starving', 1) end
-  call('HSET', k.meta, 'version', math.max(meta(k, 'version'), args[3]), 'limit', math.max(meta(k, 'limit'), args[4]),
-       'most', math.max(meta(k, 'most'), args[4]))
+  if args[5] == '1' then set(k.meta, 'starving', 1) end
+  set(k.meta, 'version', math.max(meta(k, 'version'), args[3]))
+  set(k.meta, 'limit', math.max(meta(k, 'limit'), args[4]))
+  set(k.meta, 'most', math.max(meta(k, 'most'), args[4]))
   return {'OK'}
 end)
 

@@ -26,10 +26,8 @@ class Gate:
     limits: GroupLimits
     # Returns a reason if learners died while they trained on this frame; then the frame is not decoded.
     condemned: Callable[[bytes], str | None] = lambda frame: None
-
-    def name_of(self, ticket_id: int) -> int:
-        """Return the ticket's id outside this lane of the buffer; the frame carries it."""
-        return ticket_id
+    # Returns the ticket's id outside the buffer, which the frame carries: a shard has ids of its own.
+    name_of: Callable[[int], int] = lambda ticket_id: ticket_id
 
     def groups(self, buffer: LearnerBuffer, take: Take) -> list[tuple[Group, bytes]] | None:
         """Return the groups of a take with their frames, or None after a frame that cannot be decoded.

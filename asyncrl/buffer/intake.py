@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ class _Step:
 
     accepted: list[tuple[Group, bytes]] = field(default_factory=list)  # with its frame
     rejected: list[tuple[Group, str]] = field(default_factory=list)
-    unfit: Counter[str] = field(default_factory=Counter)  # rejections that count as refills, by kind
+    unfit: list[str] = field(default_factory=list)  # reasons of the rejections that count as refills
     takes: int = 0
     taken_at: dict[int, float] = field(default_factory=dict)
 
@@ -66,7 +65,8 @@ class Intake:
     # Groups in the weights of `_version`: the ledger's count before the step that trains this version.
     _version: int = -1
     _trained: int = 0
-    _issued_before: int = 0  # the last id that was issued before this learner recovered the store
+    # The last id that was issued before this learner came, in this lane's numbers; unknown at first.
+    _issued_before: int | None = None
     _stall: StallWatch = field(init=False)
     _ever_fit: bool = False  # whether this learner has taken a group that is not dead
 
@@ -82,7 +82,9 @@ class Intake:
     def recover(self, version: int) -> None:
         """Make the store agree with the ledger and open the credit for `version`."""
         self.buffer.recover(self.ledger, version=version, limit=self._limit(version), history=self.history)
-        self._issued_before = self.buffer.audit().issued
+        # Later recoveries mend the store: the tickets until then are this learner's own.
+        if self._issued_before is None:
+            self._issued_before = self.buffer.audit().issued
 
     def open(self, version: int, *, waiting: bool = False) -> None:
         """Announce the version being trained, and with it the credit; `waiting` as in `set_version`."""
@@ -161,17 +163,16 @@ class Intake:
                 step.accepted.append((group, frame))
             else:
                 step.rejected.append((group, reason))
-                self.ledger.count_rejected(kind := kind_of(reason))
+                self.ledger.count_rejected(kind_of(reason))
                 # Earlier settings may have caused the rejection of earlier tickets; their number is limited.
-                if reason != DISCARDED_LINEAGE and ticket_id > self._issued_before:
-                    step.unfit[kind] += 1
+                if reason != DISCARDED_LINEAGE and ticket_id > (self._issued_before or 0):
+                    step.unfit.append(reason)
         if step.rejected:
             self.open(version)
         if not self._ever_fit:
-            require_life(step.rejected, self.groups, after=self._issued_before)
-        if step.unfit.total() > (most := self.max_refills * self.groups):
-            accepted = f"{len(step.accepted)} of {self.groups}"
-            raise too_many_rejected(step.unfit, step.rejected, step.takes, accepted, most)
+            require_life(step.unfit, self.groups)
+        if len(step.unfit) > (most := self.max_refills * self.groups):
+            raise too_many_rejected(step.unfit, step.takes, f"{len(step.accepted)} of {self.groups}", most)
 
     def _limit(self, version: int) -> int:
         if version != self._version:

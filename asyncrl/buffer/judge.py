@@ -106,12 +106,8 @@ def _with_bounded_kind(reason: str, known_kinds: Collection[str]) -> str:
     return one_line(reason if kind == kind_of(reason) else f"{kind}: {reason}")
 
 
-def require_life(rejected: Sequence[tuple[Group, str]], batch: int, *, after: int) -> None:
-    """Raise RunError if all groups of a run are dead, and they are a batch.
-
-    Tickets up to `after` do not count: earlier settings may have caused what happened to them.
-    """
-    reasons = [reason for group, reason in rejected if group.ticket_id > after]
+def require_life(reasons: Sequence[str], batch: int) -> None:
+    """Raise RunError if there is a batch of `reasons`, those of a run of which all groups are dead."""
     if len(reasons) < max(FEWEST_DEAD, batch):
         return
     # Reasons of equal faults differ in numbers: tickets, attempts, seconds.
@@ -125,12 +121,11 @@ def require_life(rejected: Sequence[tuple[Group, str]], batch: int, *, after: in
     )
 
 
-def too_many_rejected(
-    unfit: Counter[str], rejected: Sequence[tuple[Group, str]], takes: int, accepted: str, most: int
-) -> RunError:
+def too_many_rejected(reasons: Sequence[str], takes: int, accepted: str, most: int) -> RunError:
     """Return the error for a step that rejected more than `most` groups; `accepted` is such as "3 of 8"."""
-    [(commonest, _)] = unfit.most_common(1)
-    example = next(reason for _, reason in reversed(rejected) if kind_of(reason) == commonest)
+    kinds = Counter(map(kind_of, reasons))
+    [(commonest, _)] = kinds.most_common(1)
+    example = next(reason for reason in reversed(reasons) if kind_of(reason) == commonest)
     cure = (
         f"No filter rejected them: fix what the reasons name. The last one of {commonest} is `{example}`"
         if commonest in FAULTS
@@ -138,6 +133,6 @@ def too_many_rejected(
         "the limit"
     )
     return RunError(
-        f"one step: {unfit.total()} groups were rejected in {takes} takes ({dict(unfit)}), only "
+        f"one step: {len(reasons)} groups were rejected in {takes} takes ({dict(kinds)}), only "
         f"{accepted} accepted; algorithm.max_refills allows {most} rejections. {cure}"
     )

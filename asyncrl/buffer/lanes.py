@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncrl.algo.trainable import GroupLimits
@@ -12,7 +13,7 @@ from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.redis import RedisBuffer
-from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, shard_names
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, join, ledgers_of, shard_names
 from asyncrl.columns import KEPT_COUNTS, KEPT_IDS, TEACHER
 from asyncrl.config import registry
 from asyncrl.config.resolved import wants_greedy
@@ -94,5 +95,5 @@ def open_intake(
     ledgers = ledgers_of(saved, shards)
     if not isinstance(lane, ShardedBuffer):
         return intake(lane, ledgers[0], gate)
-    gates = [ShardGate.of(gate, shard, shards) for shard in range(shards)]
+    gates = [replace(gate, name_of=partial(join, shard, shards=shards)) for shard in range(shards)]
     return ShardedIntake(tuple(map(intake, lane.shards, ledgers, gates)))

@@ -110,19 +110,11 @@ class RedisBuffer:
 
     def recover(self, ledger: Ledger, *, version: int, limit: int, history: History = INITIAL) -> None:
         above = _text(sorted(ledger.above))
-        state = (
-            ledger.takes,
-            ledger.chain,
-            version,
-            limit,
-            ledger.watermark,
-            above,
-            str(history),
-            self._lease_ms,
-        )
+        state = (ledger.takes, ledger.chain, version, limit, ledger.watermark, above)
         known, is_first = self._epoch, int(not self._epoch)
         for _ in range(10):  # delayed calls of dead learners may recover in between
-            call = partial(self._reload_and_call, arguments=(known, self._owner, is_first, *state))
+            learner = (known, self._owner, is_first)
+            call = partial(self._reload_and_call, arguments=(*learner, *state, str(history), self._lease_ms))
             status, epoch = self._connection.call(call, tag=self._tag)
             if status == b"OK":
                 self._epoch = epoch

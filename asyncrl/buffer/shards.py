@@ -12,11 +12,10 @@ given their part accept their oldest unfinished group despite the byte cap.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from asyncrl.buffer.base import Audit, Buffer, DeadLetter, Lease, PutOutcome
-from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.errors import ConfigError
@@ -64,24 +63,6 @@ class Ledgers:
     def to_dict(self) -> dict[str, Any]:
         """Return values for the checkpoint's JSON; `ledgers_of` reads them."""
         return {"shards": [ledger.to_dict() for ledger in self.shards]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardGate(Gate):
-    """The gate of one shard, whose frames have the ids of the lane."""
-
-    shard: int
-    shards: int
-
-    @classmethod
-    def of(cls, gate: Gate, shard: int, shards: int) -> Self:
-        """Return the gate of a lane for one of its shards."""
-        return cls(
-            **{known.name: getattr(gate, known.name) for known in fields(Gate)}, shard=shard, shards=shards
-        )
-
-    def name_of(self, ticket_id: int) -> int:
-        return join(self.shard, ticket_id, self.shards)
 
 
 class ShardedBuffer:
@@ -165,16 +146,12 @@ class ShardedIntake:
 
     intakes: tuple[Intake, ...]
     _parts: list[Collected | None] = field(init=False)
-    _settled: Ledgers = field(init=False)
+    # The ledgers after the last complete step; after a restart, later parts are taken again.
+    settled: Ledgers = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = [None] * len(self.intakes)
-        self._settled = self._ledgers()
-
-    @property
-    def settled(self) -> Ledgers:
-        """The ledgers after the last complete step; after a restart, later parts are taken again."""
-        return self._settled
+        self.settled = self._ledgers()
 
     def recover(self, version: int) -> None:
         """Make the store agree with the ledgers and open the credit for `version`."""
@@ -199,7 +176,7 @@ class ShardedIntake:
                     intake.open(version, waiting=True)
             return None
         self._parts = [None] * len(self.intakes)
-        self._settled = self._ledgers()
+        self.settled = self._ledgers()
         return Collected(
             groups=tuple(group for part in parts for group in part.groups),
             rejected=tuple(rejected for part in parts for rejected in part.rejected),

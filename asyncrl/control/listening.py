@@ -18,12 +18,12 @@ _WANTED_DESCRIPTORS = 1 << 16
 
 
 def listen(
-    context: "zmq.Context[Any]", endpoint: str, keys: LearnerKeys | None
+    context: "zmq.Context[Any]", endpoint: str, keys: LearnerKeys | None, *, max_bytes: int = MAX_REPORT_BYTES
 ) -> "tuple[zmq.Socket[bytes], ThreadAuthenticator | None]":
     """A bound ROUTER, and its authenticator: stop it before the context ends. Raises ControlError."""
     _require_private(endpoint, keys)
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    set_options(router, max_bytes=MAX_REPORT_BYTES)
+    set_options(router, max_bytes=max_bytes)
     router.setsockopt(zmq.IPV6, "[" in endpoint)
     authenticator = None
     if endpoint.startswith("tcp://") and keys is not None:

@@ -8,6 +8,7 @@ caller asks again, which is harmless, because an answer depends on the request o
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from asyncrl.control.messages import set_options
 from asyncrl.errors import EngineError
 from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
 
+log = logging.getLogger(__name__)
 MAX_CALL_BYTES = 1 << 24
 # Seconds for a scorer to load its model, and seconds after which a call is repeated that got no number, or no
 # words of a judge.
@@ -43,10 +45,15 @@ class ScorerService:
     """The Service of the scorers of one name."""
 
     def __init__(
-        self, name: str, directory: Path, count: int, *, remembers: bool, writes: bool = False
+        self, name: str, directory: Path, count: int, *, call_s: float, remembers: bool, writes: bool = False
     ) -> None:
-        """Take the directory in which `count` of them listen. `writes` if they answer in words."""
+        """Take the directory in which `count` of them listen, and the limit of a call with its repetitions.
+
+        `writes` if they answer in words.
+        """
         self.remembers = remembers
+        # A call that a dying scorer has taken must leave time for another one.
+        self._most_s = call_s / 2
         self._name, self._is_ready, self._answer_s = name, False, WORDS_S if writes else ANSWER_S
         self._context: Any = zmq.asyncio.Context()
         self._socket = cast(Any, self._context.socket(zmq.DEALER))
@@ -67,17 +74,25 @@ class ScorerService:
 
     async def admit(self, question: Question) -> None:
         """Wait for a scorer, which may be loading its model."""
-        if not self._is_ready:
-            await self._within(NOTHING, START_S)
-            self._is_ready = True
+        limit_s = min(ANSWER_S, START_S)
+        while not self._is_ready:
+            try:
+                await self._within(NOTHING, limit_s)
+                self._is_ready = True
+            except Unanswered as failure:
+                # A scorer that has died since may have taken the call: another one gets it again.
+                if not failure.may_pass or limit_s >= START_S:
+                    raise
+                limit_s = min(2.0 * limit_s, START_S)
 
     async def ask(self, question: Question) -> Any:
-        # Calls may only be waiting for one another, so the next ones get more time.
-        limit_s = self._answer_s
+        limit_s = min(self._answer_s, self._most_s)
         try:
             return await self._within(question.request, limit_s)
-        except Unanswered:
-            self._is_ready, self._answer_s = False, 2.0 * limit_s
+        except Unanswered as failure:
+            # Calls may only be waiting for one another, so the next ones get more time.
+            if failure.may_pass:
+                self._answer_s = 2.0 * limit_s
             raise
 
     async def close(self) -> None:
@@ -89,17 +104,23 @@ class ScorerService:
 
     async def _within(self, request: Mapping[str, Any], limit_s: float) -> Any:
         """The answer of one scorer. Raises Unanswered."""
+        data = msgpack.packb(request, unicode_errors="replace")
+        if len(data) > MAX_CALL_BYTES:
+            found = f"a call of the scorer `{self._name}` has {len(data)} bytes, allowed are {MAX_CALL_BYTES}"
+            raise Unanswered(f"{found}; shorten the question", reason="refused", may_pass=False)
         key = next(self._numbers).to_bytes(8)
         answer = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(limit_s):
-                await self._socket.send_multipart([key, msgpack.packb(request, unicode_errors="replace")])
+                await self._socket.send_multipart([key, data])
                 return await answer
         except TimeoutError:
             found = f"no scorer `{self._name}` answered within {limit_s:g} s"
             text = f"{found}; logs/*{self._name}.*.out of the run directory say why"
             raise Unanswered(text, reason="unavailable") from None
         finally:
+            # Also when the caller's own time is over: who asks next waits for a scorer.
+            self._is_ready = self._is_ready and answer.done()
             del self._waiting[key]
 
     async def _read(self) -> None:
@@ -118,15 +139,18 @@ class ScorerService:
 async def serve_scores(endpoint: str, score: Score) -> None:
     """Answer calls until cancelled. Raises ControlError for an endpoint that cannot be used."""
     context: Any = zmq.asyncio.Context()
-    router: Any
-    router, _ = listen(context, endpoint, None)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_CALL_BYTES)
+    router: Any = listen(context, endpoint, None, max_bytes=MAX_CALL_BYTES)[0]
 
     async def answer(peer: bytes, number: bytes, data: bytes) -> None:
         try:
             reply: list[Any] = [await score(msgpack.unpackb(data)), None]
         except EngineError as error:
             reply = [None, str(error)]
+        except Exception as error:
+            log.exception("a call of %d bytes failed", len(data))
+            # If the engine is dead, this raises too and ends the process; the callers ask its successor.
+            await score(NOTHING)
+            reply = [None, f"{type(error).__name__}: {error}"]
         with contextlib.suppress(zmq.ZMQError):  # the caller is gone
             await router.send_multipart([peer, number, msgpack.packb(reply)])
 

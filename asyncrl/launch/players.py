@@ -206,7 +206,8 @@ class Players:
 
 def _teacher_of(config: Config, directory: Path, counts: Counter[str]) -> Asker | None:
     for name, one in config.teacher.items():
-        service = ScorerService(name, directory, one.count, remembers=False)
+        limit_s = config.reward.timeout_s
+        service = ScorerService(name, directory, one.count, call_s=limit_s, remembers=False)
         return Asker("the teacher (algorithm.reference)", service, config.reward, counts)
     return None
 

@@ -57,16 +57,13 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
     scorer = config.served[name]
     model = scorer.model
     log.info("loading %s", model)
-    generator, sampling, device = (
-        allotted(config, None, is_shared=False),
-        config.sampling,
-        resolve_device(config),
-    )
+    sampling, device = config.sampling, resolve_device(config)
+    # The settings of vLLM are of the policy.
+    generator = allotted(config, None, is_shared=False).model_copy(update={"vllm": {}})
     score: Score
     if name in config.teacher:
-        # vLLM samples one token behind those it scores. Its settings are of the policy.
+        # vLLM samples one token behind those it scores.
         sampling = sampling.model_copy(update={"max_response_tokens": sampling.max_response_tokens + 1})
-        generator = generator.model_copy(update={"vllm": {}})
         engine = await open_engine(config.reference, generator, sampling, config.weights, device=device)
 
         async def score(request: Mapping[str, Any]) -> bytes:
@@ -74,7 +71,6 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
     elif name in config.judges:
         other = {"path": model, "revision": None, "chat_template": True, "lora": None}
         judge = config.model.model_copy(update=other | {"router_replay": False})
-        generator = generator.model_copy(update={"vllm": {}})
         sampling = SamplingConfig(max_prompt_tokens=scorer.max_tokens - 1, max_response_tokens=1)
         engine = await open_engine(judge, generator, sampling, config.weights, device=device)
         score = partial(_judgement, engine, load_tokenizer(judge), scorer.max_tokens)

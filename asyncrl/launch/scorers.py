@@ -59,8 +59,9 @@ def scorers_in(config: Config, directory: Path) -> OpenScorer:
     def open_scorer(settings: OfScorer) -> "ScorerService":
         from asyncrl.control.scoring import ScorerService
 
-        count, writes = config.scorers[settings.scorer].count, isinstance(settings, ModelJudge)
-        return ScorerService(settings.scorer, directory, count, remembers=settings.cache, writes=writes)
+        name, call_s, writes = settings.scorer, config.reward.timeout_s, isinstance(settings, ModelJudge)
+        count, remembers = config.scorers[name].count, settings.cache
+        return ScorerService(name, directory, count, call_s=call_s, remembers=remembers, writes=writes)
 
     return open_scorer
 

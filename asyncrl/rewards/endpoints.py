@@ -73,13 +73,13 @@ class HttpService:
                 async for piece in reply.aiter_bytes():
                     body += piece
                     if len(body) > MAX_REPLY_BYTES:
-                        raise unreadable(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
-        except Unanswered:
-            raise
+                        break
         except Exception as error:  # of httpx, or of httpx2, as the release of openai has it
             cause = error.__cause__ or error
             lost = f"lost the connection ({type(cause).__name__}: {cause})"
             raise Unanswered(lost, reason="unavailable") from error
+        if len(body) > MAX_REPLY_BYTES:
+            raise unreadable(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
         if not reply.is_success:
             raise self._refusal(
                 reply.status_code, reply.headers.get("retry-after"), body.decode("utf-8", "replace")
@@ -128,7 +128,9 @@ class JudgeService:
 
     async def admit(self, question: Question) -> None:
         if self._limiter is not None:
-            await self._limiter.acquire(self._expected_tokens(self._limiter.max_rate, question))
+            guess = len(question.prompt) / CHARACTERS_PER_TOKEN
+            expected_tokens = self._tokens / self._answers if self._answers else guess
+            await self._limiter.acquire(min(expected_tokens, self._limiter.max_rate))
         await self._model.admit(question)
 
     def questions(self, one: RewardInput) -> list[Question]:
@@ -195,10 +197,6 @@ class JudgeService:
         if not found:
             raise unreadable(f"{words[-SHOWN_CHARACTERS:]!r}, where `{self._settings.pattern}` finds nothing")
         return found[-1][1]
-
-    def _expected_tokens(self, most: float, question: Question) -> float:
-        guess = len(question.prompt) / CHARACTERS_PER_TOKEN
-        return min(self._tokens / self._answers if self._answers else guess, most)
 
 
 def limiter(rate: int | None) -> "AsyncLimiter | None":

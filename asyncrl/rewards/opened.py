@@ -1,8 +1,9 @@
 """The Scorer of a config: reward processes for its functions, and services for its other rewards.
 
 A question to a service that may be answered later is asked again, with growing and random pauses, until
-`reward.timeout_s` is over. This time starts when the service may be asked: waiting for a limit per minute
-does not count. An answer that cannot be read is asked for at most `reward.attempts` times.
+`reward.timeout_s` is over. Waiting until the service may be asked takes none of this time, neither for a
+limit per minute nor for a scorer that starts. An answer that cannot be read is asked for at most
+`reward.attempts` times.
 """
 
 import asyncio
@@ -96,39 +97,37 @@ class Asker:
             del self._asked[oldest]
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
-        limit_s = self._config.timeout_s
-        failures: list[Unanswered] = []
         try:
             async with self._free:
-                await self.service.admit(question)
-                try:
-                    async with asyncio.timeout(limit_s):
-                        return await self._insist(question, failures)
-                except TimeoutError:
-                    last = f"; the last answer: {failures[-1]}" if failures else ""
-                    reason = failures[-1].reason if failures else "late"
-                    raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
+                return await self._insist(question)
         except Unanswered as failure:
             self.counts[f"reward_failures_{failure.reason}"] += 1
             raise RewardError(f"{self._where} {failure}") from failure
 
-    async def _insist(self, question: Question, failures: list[Unanswered]) -> tuple[Any, str]:
-        """Ask until there is an answer, or an error that will not pass."""
-        until_s = asyncio.get_running_loop().time() + self._config.timeout_s
+    async def _insist(self, question: Question) -> tuple[Any, str]:
+        """Ask until there is an answer, an error that will not pass, or no time of the call left."""
+        loop, failures = asyncio.get_running_loop(), list[Unanswered]()
+        left_s = limit_s = self._config.timeout_s
         while True:
+            await self.service.admit(question)
+            began_s = loop.time()
             self.counts["reward_calls"] += 1
             try:
-                return question.read(await self.service.ask(question))
+                async with asyncio.timeout(left_s):
+                    return question.read(await self.service.ask(question))
+            except TimeoutError:
+                last = f"; the last answer: {failures[-1]}" if failures else ""
+                reason = failures[-1].reason if failures else "late"
+                raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
             except Unanswered as failure:
                 failures.append(failure)
                 unreadable = sum(one.reason == "unreadable" for one in failures)
                 pause_s = failure.pause_s or AGAIN.pause_s(len(failures)) * random.uniform(0.5, 1.0)
-                is_too_late = asyncio.get_running_loop().time() + pause_s > until_s
-                if not failure.may_pass or unreadable >= self._config.attempts or is_too_late:
+                left_s -= loop.time() - began_s + pause_s
+                if not failure.may_pass or unreadable >= self._config.attempts or left_s < 0.0:
                     raise
             self.counts["reward_retries"] += 1
             await asyncio.sleep(pause_s)
-            await self.service.admit(question)
 
 
 class Rewards:

@@ -49,7 +49,7 @@ class Call:
     durable: set[int]
     """Ids in the ledger of the oldest kept checkpoint; only looked at for COMMIT."""
     answered: set[int] | None
-    """What this holder got when it made the same request before and nothing else since."""
+    """What this holder got when it made the same request before and has got nothing else since."""
     max_attempts: int
     max_deaths: int
     max_bytes: int

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from asyncrl.buffer.intake import Collected, Intake
 from asyncrl.buffer.judge import DISCARDED_LINEAGE, make_judge
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.run_record import RunRecord, StoredRun
-from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ShardGate, ledgers_of
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, ledgers_of
+from asyncrl.buffer.shards import join as of_lane
 from asyncrl.control.base import Heartbeat, Hello, Stop
 from asyncrl.errors import BufferFenced, CheckpointError, RunError, StoreError
 from asyncrl.launch.same_bytes import hand_out
@@ -366,7 +368,7 @@ class LearnerProcess:
                 Intake(
                     buffer=buffer,
                     ledger=watched,
-                    gate=gate if len(ledgers) == 1 else ShardGate.of(gate, shard, len(ledgers)),
+                    gate=replace(gate, name_of=partial(of_lane, shard, shards=len(ledgers))),
                     judge=make_judge([judge_reward], drop_older_than=self.max_age, history=self.history),
                     groups=self.settings.groups,
                     window=self.settings.window,

@@ -112,10 +112,10 @@ class LaneWatch:
         return ids if request == arguments[3] else None
 
     def _remember_answer(self, name: str, arguments: tuple[str, ...], reply: Any) -> None:
-        """Of each holder the last one, as the store does."""
+        """Of each holder the last one with tickets, as the store does."""
         if name == "revoke":
             self._answers.pop(arguments[0], None)
-        elif name == "lease" and reply != OOM and not reply[2] and self._answered_before(arguments) is None:
+        elif name == "lease" and reply != OOM and reply[3] and self._answered_before(arguments) is None:
             self._answers[arguments[0]] = (arguments[3], {int(i) for i in reply[3]})
 
     def _recovered(self, before: Lane, arguments: tuple[str, ...]) -> None:

@@ -142,6 +142,35 @@ def test_lanes_of_a_run_are_separate(connection, lane, buffer):
     buffer.set_version(1, limit=9)
 
 
+def changes(connection):
+    """That the server has made since its last snapshot, and written to its log."""
+    return connection.client.info("persistence")["rdb_changes_since_last_save"]
+
+
+def test_a_poll_that_finds_nothing_writes_nothing(connection, lane, buffer):
+    """Hundreds of generators poll each second, and a learner that waits each few milliseconds."""
+    connection.client.config_set("save", "")
+    leased = ids(buffer.lease("a", 8))
+
+    def poll():
+        assert ids(buffer.lease("b", 8)) == [] == ids(buffer.lease("a", 1))
+        assert buffer.take(Ledger(), 4, window=1) is None
+        buffer.set_version(0, limit=8)
+
+    poll()
+    before = changes(connection)
+    for _ in range(5):
+        poll()
+    assert changes(connection) == before
+    buffer.put("a", leased[0], b"one")
+    assert changes(connection) > before
+    for ticket_id in leased[1:]:
+        buffer.put("a", ticket_id, b"more")
+    assert take(buffer, Ledger(), 4).ids == (1, 2, 3, 4)
+    buffer.set_version(1, limit=12)
+    assert ids(buffer.lease("b", 8)) == [9, 10, 11, 12]
+
+
 def test_functions_are_loaded_again_after_the_server_lost_them(connection, lane, buffer):
     fill(buffer, 2)
     connection.client.function_flush()

@@ -4,8 +4,8 @@ import asyncio
 import json
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -321,13 +321,148 @@ def test_an_error_of_a_scorer_reaches_the_caller(tmp_path):
     async def run() -> None:
         endpoint = endpoint_of(tmp_path, "rm", 0)
         serving = asyncio.create_task(serve_scores(endpoint, refuse))
-        service = ScorerService("rm", tmp_path, 1, remembers=True)
+        service = ScorerService("rm", tmp_path, 1, call_s=60.0, remembers=True)
         await service.start()
         with pytest.raises(Unanswered, match="the scorer `rm` says: too long") as failure:
-            await service.ask(Question(request={"ids": [1]}, read=lambda reply: (reply, "")))
+            await service.ask(asked(1))
         assert failure.value.reason == "refused" and not failure.value.may_pass
         await service.close()
         serving.cancel()
         await asyncio.wait({serving})
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def answering(directory: Path, score: scoring.Score) -> AsyncIterator[None]:
+    """A scorer within the test; its end is a death without notice."""
+    serving = asyncio.create_task(serve_scores(endpoint_of(directory, "rm", 0), score))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+async def length(request: Mapping[str, Any]) -> float:
+    return float(len(request["ids"]))
+
+
+def asked(*ids: int) -> Question:
+    return Question(request={"ids": list(ids)}, read=lambda reply: (reply, ""))
+
+
+def test_a_call_may_have_megabytes_and_a_larger_one_is_refused_by_the_caller(tmp_path):
+    async def run() -> None:
+        service = ScorerService("rm", tmp_path, 1, call_s=200.0, remembers=True)
+        await service.start()
+        async with answering(tmp_path, length):
+            # Around 32 KiB, the limit of the learner's socket, and far above.
+            for tokens in (6_000, 7_000, 1 << 20):
+                assert await service.ask(asked(*[1 << 20] * tokens)) == tokens
+            with pytest.raises(Unanswered, match=r"has \d+ bytes, allowed are 16777216; shorten") as failure:
+                await service.ask(asked(*[1 << 20] * (1 << 22)))
+        assert failure.value.reason == "refused"
+        await service.close()
+
+    asyncio.run(run())
+
+
+def test_a_lost_call_leaves_half_of_its_time_however_often_calls_are_lost(tmp_path, monkeypatch):
+    """The time of a call would else end in the wait for a scorer that has died."""
+    monkeypatch.setattr(scoring, "ANSWER_S", 0.2)
+
+    async def run() -> None:
+        service = ScorerService("rm", tmp_path, 1, call_s=1.0, remembers=True)
+        await service.start()
+        for within in ("0.2", "0.4", "0.5", "0.5", "0.5"):
+            with pytest.raises(Unanswered, match=f"within {within} s") as failure:
+                await service.ask(asked(1))
+            assert failure.value.may_pass
+        await service.close()
+
+    asyncio.run(run())
+
+
+def test_a_scorer_that_dies_while_it_is_looked_for_is_looked_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "ANSWER_S", 0.2)
+
+    async def run() -> None:
+        service = ScorerService("rm", tmp_path, 1, call_s=1.0, remembers=True)
+        await service.start()
+        for _ in range(2):
+            is_taken = asyncio.Event()
+
+            async def silence(request: Mapping[str, Any], is_taken: asyncio.Event = is_taken) -> float:
+                is_taken.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            async with answering(tmp_path, silence):
+                looking = asyncio.create_task(service.admit(asked(1)))
+                await is_taken.wait()
+            async with answering(tmp_path, length):
+                await looking
+                assert await service.ask(asked(1, 2, 3)) == 3.0
+            # The caller's own time ends while the scorer is away: the next one waits for it.
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await service.ask(asked(1))
+        await service.close()
+
+    asyncio.run(run())
+
+
+def test_a_refused_call_gives_later_ones_no_longer_time(tmp_path, monkeypatch):
+    """Only silence does: a refusal is an answer."""
+    monkeypatch.setattr(scoring, "ANSWER_S", 0.25)
+
+    async def refuse(request: Mapping[str, Any]) -> float:
+        if request["ids"] == [1]:
+            raise EngineError("too long")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run() -> None:
+        service = ScorerService("rm", tmp_path, 1, call_s=1e6, remembers=True)
+        await service.start()
+        async with answering(tmp_path, refuse):
+            for _ in range(20):
+                with pytest.raises(Unanswered, match="too long"):
+                    await service.ask(asked(1))
+            with pytest.raises(Unanswered, match=r"within 0.25 s"):
+                await service.ask(asked(2))
+        await service.close()
+
+    asyncio.run(run())
+
+
+def test_a_fault_in_one_call_fails_this_call_and_a_dead_engine_ends_the_scorer(tmp_path):
+    is_dead = False
+
+    async def faulty(request: Mapping[str, Any]) -> float:
+        if is_dead or request["ids"] == [1]:
+            raise RuntimeError("index out of range")
+        return 7.0
+
+    async def run() -> None:
+        nonlocal is_dead
+        serving = asyncio.create_task(serve_scores(endpoint_of(tmp_path, "rm", 0), faulty))
+        service = ScorerService("rm", tmp_path, 1, call_s=60.0, remembers=True)
+        await service.start()
+        bad = asked(1)
+        for _ in range(2):
+            with pytest.raises(Unanswered, match="says: RuntimeError: index out of range") as failure:
+                await service.ask(bad)
+            assert failure.value.reason == "refused"
+        assert await service.ask(asked(2)) == 7.0
+        is_dead = True
+        asking = asyncio.create_task(service.ask(bad))
+        await asyncio.wait({serving})
+        with pytest.RaisesGroup(RuntimeError):
+            serving.result()
+        assert not asking.done(), "the successor answers"
+        asking.cancel()
+        await service.close()
 
     asyncio.run(run())

@@ -71,7 +71,7 @@ def taught(
     """The group with the answers of the teacher that listens in `directory`."""
 
     async def run() -> Group:
-        service = ScorerService("teacher", directory, 1, remembers=False)
+        service = ScorerService("teacher", directory, 1, call_s=timeout_s, remembers=False)
         config = RewardConfig.model_validate({"functions": [], "timeout_s": timeout_s})
         teacher = Asker("the teacher", service, config, counts)
         await teacher.start()

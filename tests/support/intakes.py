@@ -14,6 +14,7 @@ from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 
 B = 4
+GATE = Gate(lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8))
 
 
 def frame(ticket_id: int, version: int = 0) -> bytes:
@@ -41,10 +42,7 @@ def intake(
         "max_refills": 3,
         "stall_s": 60.0,
     } | more
-    gate = Gate(
-        lane="train", decode=decode_group, limits=GroupLimits(vocabulary=10, rollouts=2, max_tokens=8)
-    )
-    one = Intake(buffer=buffer, ledger=Ledger(), judge=judge, **{"gate": gate} | settings)
+    one = Intake(buffer=buffer, ledger=Ledger(), judge=judge, **{"gate": GATE} | settings)
     one.recover(0)
     return one
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import make_judge
 from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, ShardGate, ledgers_of, split
+from asyncrl.buffer.shards import Ledgers, ShardedBuffer, ShardedIntake, join, ledgers_of, split
 from asyncrl.lineage import INITIAL, History, Weights
 from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.buffer_contract import RULES, Lane, ids, places
@@ -200,7 +201,7 @@ class Run:
         self.intake = ShardedIntake(
             tuple(
                 Intake(
-                    buffer=one, ledger=ledger, gate=ShardGate.of(GATE, shard, shards),
+                    buffer=one, ledger=ledger, gate=replace(GATE, name_of=partial(join, shard, shards=shards)),
                     judge=self.judge, groups=self.groups, window=self.window,
                     max_lag=self.max_lag, max_refills=99, stall_s=600.0,
                     history=self.history,

@@ -3,21 +3,24 @@
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from asyncrl.buffer.base import BufferRules, kind_of
+from asyncrl.buffer.base import BufferRules, GeneratorBuffer, kind_of
+from asyncrl.buffer.intake import Intake
 from asyncrl.buffer.judge import MOST_KINDS, make_judge
 from asyncrl.buffer.memory import MemoryBuffer
+from asyncrl.buffer.shards import ShardedBuffer, ShardedIntake, join
 from asyncrl.errors import RunError
 from asyncrl.lineage import History, Weights
 from asyncrl.types import Group, Rollout, VersionSpan, version_spans
 from asyncrl.wire.group_frames import encode_group
-from tests.support.intakes import B, frame, ids_of, intake
+from tests.support.intakes import GATE, B, frame, ids_of, intake
 
 
-def generate(buffer: MemoryBuffer, count: int) -> list[int]:
+def generate(buffer: GeneratorBuffer, count: int) -> list[int]:
     ids = [ticket.id for ticket in buffer.lease("g", count).tickets]
     for ticket_id in ids:
         buffer.put("g", ticket_id, frame(ticket_id))
@@ -201,7 +204,7 @@ def test_endless_rejection_stops_with_an_explanation(buffer):
             one.poll(0, wait_s=0)
 
 
-def fail_all(buffer: MemoryBuffer, reasons: list[str]) -> None:
+def fail_all(buffer: GeneratorBuffer, reasons: list[str]) -> None:
     """Let every attempt of all tickets fail."""
     while ids := [ticket.id for ticket in buffer.lease("g", 100).tickets]:
         for ticket_id in ids:
@@ -301,6 +304,49 @@ def test_what_was_issued_before_the_learner_came_is_not_held_against_its_filters
             break
     assert ids_of(collected) == [before + 1, before + 2, before + 3, before + 4]
     assert resumed.ledger.rejected == {"short": before}
+
+
+def test_a_run_that_rejects_every_group_ends_however_slowly_they_come(buffer, monkeypatch):
+    """The silence before each has the store repaired, and the repair must forget no rejection."""
+    now_s = [0.0]
+    monkeypatch.setattr("asyncrl.buffer.stall.time.monotonic", lambda: now_s[0])
+    one = intake(buffer, judge=lambda group, version: "zero_variance", max_refills=2, stall_s=1800.0)
+    recoveries, mend = [], buffer.recover
+    monkeypatch.setattr(
+        buffer, "recover", lambda *args, **more: (recoveries.append(now_s[0]), mend(*args, **more))
+    )
+    with pytest.raises(RunError, match=r"12 groups were rejected in 3 takes \({'zero_variance': 12}\)"):
+        for poll in range(100):
+            now_s[0] = 40.0 * poll
+            assert one.poll(0, wait_s=0.0) is None
+            if poll % 3 == 0:
+                generate(buffer.peer(), 1)
+    assert len(recoveries) > 5
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_groups_that_died_before_a_resume_do_not_end_the_mended_run(shards):
+    """Shards number their tickets each from 1, and the groups carry the ids of the lane."""
+    buffers = [MemoryBuffer(BufferRules(groups=B)) for _ in range(shards)]
+
+    def intakes() -> list[Intake]:
+        return [
+            intake(buffer.peer(), max_lag=4, gate=replace(GATE, name_of=partial(join, shard, shards=shards)))
+            for shard, buffer in enumerate(buffers)
+        ]
+
+    intakes()
+    generator = ShardedBuffer([buffer.peer() for buffer in buffers])
+    fail_all(generator, ["KeyError: 'answer'"])
+    before = generator.audit().issued
+    assert before == 5 * B * shards
+    resumed = ShardedIntake(tuple(intakes()))
+    for _ in range(30):
+        generate(generator, 100)
+        if (collected := resumed.poll(0, wait_s=0)) is not None:
+            break
+    assert len(collected.groups) == B * shards and min(ids_of(collected)) > before
+    assert [ledger.rejected for ledger in resumed.settled.shards] == [{"dead": 5 * B}] * shards
 
 
 def test_a_stall_is_an_error_with_advice(buffer):

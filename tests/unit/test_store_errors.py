@@ -1,12 +1,17 @@
 """What a store answers, read by the client's own parser: tried again, or given up at once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
 import pytest
 from redis import Redis
 from redis._parsers.base import BaseParser
-from redis.exceptions import ConnectionError, RedisError, TimeoutError
+from redis.exceptions import ConnectionError, MovedError, RedisError, TimeoutError
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.errors import StoreError, StoreRefused
+from tests.support.waiting import LONG_S
 
 WILL_PASS = (
     "ASK 3999 127.0.0.1:6381",
@@ -73,3 +78,49 @@ def test_any_other_error_is_ours_and_ends_the_call(reply):
     with pytest.raises(StoreError, match="refused a call") as found:
         answered([BaseParser.parse_error(reply)])
     assert not isinstance(found.value, StoreRefused)
+
+
+def test_threads_that_are_redirected_together_share_a_connection(monkeypatch):
+    store = StoreConnection("redis://first:1", retry_s=60.0)
+    first, connect = store.client, store._connect
+    moved, connecting = threading.Barrier(2), threading.Barrier(2)
+
+    def slowly(url: str) -> Redis:
+        with suppress(threading.BrokenBarrierError):  # the other thread is kept from connecting, too
+            connecting.wait(0.5)
+        return connect(url)
+
+    monkeypatch.setattr(store, "_connect", slowly)
+
+    def request(client: Redis) -> Redis:
+        if client is first:
+            moved.wait(LONG_S)
+            raise MovedError("1 second:2")
+        return client
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda tag: store.call(request, tag=tag), ("{a}", "{b}"))
+    assert one is other, "a second connection would be forgotten, and never closed"
+
+
+def test_a_call_that_fails_late_keeps_the_node_that_another_has_found():
+    store = StoreConnection("redis://first:1", retry_s=60.0)
+    first, asked = store.client, list[str]()
+
+    def moved_to(address: str, tag: str) -> None:
+        def request(client: Redis) -> None:
+            if client is first:
+                raise MovedError(f"1 {address}")
+
+        store.call(request, tag=tag)
+
+    def request(client: Redis) -> None:
+        asked.append(client.connection_pool.connection_kwargs["host"])
+        if client is first:
+            # Meanwhile another thread is redirected.
+            moved_to("third:3", "{a}")
+            raise ConnectionError("the first node is away")
+
+    moved_to("second:2", "{b}")
+    store.call(request, tag="{a}")
+    assert asked == ["first", "third"]
