@@ -52,8 +52,8 @@ class ScorerService:
         `writes` if they answer in words.
         """
         self.remembers = remembers
-        # A call that a dying scorer has taken must leave time for another one.
-        self._most_s = call_s / 2
+        # A call that a dying scorer has taken ends before its caller gives up, who then asks another one.
+        self._most_s = 0.9 * call_s
         self._name, self._is_ready, self._answer_s = name, False, WORDS_S if writes else ANSWER_S
         self._context: Any = zmq.asyncio.Context()
         self._socket = cast(Any, self._context.socket(zmq.DEALER))
