@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import secrets
+import shutil
 import struct
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -86,10 +88,23 @@ class Slot:
         return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
     def prepare(self) -> None:
-        """Allocate memory of the host or disk before the first write, which takes seconds. Raises OSError,
-        as a write to mapped memory could not."""
+        """Allocate memory of the host or disk before the first write, which takes seconds.
+
+        Raises OSError with what is needed and free; a write to mapped memory would end the process.
+        """
         if self._exported is None and not self._is_prepared:
-            os.posix_fallocate(self.file, 0, self._stamp_at + STAMP.size)
+            needed_bytes, directory = self._stamp_at + STAMP.size, Path(self._path).parent
+            try:
+                os.posix_fallocate(self.file, 0, needed_bytes)
+            except OSError as error:
+                place, free_bytes = "the memory of this host", psutil.virtual_memory().available
+                if not self._is_memory:
+                    place, free_bytes = str(directory), shutil.disk_usage(directory).free
+                raise OSError(
+                    error.errno,
+                    f"a version of the weights needs {needed_bytes / 2**20:.1f} MiB of {place}, where "
+                    f"{free_bytes / 2**20:.1f} MiB are free ({error.strerror}); make room there",
+                ) from error
             if self._is_memory:
                 register(self.buffer)
             self._is_prepared = True
@@ -228,18 +243,26 @@ def open_slot(
     """
     path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # a pipe, if its number is used again
     except OSError as error:
         raise TransferError(
             f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
             "or of another user; set weights.transport=disk, or control.bind"
         ) from error
-    if exported is not None:
-        slot = OpenSlot(_import(exported, device), file, 0, stamp)
-    else:
-        buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
-        slot = OpenSlot(buffer, file, size_bytes, stamp)
-    slot.require_unchanged()
+    slot = OpenSlot(torch.empty(0), file, 0 if exported is not None else size_bytes, stamp)
+    try:
+        if exported is not None:
+            slot.buffer = _import(exported, device)
+        else:
+            slot.buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
+        slot.require_unchanged()
+    except (OSError, ValueError) as error:
+        raise TransferError(
+            f"weights: {path} cannot be read as {size_bytes / 2**20:.1f} MiB ({error}): the learner has "
+            "ended, or this host is out of memory; the next order brings the newest version"
+        ) from error
     return slot
 
 
