@@ -247,9 +247,9 @@ class SlotPublisher:
 
     def _order(self, reader: str, published: Published, transport: str) -> UpdateOrder:
         """The order over `transport`. Raises OSError."""
-        layout, slot = self._layout.to_plain(), published.slot.describe()
+        slot = published.slot.describe()
         if transport not in ("tcp", "nccl"):
-            return published.order(transport, layout=layout, slot=slot)
+            return published.order(transport, slot=slot)
         if self._server is None:
             if transport == "tcp":
                 raise OSError("the learner listens on no address; set control.bind")
@@ -259,7 +259,7 @@ class SlotPublisher:
             source["slot"] = slot
             self._over_nccl.add(reader.partition(":")[0])
             self._server.most_handed = len(self._over_nccl)
-        return published.order(transport, layout=layout, source=source)
+        return published.order(transport, source=source)
 
     def _serve(self, host: str) -> SlotServer:
         return SlotServer(

@@ -20,7 +20,7 @@ import struct
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -191,6 +191,7 @@ class Published:
     checksums: tuple[int, ...]
     # An order without transport and details.
     template: UpdateOrder
+    _orders: dict[str, UpdateOrder] = field(init=False, default_factory=dict)  # by transport
 
     def pin(self) -> Self:
         """Count one more reader of the slot."""
@@ -203,10 +204,12 @@ class Published:
         self.slot.readers -= is_there
         return is_there
 
-    def order(self, transport: str, **details: Any) -> UpdateOrder:
-        """The order to receive this version over `transport`; the checksums are added to `details`."""
-        details["checksums"] = list(self.checksums)
-        return replace(self.template, transport=transport, details=details)
+    def order(self, transport: str, **place: Any) -> UpdateOrder:
+        """The order to receive this version over `transport` from `place`: one object for all readers."""
+        if transport not in self._orders:
+            details = {"layout": self.layout.to_plain(), "checksums": list(self.checksums), **place}
+            self._orders[transport] = replace(self.template, transport=transport, details=details)
+        return self._orders[transport]
 
 
 @dataclass(slots=True, eq=False)
