@@ -104,13 +104,15 @@ class CheckpointStore:
                 raise
         return self._on_rank_0(trainer, lambda: self._conclude(step))
 
-    def exporter(self, step: int, trainer: Exportable) -> Callable[[], None] | None:
+    def exporter(self, step: int, trainer: Exportable, *, is_busy: bool = False) -> Callable[[], None] | None:
         """Copy the policy, and return what adds it to the checkpoint of `step`; None if that has its model.
+
+        With `is_busy` on rank 0, None, and no copy: the last one is still in memory.
 
         Every rank calls this while it has those weights. Rank 0 alone gets a result, and may call it in any
         thread. If that cannot write, it raises what its library does.
         """
-        if self._on_rank_0(trainer, lambda: self.is_exported(step)):
+        if self._on_rank_0(trainer, lambda: is_busy or self.is_exported(step)):
             return None
         write = trainer.export()
         return partial(self._export, step, write) if trainer.rank == 0 else None
