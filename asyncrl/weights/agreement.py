@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import PROBE_FIELDS, UpdateOrder
@@ -33,7 +34,7 @@ class Difference:
     max: float
 
     @classmethod
-    def between(cls, scores: Sequence[float], logprobs: Sequence[float]) -> Self:
+    def between(cls, scores: ArrayLike, logprobs: ArrayLike) -> Self:
         """The mean and the largest absolute difference."""
         absolute = np.abs(np.subtract(scores, logprobs, dtype=np.float32))
         return cls(float(absolute.mean()), float(absolute.max()))
@@ -71,12 +72,7 @@ def _plausible(limit: float, explained: Difference) -> Difference:
 
 
 def learner_fault(
-    packed: Sequence[float],
-    alone: Sequence[float],
-    plain: Sequence[float],
-    *,
-    limit: float,
-    dtype: str,
+    packed: Sequence[float], alone: Sequence[float], plain: Sequence[float], *, limit: float, dtype: str
 ) -> str:
     """Say how the learner differs from transformers with the same weights; empty if by rounding alone.
 

@@ -93,13 +93,13 @@ class Slot:
         Raises OSError with what is needed and free; a write to mapped memory would end the process.
         """
         if self._exported is None and not self._is_prepared:
-            needed_bytes, directory = self._stamp_at + STAMP.size, Path(self._path).parent
+            needed_bytes = self._stamp_at + STAMP.size
             try:
                 os.posix_fallocate(self.file, 0, needed_bytes)
             except OSError as error:
                 place, free_bytes = "the memory of this host", psutil.virtual_memory().available
                 if not self._is_memory:
-                    place, free_bytes = str(directory), shutil.disk_usage(directory).free
+                    place, free_bytes = self._path, shutil.disk_usage(self._path).free
                 raise OSError(
                     error.errno,
                     f"a version of the weights needs {needed_bytes / 2**20:.1f} MiB of {place}, where "
@@ -246,25 +246,18 @@ def open_slot(
     """
     path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
     try:
-        file = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # a pipe, if its number is used again
-    except OSError as error:
-        raise TransferError(
-            f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
-            "or of another user; set weights.transport=disk, or control.bind"
-        ) from error
-    slot = OpenSlot(torch.empty(0), file, 0 if exported is not None else size_bytes, stamp)
-    try:
+        # It is a pipe, or anything, if the number of a process that has ended is used again.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        slot = OpenSlot(torch.empty(0), file, 0 if exported is not None else size_bytes, stamp)
         if exported is not None:
             slot.buffer = _import(exported, device)
         else:
             slot.buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
         slot.require_unchanged()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # the latter if the file is shorter
         raise TransferError(
-            f"weights: {path} cannot be read as {size_bytes / 2**20:.1f} MiB ({error}): the learner has "
-            "ended, or this host is out of memory; the next order brings the newest version"
+            f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
+            "or of another user; set weights.transport=disk, or control.bind"
         ) from error
     return slot
 
