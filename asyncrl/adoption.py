@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from asyncrl.control.base import GeneratorControl, Stop
@@ -104,7 +105,7 @@ class Adoption:
         report = partial(UpdateReport, version=order.version, lineage=order.weights.lineage)
         try:
             if self.agreement.floor is None:  # the engine has the weights with which it started
-                self.agreement.begin(await asyncio.gather(*map(self.engine.score, order.probe_ids)), order)
+                self.agreement.begin(await self._scores(order), order)
             moving_s = time.monotonic()
             staged = await asyncio.to_thread(self.staging.stage, order)  # requests run on
             staged_s = time.monotonic() - moving_s
@@ -143,11 +144,15 @@ class Adoption:
     async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
         """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
         try:
-            return self.agreement.judge(await asyncio.gather(*map(self.engine.score, order.probe_ids)), order)
+            return self.agreement.judge(await self._scores(order), order)
         except ProbeRefused:
             self.engine.distrust()
             await self._discard_running()
             raise
+
+    async def _scores(self, order: UpdateOrder) -> list[float]:
+        """The engine's log-probabilities of the probe, in nats, one sequence after the other."""
+        return [*chain(*await asyncio.gather(*map(self.engine.score, order.probe_ids)))]
 
     async def _discard_running(self) -> None:
         """Abort every request. The weights are dirty from now on."""

@@ -16,15 +16,11 @@ def adapter_fits_its_base(run: RunFields) -> Iterator[Mistake]:
         text += "alone; set sync: adapter, or merge the adapter into the model, and give that as model.path"
         yield broken("model.lora.sync model.lora.start", text)
     on_vllm, given = run.generator.engine == "vllm", run.generator.vllm.get("quantization")
-    is_other = given not in (None, "bitsandbytes")
+    is_other = on_vllm and given not in (None, "bitsandbytes")
     for is_wrong, other, text in (
         (lora.sync == "merged", "model.lora.sync", "is merged, which sends whole weights; set sync: adapter"),
         (run.learner.zero_stage == 3, "learner.zero_stage", "is 3, which cannot cut them; set at most 2"),
-        (
-            on_vllm and is_other,
-            "generator.vllm",
-            f"has quantization: {given}, another base; drop one of them",
-        ),
+        (is_other, "generator.vllm", f"has quantization: {given}, another base; drop one of them"),
         (
             on_vllm and run.model.dtype != "bfloat16",
             "model.dtype",

@@ -85,6 +85,7 @@ class ControlHub:
         self._peers = Peers(heartbeat_s=config.heartbeat_s)
         self._attention = Attention(lambda: time.monotonic())
         self._greeted: dict[str, Hello] = {}
+        self._encoded: dict[str, tuple[FromLearner, bytes]] = {}  # the last order, by transport
         # Checks of the deadlines, ten to twenty a second. If the number does not grow, the thread hangs.
         self.rounds = 0
         self._looks_at_s = 0.0
@@ -199,10 +200,7 @@ class ControlHub:
         self.rounds += 1
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        for readable in (self._router, self._woken):
-            poller.register(readable, zmq.POLLIN)
-        poller.poll(_ROUND_MS)
+        zmq.select([self._router, self._woken], [], [], _ROUND_MS / 1000)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
@@ -253,13 +251,11 @@ class ControlHub:
                 f"{MAX_GREETED} newcomers have not answered yet; {holder} must send another hello"
             )
         transport, offered = self._schedule.common_transport(hello.transports), ", ".join(hello.transports)
-        refused = None
-        if transport is None:
-            refused = Refused(
-                reason=f"the generator receives weights over {offered or 'nothing'}, the learner sends over "
-                f"{self._schedule.transport}; set the same weights.transport for both"
-            )
-        match answer := refused or self._membership.hello(hello, self._attention.now_s):
+        refused = Refused(
+            reason=f"the generator receives weights over {offered or 'nothing'}, the learner sends over "
+            f"{self._schedule.transport}; set the same weights.transport for both"
+        )
+        match answer := self._membership.hello(hello, self._attention.now_s) if transport else refused:
             case Refused(reason=reason):
                 log.warning("generator %s was refused: %s", holder, reason)
                 self._answer(peer, answer)
@@ -345,7 +341,11 @@ class ControlHub:
 
     def _answer(self, peer: bytes, message: FromLearner, holder: str = "(not a member)") -> bool:
         try:
-            self._router.send_multipart([peer, CODEC.encode(message, self._wire_key)], zmq.NOBLOCK)
+            # An order goes to many, and takes long: it has an entry for each tensor.
+            over = getattr(message, "transport", "")
+            if over not in self._encoded or self._encoded[over][0] is not message:
+                self._encoded[over] = message, CODEC.encode(message, self._wire_key)
+            self._router.send_multipart([peer, self._encoded[over][1]], zmq.NOBLOCK)
         except WireError as error:  # for example an order with a probe that is not finite
             reason = str(error)
         except zmq.Again:

@@ -37,12 +37,7 @@ async def open_engine(
 
 
 def open_classifier(
-    model: str,
-    dtype: str,
-    generator: GeneratorConfig,
-    *,
-    max_tokens: int,
-    device: Device,
+    model: str, dtype: str, generator: GeneratorConfig, *, max_tokens: int, device: Device
 ) -> Callable[[list[int]], Awaitable[float]]:
     """Load a reward model with vLLM; the result computes its number for token ids, many at the same time.
 

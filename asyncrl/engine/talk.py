@@ -107,12 +107,7 @@ class SessionTalk:
         return replace(self._spec, max_response_tokens=longest, stop=(*self._spec.stop, *stop))
 
     async def _turn(
-        self,
-        request: Request,
-        tools: Sequence[Message],
-        spec: SamplingSpec,
-        stop: Sequence[str],
-        train: bool,
+        self, request: Request, tools: Sequence[Message], spec: SamplingSpec, stop: Sequence[str], train: bool
     ) -> tuple[Answer, Turn]:
         room = await self._room(request, spec.max_response_tokens)
         added = len(request.delta_ids) if request.parent else 0

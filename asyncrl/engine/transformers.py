@@ -236,11 +236,7 @@ class TransformersEngine:
             head.forward = lambda hidden: functional.linear(hidden.float(), head.weight.float(), head.bias)
         routers = len(watch(loaded)) if model.router_replay else 0
         return cls(
-            loaded,
-            tokenizer,
-            target=model.update_target,
-            deadline_s=weights.deadline_s,
-            routers=routers,
+            loaded, tokenizer, target=model.update_target, deadline_s=weights.deadline_s, routers=routers
         )
 
     @property

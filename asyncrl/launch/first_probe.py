@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from itertools import chain
 
-import numpy as np
-
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import draw_probe, other_tokens
 from asyncrl.errors import ConfigError
@@ -43,7 +41,7 @@ def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence
     plain = trainer.score_plainly(sequences)
     # A long sequence is compared at its end.
     packed, alone = (
-        np.array([*chain(*(own[-len(one) :] for own, one in zip(scores, plain, strict=True)))], np.float32)
+        [*chain(*(own[-len(one) :] for own, one in zip(scores, plain, strict=True)))]
         for scores in (trainer.score(sequences), [trainer.score([ids])[0] for ids in sequences])
     )
     limit, dtype = config.weights.probe_limit, config.model.dtype

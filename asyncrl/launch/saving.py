@@ -59,7 +59,8 @@ class Saving:
 
     def export(self, version: int) -> None:
         """Begin to export the checkpoint of `version`, if it has no model. The trainer has those weights."""
-        if export := self.checkpoints.exporter(version, self.trainer):
+        is_busy = self.exports.is_under_way
+        if export := self.checkpoints.exporter(version, self.trainer, is_busy=is_busy):
             self.exports.begin(version, export)
 
     def save_and_leave(self, version: int, end: bytes) -> NoReturn:

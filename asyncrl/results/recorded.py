@@ -105,8 +105,8 @@ def recorded_samples(directory: RunDirectory, wanted: Wanted) -> Iterator[Sample
 
 def evaluated_steps(directory: RunDirectory) -> list[int]:
     """Return the steps of the evaluations whose samples were written."""
-    names = {path.stem for path in directory.evaluations.rglob("step-[0-9]*.jsonl")}
-    return sorted(int(name.removeprefix("step-")) for name in names)
+    names = {path.stem.removeprefix("step-") for path in directory.evaluations.rglob("step-*.jsonl")}
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def pairs_of(run: Path | None) -> Iterator[str]:

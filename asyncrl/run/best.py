@@ -86,12 +86,8 @@ class Judged:
 
         `steps` returns the steps of the checkpoints that are kept.
         """
-        self._directory, self._steps, self._config, self._stop = (
-            directory,
-            steps,
-            checkpoint,
-            learner.stop_when,
-        )
+        self._directory, self._steps, self._config = directory, steps, checkpoint
+        self._stop = learner.stop_when
         self._files, self._may_fail = FileOps(), BestEffort()
         self._values: dict[int, float] = {}  # of steps that may still be saved
         self._best = Record(checkpoint.best, checkpoint.best_is) if checkpoint.best is not None else None

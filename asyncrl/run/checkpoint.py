@@ -76,6 +76,7 @@ class CheckpointStore:
         self._directory, self._keep, self._files = directory, keep, files or FileOps()
         self._manifests = Manifests(key, self._files)
         self._name, self._prefix = form.format, form.partition("{")[0]
+        self._stays = set[Path]()  # what could not be removed
         # Whether the checkpoint of an older step stays, too.
         self.keeps: Callable[[int], bool] = lambda step: False
 
@@ -103,13 +104,15 @@ class CheckpointStore:
                 raise
         return self._on_rank_0(trainer, lambda: self._conclude(step))
 
-    def exporter(self, step: int, trainer: Exportable) -> Callable[[], None] | None:
+    def exporter(self, step: int, trainer: Exportable, *, is_busy: bool = False) -> Callable[[], None] | None:
         """Copy the policy, and return what adds it to the checkpoint of `step`; None if that has its model.
+
+        With `is_busy` on rank 0, None, and no copy: the last one is still in memory.
 
         Every rank calls this while it has those weights. Rank 0 alone gets a result, and may call it in any
         thread. If that cannot write, it raises what its library does.
         """
-        if self._on_rank_0(trainer, lambda: self.is_exported(step)):
+        if self._on_rank_0(trainer, lambda: is_busy or self.is_exported(step)):
             return None
         write = trainer.export()
         return partial(self._export, step, write) if trainer.rank == 0 else None
@@ -283,7 +286,7 @@ class CheckpointStore:
         self._files.fsync(self._directory.parent)
         for name in self._names():
             if name.startswith(UNFINISHED):
-                self._files.remove(self._directory / name)
+                self._discard(self._directory / name)
         # The next checkpoint is as large as the newest. A full disk is reported before the long write.
         needed = sum(path.stat().st_size for directory in self._steps()[-1:] for path in files_in(directory))
         if (free := self._files.free_bytes(self._directory)) < needed:
@@ -294,11 +297,15 @@ class CheckpointStore:
         writing.mkdir()
         return True
 
-    def _discard(self, writing: Path) -> None:
+    def _discard(self, path: Path) -> None:
+        """Remove what is of no use any more. A failure, which only costs room, is logged once."""
         try:
-            self._files.remove(writing)
+            self._files.remove(path)
         except OSError as error:
-            log.warning("%s could not be removed (%s); the next save removes it", writing, error)
+            if path not in self._stays:
+                text = "%s could not be removed (%s); every save tries again, or remove it yourself"
+                log.warning(text, path, error)
+            self._stays.add(path)
 
     def _commit(
         self, step: int, writing: Path, state: dict[str, Any], require_run: Callable[[], object]
@@ -330,7 +337,7 @@ class CheckpointStore:
         steps = self._steps()
         for directory in steps[: -self._keep]:
             if not self.keeps(_step(directory)):
-                self._files.remove(directory)
+                self._discard(directory)
         return _step(steps[-self._keep :][0])
 
     def _choose(self) -> int:

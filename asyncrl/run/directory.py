@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -26,16 +27,10 @@ from asyncrl.files import (
 )
 from asyncrl.hosting.processes import find_holder
 from asyncrl.run.file_ops import UNFINISHED, FileOps
-from asyncrl.run.keys import (
-    SECRET_FILE_VARIABLE,
-    JoinKeys,
-    MalformedSecret,
-    RunKeys,
-    parse_keys,
-    read_secret,
-)
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
 
+_CHECKPOINT = re.compile(r"(?:step-(?=\d{6})|checkpoint-)(\d+)", re.ASCII)
 RESTORE = "restore it from a copy, or begin again with --fresh"
 
 
@@ -140,10 +135,11 @@ class RunDirectory:
         return [name for name in names if not name.startswith(UNFINISHED)]
 
     def saved_steps(self) -> dict[int, Path]:
-        """Directories of the checkpoints by step, also of TRL's."""
+        """Directories of the checkpoints by step, also of TRL's; copies under other names are none."""
         sealed = self.trl_checkpoints.glob("checkpoint-*/MANIFEST.json")
         found = [*self.checkpoints.glob("step-*"), *(path.parent for path in sealed)]
-        return {int(path.name.rpartition("-")[2]): path for path in found}
+        named = ((_CHECKPOINT.fullmatch(path.name), path) for path in found)
+        return {int(match[1]): path for match, path in named if match}
 
     def mark_saved(self) -> None:
         """Record that a checkpoint was saved: an empty `checkpoints/` is then a loss, not a new run."""

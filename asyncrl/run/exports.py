@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 # Pause between two attempts at an export, and their number: a user may make room on a full disk.
 AGAIN_S, ATTEMPTS = 1.0, 60
-LAST_S = 1200.0  # longest wait for the last export
+LAST_S = 1200.0  # longest wait for an export
 
 
 class Exports:
@@ -31,24 +31,31 @@ class Exports:
         self._thread = Thread(target=self._run, args=(export,), name="export", daemon=True)
         self._thread.start()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an export is not over yet, nor has failed."""
+        return self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait for the export that is under way. If it has failed, it is not tried again."""
         self._hurries.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._join("the next checkpoint gets no model; see whether the disk hangs")
 
     def finish(self) -> None:
         """Wait for the last export and its attempts. Raises CheckpointError if all of them failed."""
         begin("export", Pace.SLOW)
-        if self._thread.is_alive():
-            self._thread.join(LAST_S)
-        if self._thread.is_alive():
-            text = "the export of step %d takes more than %g s, and the run ends; `asyncrl up` on it makes it"
-            log.warning(text, self._step, LAST_S)
-        elif self._failure:
+        if self._join("the run ends; `asyncrl up` on it makes it") and self._failure:
             raise CheckpointError(
                 f"step {self._step} is saved, but its model is not exported: {self._failure}"
             )
+
+    def _join(self, otherwise: str) -> bool:
+        """Wait for the export that is under way; return whether it is over. If not, say what that means."""
+        if self.is_under_way:
+            self._thread.join(LAST_S)
+        if self.is_under_way:
+            log.warning("the export of step %d takes more than %g s: %s", self._step, LAST_S, otherwise)
+        return not self.is_under_way
 
     def _run(self, export: Callable[[], object]) -> None:
         for _ in range(ATTEMPTS):

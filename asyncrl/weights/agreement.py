@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from asyncrl.errors import TransferError
 from asyncrl.weights.base import PROBE_FIELDS, UpdateOrder
@@ -34,9 +34,9 @@ class Difference:
     max: float
 
     @classmethod
-    def between(cls, scores: NDArray[np.float32], logprobs: Sequence[float]) -> Self:
+    def between(cls, scores: ArrayLike, logprobs: ArrayLike) -> Self:
         """The mean and the largest absolute difference."""
-        absolute = np.abs(scores - np.array(logprobs, dtype=np.float32))
+        absolute = np.abs(np.subtract(scores, logprobs, dtype=np.float32))
         return cls(float(absolute.mean()), float(absolute.max()))
 
     def within(self, limit: "Difference") -> bool:
@@ -53,10 +53,8 @@ EXPLAINED = {"float32": Difference(0.0, 0.0), "bfloat16": Difference(0.25, 1.0)}
 # The same for an engine with FP8: about twice the differences between FP8, emulated on CPUs, and bfloat16,
 # which were up to 0.52 on average and 2.15 at most (bench.fp8). A GPU had 0.57 and 1.31 with the same model.
 QUANTISED = Difference(1.0, 4.0)
-MEANS, LARGEST = (
-    3.0,
-    4.0,
-)  # factors on the floor: 20 updates of a correct engine on a GPU reached 1.96 and 2.1
+# Factors on the floor: 20 updates of a correct engine on a GPU reached 1.96 and 2.1.
+MEANS, LARGEST = 3.0, 4.0
 OTHER_KERNELS_NATS = 1e-3  # in float32
 FAR_NATS = 10.0  # about ln of a vocabulary: so far from its beginning, a policy knows nothing any more
 
@@ -74,12 +72,7 @@ def _plausible(limit: float, explained: Difference) -> Difference:
 
 
 def learner_fault(
-    packed: NDArray[np.float32],
-    alone: NDArray[np.float32],
-    plain: Sequence[float],
-    *,
-    limit: float,
-    dtype: str,
+    packed: Sequence[float], alone: Sequence[float], plain: Sequence[float], *, limit: float, dtype: str
 ) -> str:
     """Say how the learner differs from transformers with the same weights; empty if by rounding alone.
 
@@ -126,22 +119,22 @@ class Agreement:
     floor: Difference | None = None
     has_passed: bool = False  # whether any weights have passed; the learner orders the initial model, too
 
-    def begin(self, scores: Sequence[NDArray[np.float32]], order: UpdateOrder) -> None:
-        """Take the floor from the engine's scores of each sequence with the weights of version 0."""
-        self.floor = Difference.between(np.concatenate(scores), order.initial_logprobs)
+    def begin(self, scores: Sequence[float], order: UpdateOrder) -> None:
+        """Take the floor from the engine's scores of the probe with the weights of version 0."""
+        self.floor = Difference.between(scores, order.initial_logprobs)
         log.info(
             "engine and learner score the probe with the same weights and differ by %s: rounding of %s; "
             "an update may differ by %s",
             *(self.floor, self._rounding, _allowed(self.floor, self.limit, self._explained)),
         )
 
-    def judge(self, scores: Sequence[NDArray[np.float32]], order: UpdateOrder) -> dict[str, Any]:
-        """Compare the engine's scores of each sequence with the learner's; return the fields of the report.
+    def judge(self, scores: Sequence[float], order: UpdateOrder) -> dict[str, Any]:
+        """Compare the engine's scores of the probe with the learner's; return the fields of the report.
 
         Raises ProbeRefused if they, or those of version 0, differ by more than rounding explains.
         """
         assert self.floor is not None
-        found = Difference.between(np.concatenate(scores), order.probe_logprobs)
+        found = Difference.between(scores, order.probe_logprobs)
         allowed = _allowed(self.floor, self.limit, self._explained)
         values = (found.mean, found.max, allowed.max, self.floor.mean, self.floor.max)
         measured = dict(zip(PROBE_FIELDS, (min(LARGEST_DIFFERENCE, each) for each in values), strict=True))
@@ -149,7 +142,7 @@ class Agreement:
         if not self.floor.within(plausible):
             raise ProbeRefused(self._floor_refused(plausible), measured)
         if not found.within(allowed):
-            moved = Difference.between(np.asarray(order.probe_logprobs, np.float32), order.initial_logprobs)
+            moved = Difference.between(order.probe_logprobs, order.initial_logprobs)
             raise ProbeRefused(self._update_refused(found, allowed, moved), measured)
         self.has_passed = True
         return measured

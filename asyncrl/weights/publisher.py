@@ -12,6 +12,7 @@ The lock is held for bookkeeping only, never during a copy or a transfer.
 import itertools
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -101,6 +102,7 @@ class SlotPublisher:
         self._published: Future[int] = Future()
         self._published.set_result(-1)
         self._copying: threading.Thread | None = None
+        self._late_at_s = 0.0  # when the copy under way counts as hung
         self._not_copied: OSError | RuntimeError | None = None
         # What each reader has pinned; or the version that it waits for, while a copy of it is made.
         self._readers: dict[str, Published | int] = {}
@@ -197,7 +199,7 @@ class SlotPublisher:
 
         A `wanted` of -1 stands for the newest version. A copy may be older than that when it is ready, but
         not older than what was the newest when it was asked for first. Raises OSError or RuntimeError if the
-        version could not be copied; the next call tries again.
+        version could not be copied, or is not copied after `deadline_s`; the next call tries again.
         """
         place = self._places[transport]
         with self._lock:
@@ -209,11 +211,18 @@ class SlotPublisher:
             if self._not_copied:
                 error, self._not_copied = self._not_copied, None
                 raise error
-            if self._copying is None or not self._copying.is_alive():
+            if self._copying and self._copying.is_alive():
+                if time.monotonic() > self._late_at_s:
+                    raise OSError(
+                        f"a copy of the weights takes more than {self._template.deadline_s:g} s "
+                        f"(weights.deadline_s): if the disk of {self._directory} hangs, mend it, or set "
+                        "another weights.transport"
+                    )
+            else:
                 # A daemon: a disk that hangs must not keep this process from ending.
                 copying = threading.Thread(target=self._copy, args=(newest, place), daemon=True)
                 copying.start()  # it waits for the lock
-                self._copying = copying
+                self._copying, self._late_at_s = copying, time.monotonic() + self._template.deadline_s
                 newest.pin()
             return wanted
 
@@ -247,9 +256,9 @@ class SlotPublisher:
 
     def _order(self, reader: str, published: Published, transport: str) -> UpdateOrder:
         """The order over `transport`. Raises OSError."""
-        layout, slot = self._layout.to_plain(), published.slot.describe()
+        slot = published.slot.describe()
         if transport not in ("tcp", "nccl"):
-            return published.order(transport, layout=layout, slot=slot)
+            return published.order(transport, slot=slot)
         if self._server is None:
             if transport == "tcp":
                 raise OSError("the learner listens on no address; set control.bind")
@@ -259,7 +268,7 @@ class SlotPublisher:
             source["slot"] = slot
             self._over_nccl.add(reader.partition(":")[0])
             self._server.most_handed = len(self._over_nccl)
-        return published.order(transport, layout=layout, source=source)
+        return published.order(transport, source=source)
 
     def _serve(self, host: str) -> SlotServer:
         return SlotServer(

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import TransferError
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.nccl import NcclFetcher
 from asyncrl.weights.slots import STAMP, Slot
@@ -76,6 +77,11 @@ class Relay:
                 self._drop_idle()
                 self._nccl.close()
                 return shared
+            if time.monotonic() >= until_s:  # a copy would take memory for nothing
+                raise TransferError(
+                    "weights: the deadline has passed while another generator of this host fetched them; the "
+                    "next order brings them again. If it repeats, raise weights.deadline_s"
+                )
             slot = self._writable(layout.total_bytes)
             if transport == "nccl":
                 self._nccl.fetch(source, slot, layout, checksums, until_s=until_s, touched=file)
@@ -86,6 +92,8 @@ class Relay:
             fcntl.flock(slot.file, fcntl.LOCK_UN)
             os.pwrite(file, json.dumps(slot.describe()).encode().ljust(_MOST_BYTES), 0)
             return slot.describe()
+        except OSError as error:
+            raise TransferError(f"weights: this host has no place for a version: {error}") from error
         finally:
             os.close(file)  # and so unlocks it
 
@@ -121,6 +129,12 @@ class Relay:
             raise PermissionError(f"{self._directory} is open to others; remove it")
         path = self._directory / name
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(file).st_size < _MOST_BYTES:  # a full disk would not take the description later
+                os.posix_fallocate(file, 0, _MOST_BYTES)
+        except OSError:
+            os.close(file)
+            raise
         if self._path != path:
             self._path = path
             os.utime(file)
@@ -132,7 +146,7 @@ class Relay:
         return file
 
     def _lock(self, file: int, until_s: float) -> bool:
-        """Whether the lock was to be had while its holder still made progress."""
+        """Whether the lock was to be had, before `until_s`, while its holder still made progress."""
         said = _read(file)
         if said and not str(said.get("path")).startswith(f"/proc/{os.getpid()}/"):
             time.sleep(_GRACE_S)
@@ -142,7 +156,7 @@ class Relay:
             touched_ns, now_s = os.fstat(file).st_mtime_ns, time.monotonic()
             if touched_ns != seen_ns:
                 seen_ns, since_s = touched_ns, now_s
-            if now_s - since_s > silent_s or touched_ns == self._silent_ns:
+            if now_s - since_s > silent_s or touched_ns == self._silent_ns or now_s > until_s:
                 self._silent_ns = touched_ns
                 return False
             time.sleep(_POLL_S)
@@ -153,14 +167,11 @@ class Relay:
         said = _read(file)
         if said is None or said.get("stamp") != stamp or not OPEN_FILE.fullmatch(str(said.get("path"))):
             return None
-        try:
-            held = os.open(said["path"], os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # that process has ended
-            return None
-        if _locked(held, fcntl.LOCK_SH) and os.pread(held, STAMP.size, size_bytes) == STAMP.pack(stamp):
-            self._held = held
-            return {"path": f"/proc/{os.getpid()}/fd/{held}", "stamp": stamp, "exported": None}
-        os.close(held)
+        with contextlib.suppress(OSError):  # that process has ended, and its number may be used again
+            held = self._held = os.open(said["path"], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if _locked(held, fcntl.LOCK_SH) and os.pread(held, STAMP.size, size_bytes) == STAMP.pack(stamp):
+                return {"path": f"/proc/{os.getpid()}/fd/{held}", "stamp": stamp, "exported": None}
+        self._release()
         return None
 
     def _writable(self, size_bytes: int) -> Slot:
@@ -171,6 +182,7 @@ class Relay:
             free = [Slot.create(size_bytes)]
             self._own += free
             _locked(free[0].file, fcntl.LOCK_EX)
+        free[0].prepare()
         free[0].begin()
         return free[0]
 

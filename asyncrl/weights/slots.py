@@ -15,14 +15,16 @@ import logging
 import mmap
 import os
 import secrets
+import shutil
 import struct
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -86,10 +88,23 @@ class Slot:
         return cls(buffer, file=file, _path=path, _exported=_export(buffer))
 
     def prepare(self) -> None:
-        """Allocate memory of the host or disk before the first write, which takes seconds. Raises OSError,
-        as a write to mapped memory could not."""
+        """Allocate memory of the host or disk before the first write, which takes seconds.
+
+        Raises OSError with what is needed and free; a write to mapped memory would end the process.
+        """
         if self._exported is None and not self._is_prepared:
-            os.posix_fallocate(self.file, 0, self._stamp_at + STAMP.size)
+            needed_bytes = self._stamp_at + STAMP.size
+            try:
+                os.posix_fallocate(self.file, 0, needed_bytes)
+            except OSError as error:
+                place, free_bytes = "the memory of this host", psutil.virtual_memory().available
+                if not self._is_memory:
+                    place, free_bytes = self._path, shutil.disk_usage(self._path).free
+                raise OSError(
+                    error.errno,
+                    f"a version of the weights needs {needed_bytes / 2**20:.1f} MiB of {place}, where "
+                    f"{free_bytes / 2**20:.1f} MiB are free ({error.strerror}); make room there",
+                ) from error
             if self._is_memory:
                 register(self.buffer)
             self._is_prepared = True
@@ -176,6 +191,7 @@ class Published:
     checksums: tuple[int, ...]
     # An order without transport and details.
     template: UpdateOrder
+    _orders: dict[str, UpdateOrder] = field(init=False, default_factory=dict)  # by transport
 
     def pin(self) -> Self:
         """Count one more reader of the slot."""
@@ -188,10 +204,12 @@ class Published:
         self.slot.readers -= is_there
         return is_there
 
-    def order(self, transport: str, **details: Any) -> UpdateOrder:
-        """The order to receive this version over `transport`; the checksums are added to `details`."""
-        details["checksums"] = list(self.checksums)
-        return replace(self.template, transport=transport, details=details)
+    def order(self, transport: str, **place: Any) -> UpdateOrder:
+        """The order to receive this version over `transport` from `place`: one object for all readers."""
+        if transport not in self._orders:
+            details = {"layout": self.layout.to_plain(), "checksums": list(self.checksums), **place}
+            self._orders[transport] = replace(self.template, transport=transport, details=details)
+        return self._orders[transport]
 
 
 @dataclass(slots=True, eq=False)
@@ -228,18 +246,19 @@ def open_slot(
     """
     path, stamp, exported = str(described["path"]), int(described["stamp"]), described["exported"]
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
+        # It is a pipe, or anything, if the number of a process that has ended is used again.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        slot = OpenSlot(torch.empty(0), file, 0 if exported is not None else size_bytes, stamp)
+        if exported is not None:
+            slot.buffer = _import(exported, device)
+        else:
+            slot.buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
+        slot.require_unchanged()
+    except (OSError, ValueError) as error:  # the latter if the file is shorter
         raise TransferError(
             f"weights: {path} cannot be opened ({error}): the learner has ended, or is in another container "
             "or of another user; set weights.transport=disk, or control.bind"
         ) from error
-    if exported is not None:
-        slot = OpenSlot(_import(exported, device), file, 0, stamp)
-    else:
-        buffer = _kept_buffer(file, size_bytes) if keep else _host_buffer(file, size_bytes)
-        slot = OpenSlot(buffer, file, size_bytes, stamp)
-    slot.require_unchanged()
     return slot
 
 

@@ -22,7 +22,7 @@ from asyncrl.control.messages import CODEC
 from asyncrl.control.zmq import ControlHub
 from asyncrl.errors import ControlError
 from asyncrl.run.keys import RunKeys
-from asyncrl.weights.base import TensorSpec, UpdateReport
+from asyncrl.weights.base import TensorSpec, UpdateOrder, UpdateReport
 from asyncrl.weights.layout import Layout
 from asyncrl.weights.publisher import SlotPublisher
 from tests.support import generator_stand_in
@@ -416,6 +416,28 @@ def test_an_order_that_cannot_be_sent_reads_nothing_and_is_tried_again(stage, ca
     learner.publish(2)
     generator.expect("applied", 2)
     learner.hub.check()
+
+
+def test_an_order_is_encoded_once_for_all_generators(stage, monkeypatch):
+    """It has an entry for each tensor of the model."""
+    make_learner, make_generator = stage
+    learner = make_learner()
+    encode, encoded = CODEC.encode, []
+
+    def counted(message, key):
+        if isinstance(message, UpdateOrder):
+            encoded.append(message.version)
+        return encode(message, key)
+
+    monkeypatch.setattr(CODEC, "encode", counted)
+    generators = [make_generator(learner, name) for name in "abc"]
+    for generator in generators:
+        generator.expect("joined")
+    for version in (1, 2):
+        learner.publish(version)
+        for generator in generators:
+            generator.expect("applied", version)
+    assert encoded == [1, 2]
 
 
 def test_a_version_that_is_not_there_yet_is_asked_for_until_it_is(stage):

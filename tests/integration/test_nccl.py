@@ -151,7 +151,7 @@ def test_both_processes_end_with_either_side(publisher, host):
 
 def _order_of_another(publisher):
     """An order whose learner has gone."""
-    order = next(iter(publisher._readers.values())).order("nccl", layout=LAYOUT.to_plain())
+    order = next(iter(publisher._readers.values())).order("nccl")
     source = {"host": "127.0.0.1", "port": 9, "key": b"k" * 32, "stamp": 1, "slot": {"path": "/proc/1/fd/3"}}
     return replace(order, details=order.details | {"source": source})
 

@@ -36,7 +36,7 @@ def world(request):
         model = load(STORIES).bfloat16()
         agreement = Agreement(limit=1e-6, dtype="bfloat16")
         _slot, first = slot_order(1, model)
-        agreement.begin([runner.run(engine.score(PROBE))], probed(first, model, model))
+        agreement.begin(runner.run(engine.score(PROBE)), probed(first, model, model))
         yield runner, engine, model, agreement
 
 
@@ -89,7 +89,7 @@ def test_right_weights_pass_the_probe_and_wrong_ones_the_checksums_never(world, 
         assert engine.weights.version == 1
     right = probed(order(3, new), model, new)
     runner.run(apply(engine, right))
-    measured = agreement.judge([runner.run(engine.score(PROBE))], right)
+    measured = agreement.judge(runner.run(engine.score(PROBE)), right)
     assert 0 < measured["floor_max"] < 1 and 0 < measured["probe_max"] < measured["probe_limit"]
 
 

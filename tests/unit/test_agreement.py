@@ -35,7 +35,7 @@ FP8 = "quantization: fp8, kv_cache_dtype: fp8"
 
 def agreement(dtype, floor=(0.0, 0.0), limit=0.05, quantisation=""):
     made = Agreement(limit=limit, dtype=dtype, quantisation=quantisation)
-    made.begin([scores(*floor)], order())
+    made.begin(scores(*floor), order())
     return made
 
 
@@ -45,7 +45,7 @@ def fp8(dtype, floor):
 
 def accepts(rule, mean, most):
     try:
-        return bool(rule.judge([scores(mean, most)], order()))
+        return bool(rule.judge(scores(mean, most), order()))
     except ProbeRefused:
         return False
 
@@ -106,7 +106,7 @@ def test_a_refusal_names_the_quantisation_as_a_cause(dtype):
         (fp8(dtype, (0.4, 1.0)), rf"the engine computes these weights differently \(.*{{{FP8}}}\): compare"),
     ):
         with pytest.raises(ProbeRefused, match=f"{said} with .*without the quantisation; if .*=1e\\+01$"):
-            rule.judge([scores(1.2, 5.0)], order())
+            rule.judge(scores(1.2, 5.0), order())
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -119,7 +119,7 @@ def test_what_is_no_number_is_refused_and_can_be_reported(dtype, quantisation, w
         (replace(good, floor=Difference(abs(wrong), abs(wrong))), order()),
     ):
         with pytest.raises(ProbeRefused) as refused:
-            rule.judge([scores(0.0, 0.0)], update)
+            rule.judge(scores(0.0, 0.0), update)
         UpdateReport(version=1, applied=False, reason=str(refused.value), **refused.value.measured)
 
 
@@ -139,14 +139,14 @@ def test_a_floor_that_rounding_does_not_explain_is_refused_at_every_update(dtype
         assert accepts(rule, 0.0, 0.0) is accepted
     if not accepted:
         with pytest.raises(ProbeRefused, match="before the first update") as refused:
-            rule.judge([scores(0.0, 0.0)], order())
+            rule.judge(scores(0.0, 0.0), order())
         assert refused.value.measured["floor_max"] == pytest.approx(floor[1])
 
 
 def test_the_limit_that_a_refused_floor_asks_for_is_enough():
     rule = agreement("bfloat16", (0.6, 2.6))
     with pytest.raises(ProbeRefused, match=r"set weights\.probe_limit=5$"):
-        rule.judge([scores(0.6, 2.6)], order())
+        rule.judge(scores(0.6, 2.6), order())
     assert accepts(replace(rule, limit=5.0), 0.6, 2.6)
 
 
@@ -155,7 +155,7 @@ def test_a_learning_rate_is_named_where_training_destroyed_the_policy(moved):
     far, near = ({"initial_logprobs": (nats,) * TOKENS} for nats in (moved, 9.0))
     for logprobs, is_named in ((far, True), (near, False)):
         with pytest.raises(ProbeRefused) as refused:
-            agreement("bfloat16", (0.07, 0.25)).judge([scores(1.0, 3.0)], order(**logprobs))
+            agreement("bfloat16", (0.07, 0.25)).judge(scores(1.0, 3.0), order(**logprobs))
         assert ("lower learner.optimizer.lr" in str(refused.value)) is is_named
 
 
@@ -171,14 +171,14 @@ def test_a_learning_rate_is_named_where_training_destroyed_the_policy(moved):
 def test_a_refusal_says_what_was_found_what_is_allowed_and_what_to_do(dtype, difference, said):
     floor = (0.07, 0.25) if dtype == "bfloat16" else (1e-6, 1e-5)
     with pytest.raises(ProbeRefused) as refused:
-        agreement(dtype, floor, limit=1e-4).judge([scores(difference / 8, difference)], order())
+        agreement(dtype, floor, limit=1e-4).judge(scores(difference / 8, difference), order())
     message = str(refused.value)
     assert message.startswith("the probe differs from the learner's by ")
     assert f"{difference:.3g} at most; allowed are" in message and said in message
 
 
 def test_the_report_has_what_was_measured():
-    measured = agreement("bfloat16", (0.07, 0.25)).judge([scores(0.06, 0.2)], order())
+    measured = agreement("bfloat16", (0.07, 0.25)).judge(scores(0.06, 0.2), order())
     assert measured == pytest.approx(
         {"probe_mean": 0.06, "probe_max": 0.2, "probe_limit": 1.0, "floor_mean": 0.07, "floor_max": 0.25}
     )
@@ -187,7 +187,7 @@ def test_the_report_has_what_was_measured():
 def test_the_floor_is_said_once_in_plain_words(caplog):
     caplog.set_level("INFO")
     rule = agreement("bfloat16", (0.068, 0.234))
-    rule.judge([scores(0.06, 0.2)], order())
+    rule.judge(scores(0.06, 0.2), order())
     assert [record.getMessage() for record in caplog.records] == [
         "engine and learner score the probe with the same weights and differ by 0.068 nats on average and 0.234 "
         "at most: rounding of bfloat16; an update may differ by 0.204 nats on average and 0.936 at most"

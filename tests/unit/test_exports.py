@@ -15,6 +15,7 @@ from asyncrl.run.exports import Exports
 from asyncrl.run.file_ops import FileOps
 from tests.support.failed_saves import run_on
 from tests.support.fake_trainer import FakeTrainer
+from tests.support.waiting import LONG_S
 
 
 class SlowTrainer(FakeTrainer):
@@ -66,6 +67,25 @@ def test_training_goes_on_while_a_model_is_written_and_the_next_save_waits(tmp_p
     assert trainer.events == ["save", "model"] * 2, "two copies of the weights are never in memory"
     assert [model_of(tmp_path, step) for step in (1, 2)] == ["one" * 100, "two" * 100]
     assert run.checkpoints.latest(exported=True) == tmp_path / "step-000002"
+
+
+def test_a_disk_that_hangs_under_a_model_does_not_keep_the_next_steps_from_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exports, "LAST_S", 0.01)
+    run, trainer = slow_run(tmp_path, "one")
+    run.checkpoint(1, last=False)
+    trainer.value = "two"
+    run.checkpoint(2, last=False)
+    assert run.checkpoints.latest() == tmp_path / "step-000002"
+    assert "the export of step 1 takes more than 0.01 s: the next checkpoint gets no model" in caplog.text
+    trainer.may_write.set()
+    monkeypatch.setattr(exports, "LAST_S", LONG_S)
+    run.finish()
+    assert trainer.events == ["save", "save", "model"], "two copies of the weights are never in memory"
+    run.checkpoint(3, last=False)
+    run.finish()
+    assert run.checkpoints.latest(exported=True) == tmp_path / "step-000003"
 
 
 def test_a_stop_waits_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,10 @@ class SickDisk(FileOps):
         self._perhaps("rename")
         super().rename(source, target)
 
+    def remove(self, path: Path) -> None:
+        self._perhaps("remove")
+        super().remove(path)
+
     def free_bytes(self, directory: Path) -> int:
         return self.free
 
@@ -77,6 +81,25 @@ def test_the_last_checkpoint_is_waited_for_and_then_missed_with_an_error(
         run.checkpoint(8, last=True)
     assert 3 <= len(waited) <= 3 + saving.LAST_ATTEMPTS
     assert CheckpointStore(tmp_path, KEY, 2).latest() == tmp_path / "step-000007"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_room_and_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SickDisk(1000, kind="remove", code=errno.EACCES)
+    run, around = run_on(tmp_path, disk)
+    (tmp_path / ".writing-step-000001").mkdir()  # of a learner that was killed
+    for version in range(1, 11):
+        run.checkpoint(version, last=False)
+        run.exports.finish()
+    assert around.events == [("commit", attempt) for attempt in (1, 1, 2, 3, 4)], "each save, and none failed"
+    assert run.checkpoints.steps() == {2, 4, 6, 8, 10}
+    for name in (".writing-step-000001", "step-000002", "step-000004", "step-000006"):
+        assert caplog.text.count(f"{tmp_path / name} could not be removed") == 1
+    disk.failures = 0
+    run.checkpoint(12, last=False)
+    run.exports.finish()
+    assert run.checkpoints.steps() == {10, 12} and not list(tmp_path.glob(".writing-*"))
 
 
 def test_a_state_that_only_rank_0_reads_cannot_make_it_save_alone(

@@ -1,5 +1,6 @@
 """One transfer per host: relays share a slot. Processes do in tests/integration/test_relay_processes.py."""
 
+import errno
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ from asyncrl.errors import TransferError
 from asyncrl.weights import relay
 from asyncrl.weights.layout import checksums
 from asyncrl.weights.relay import Relay
-from asyncrl.weights.slots import Slot
+from asyncrl.weights.slots import Slot, open_slot
 from tests.support.publications import LAYOUT, WAIT_S, Learner
 from tests.support.waiting import LONG_S, let_pass, wait_until
 
@@ -212,3 +213,67 @@ def test_the_deadline_bounds_waiting_and_fetching_together(learners, relays):
             call.result(LONG_S)
     os.close(holder)
     wait_until(lambda: not learner.server._readers)
+
+
+def test_a_holder_that_moves_is_not_waited_for_beyond_the_deadline(learners, relays, monkeypatch):
+    clock = Clock()
+    learner, (first, second) = learners(), relays(2)
+    learner.bring(first, 1)
+    holder = os.open(first._path, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    def moving(seconds):
+        clock.now_s += seconds
+        assert clock.now_s < began_s + 2 * WAIT_S
+        os.utime(holder, (clock.now_s,) * 2)
+
+    clock.sleep, began_s = moving, clock.now_s
+    monkeypatch.setattr(relay, "time", clock)
+    with pytest.raises(TransferError, match=r"the deadline has passed.*raise weights\.deadline_s"):
+        learner.bring(second, 2)
+    assert not second._own, "it takes no memory for what it cannot fetch"
+    os.close(holder)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_of_the_locks_costs_the_sharing_and_not_the_update(learners, relays, monkeypatch, caplog):
+    learner, both = learners(), relays(2)
+    whole = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, *at: full() if at[1] <= 256 else whole(file, *at))
+    for each in both:
+        assert learner.holds(learner.bring(each, 1), 1)
+    assert caplog.text.count("not shared with other generators of this host: [Errno 28]") == 2
+    open_files = [os.readlink(file) for file in os.scandir("/proc/self/fd") if os.path.lexists(file)]
+    assert not [path for path in open_files if "/shared/" in path]
+
+
+def test_memory_that_is_full_is_a_failed_update_with_what_is_needed_and_free(learners, relays, monkeypatch):
+    learner, (alone,) = learners(), relays()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda file, *at: full() if at[1] > 256 else None)
+        with pytest.raises(
+            TransferError, match=r"needs \d+\.\d MiB of the memory of this host, where .* are free"
+        ):
+            learner.bring(alone, 1)
+    assert learner.holds(learner.bring(alone, 1), 1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "short file"])
+def test_a_number_that_is_used_again_is_no_slot(learners, relays, tmp_path, kind):
+    """The holder has ended, and its process id and file belong to somebody else."""
+    learner, (owner, other) = learners(), relays(2)
+    learner.bring(owner, 1)
+    made = tmp_path / "again"
+    {"pipe": os.mkfifo, "directory": os.mkdir, "short file": os.mknod}[kind](made)
+    described = json.loads(owner._path.read_bytes())
+    again = os.open(made, os.O_RDONLY | os.O_NONBLOCK)
+    described["path"] = f"/proc/{os.getpid()}/fd/{again}"
+    with pytest.raises(TransferError, match=r"cannot be opened .*the learner has ended"):
+        open_slot(described, LAYOUT.total_bytes)
+    owner._path.write_bytes(json.dumps(described).encode().ljust(256))
+    with ThreadPoolExecutor(1) as pool:
+        assert learner.holds(pool.submit(learner.bring, other, 1).result(LONG_S), 1)
+    os.close(again)

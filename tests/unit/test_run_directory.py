@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import RunError
+from asyncrl.results.recorded import evaluated_steps
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock, is_locked
@@ -39,6 +40,23 @@ def test_no_key_is_drawn_beside_what_was_saved(tmp_path: Path, left: str) -> Non
     directory.create(fresh=True)
     directory.draw_secret()
     assert directory.keys() != before
+
+
+def test_copies_of_checkpoints_and_evaluations_are_none(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    kept = {10: directory.checkpoints / "step-000010", 1000000: directory.checkpoints / "step-1000000"}
+    kept[7] = directory.trl_checkpoints / "checkpoint-7"
+    copies = ("step-10", "step-000010-copy", "step-000010.bak", "step-000010-000011", "step-", "step-new")
+    for path in (*kept.values(), *(directory.checkpoints / name for name in copies)):
+        path.mkdir(parents=True)
+    for path in (kept[7], directory.trl_checkpoints / "checkpoint-7-copy"):
+        path.mkdir(exist_ok=True)
+        (path / "MANIFEST.json").touch()
+    assert directory.saved_steps() == kept
+    directory.evaluations.mkdir()
+    for name in ("step-000010.jsonl", "step-000010.bak.jsonl", "step-000010-copy.jsonl"):
+        (directory.evaluations / name).touch()
+    assert evaluated_steps(directory) == [10]
 
 
 def test_a_key_that_is_given_stands_for_one_that_is_drawn_and_is_never_exchanged(tmp_path: Path) -> None:

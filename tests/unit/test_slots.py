@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,6 +216,31 @@ def test_a_copy_that_takes_longer_than_a_step_is_delivered(publisher, monkeypatc
     may_copy.set()
     assert file_order(publisher).version == 1
     assert [file_order(publisher, each).version for each in ("late", "a")] == [2, 2]
+
+
+def test_a_copy_that_hangs_is_a_failure_until_it_is_there(publisher, monkeypatch):
+    """Otherwise a generator would wait for the disk, and the schedule not try another transport."""
+    may_copy, prepare, now_s = Event(), Slot.prepare, [0.0]
+
+    def prepare_late(slot):
+        if not slot._path.startswith("/proc"):
+            may_copy.wait(LONG_S)
+        prepare(slot)
+
+    monkeypatch.setattr(Slot, "prepare", prepare_late)
+    monkeypatch.setattr(publisher_module, "time", Mock(monotonic=lambda: now_s[0]))
+    publish(publisher, 1)
+    for now_s[0] in (0.0, 2.5, 5.0):
+        assert publisher.order("a", "disk") is None
+    now_s[0] = 5.1
+    with pytest.raises(
+        OSError, match=r"takes more than 5 s \(weights\.deadline_s\).*another weights\.transport"
+    ):
+        publisher.order("a", "disk")
+    assert read(order_of(publisher)) == {1}, "another transport brings it"
+    may_copy.set()
+    wait_until(lambda: not publisher._copying.is_alive())
+    assert read(file_order(publisher)) == {1}
 
 
 def test_other_hosts_fetch_a_copy_in_host_memory_wherever_the_parameters_are(device, tmp_path):

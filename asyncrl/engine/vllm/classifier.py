@@ -34,12 +34,7 @@ def classifier_args(model: str, dtype: str, *, max_tokens: int, device: Device) 
 
 
 def open_classifier(
-    model: str,
-    dtype: str,
-    generator: GeneratorConfig,
-    *,
-    max_tokens: int,
-    device: Device,
+    model: str, dtype: str, generator: GeneratorConfig, *, max_tokens: int, device: Device
 ) -> Score:
     """Load the model; see `engine.open`."""
     set_environment(generator, device=device)

@@ -134,16 +134,24 @@ def _missing_parts(model: nn.Module) -> list[str]:
 
 
 def repack_tied(model: nn.Module) -> None:
-    """Make the packed copy of a tied output head again; vLLM makes only the embedding's."""
-    owners: set[nn.Parameter] = set()
+    """Give a layer with the weight of an earlier one, such as a tied output head, what vLLM has made of that.
+
+    vLLM makes the packed copy for the earlier layer only. If the two differ, it makes one of the later, too.
+    """
+    owners: dict[int, Any] = {}
+    layer: Any
     for layer in model.modules():
-        weight = layer._parameters.get("weight")
+        weight, method = layer._parameters.get("weight"), getattr(layer, "quant_method", None)
         if weight is None or weight.numel() == 0:
             continue
-        method: Any = getattr(layer, "quant_method", None)
-        if weight in owners and method is not None:
+        owner = owners.setdefault(id(weight), layer)
+        if owner is layer or method is None:
+            continue
+        alike = type(method) is type(getattr(owner, "quant_method", None))
+        if alike and getattr(layer, "bias", None) is None and "cpu_linear" in vars(owner):
+            layer.cpu_linear = owner.cpu_linear  # a product with the packed weight, on CPUs
+        else:
             method.process_weights_after_loading(layer)
-        owners.add(weight)
 
 
 def repack_experts(layer: nn.Module) -> None:

@@ -64,11 +64,8 @@ def _attempt(load: Callable[[], None]) -> str:
         load()
     except Exception as error:  # noqa: BLE001 - the engine raises it
         traceback.print_exc()
-        return (
-            str(error)
-            if isinstance(error, TransferError | ConfigError)
-            else f"{type(error).__name__}: {error}"
-        )
+        is_ours = isinstance(error, TransferError | ConfigError)
+        return str(error) if is_ours else f"{type(error).__name__}: {error}"
     return ""
 
 

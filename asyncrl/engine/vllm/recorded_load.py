@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from asyncrl.engine.vllm.layerwise import abandon, open_reload, repack_experts
+from asyncrl.engine.vllm.layerwise import abandon, open_reload, repack_experts, repack_tied
 from asyncrl.weights.base import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,6 @@ class Placement:
         self.layers = layers
         self._model = model
         self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
-        self._tied = _tied(model)
 
     def load(self, tensors: Mapping[str, Tensor], model_config: Any) -> None:
         """Load all of them. After an exception the weights are a mixture of versions."""
@@ -198,8 +197,7 @@ class Placement:
         attention: Any
         for attention in self._attention:  # it may derive tensors from other layers' parameters
             attention.process_weights_after_loading(model_config.dtype)
-        for layer, owner in self._tied:
-            _share(layer, owner)
+        repack_tied(self._model)
 
 
 def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
@@ -234,29 +232,6 @@ def learn(model: nn.Module, specs: Sequence[TensorSpec]) -> Placement | None:
         setattr(model, "_do_torchao_reload", getattr(model, "_original_do_torchao_reload", False))  # noqa: B010
     layers = [Placed(layer, recorder.writes[layer]) for layer in model.modules() if layer in recorder.writes]
     return Placement(model, layers)
-
-
-def _tied(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Layers whose weight is that of an earlier layer, which loads it; and that layer."""
-    owners: dict[int, nn.Module] = {}
-    found = []
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or weight.numel() == 0:
-            continue
-        owner = owners.setdefault(id(weight), layer)
-        if owner is not layer and getattr(layer, "quant_method", None) is not None:
-            found.append((layer, owner))
-    return found
-
-
-def _share(layer: Any, owner: Any) -> None:
-    """Give a layer with the owner's weight what vLLM has made of it, or let vLLM make the same again."""
-    alike = type(layer.quant_method) is type(owner.quant_method) and getattr(layer, "bias", None) is None
-    if alike and "cpu_linear" in vars(owner):  # a product with the packed weight, on CPUs
-        layer.cpu_linear = owner.cpu_linear
-    else:
-        layer.quant_method.process_weights_after_loading(layer)
 
 
 def _require_whole(layer: nn.Module, writes: Sequence[Write]) -> None:
