@@ -125,14 +125,16 @@ class SlurmCluster:
         live = [one for one in self._placed.values() if one.last.phase in ("pending", "running")]
         found = jobs_of(self._run.path, "--states=all") if any(one.job for one in live) else []
         jobs = {job.id: _state_of(job) for job in found}
-        for one in live:
+        statuses = [one.step and one.step.poll() for one in live]
+        nodes = self._nodes() if any(status is not None for status in statuses) else []
+        for one, status in zip(live, statuses, strict=True):
             if one.step is None:
                 one.last = jobs.get(one.job, one.last)
-            elif (status := one.step.poll()) is not None:
+            elif status is not None:
                 # Of a node that fails, srun reports 0; of a signal, 128 and its number.
                 if status - SIGNALS in {*signal.Signals}:
                     status = SIGNALS - status
-                if one.node in self._nodes():
+                if one.node in nodes:
                     one.last = HostState(phase="ended", address=one.last.address, status=status)
                 else:
                     one.last = HostState(phase="lost", why=f"node {one.node} has failed")

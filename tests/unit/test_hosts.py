@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -277,13 +278,14 @@ class Engine:
     """A cluster whose hosts end as a test says."""
 
     def __init__(self):
-        self.found, self.started, self.killed = {}, [], []
+        self.found, self.started, self.killed, self.asked = {}, [], [], 0
 
     def start(self, plan, output):
         self.started.append((plan.name, " ".join(plan.argv)))
         self.found[plan.name] = HostState(phase="running", address="10.0.0.1")
 
     def states(self):
+        self.asked += 1
         return self.found
 
     def stop(self, name, *, kill):
@@ -305,6 +307,7 @@ class Clock(Hosts):
 
     def sleep(self, wait_s):
         type(self).passed_s += wait_s
+        super().sleep(0.0)
 
 
 @pytest.fixture
@@ -315,7 +318,7 @@ def run(tmp_path):
         "learner-0": HostPlan(name="learner-0", role="learner", argv=["learn"], gpus=0),
         "generators-0": HostPlan(name="generators-0", role="generators", argv=["at {learner}"], gpus=0),
     }
-    hosts = Clock(engine, 300.0, lambda states: None, plans)
+    hosts = Clock(engine, 100.0, lambda states: None, plans)
     specs = [host_spec(plan, tmp_path, is_extra=False) for plan in plans.values()]
     supervisor = Supervisor(specs, max_restarts=2, host=hosts)
 
@@ -328,6 +331,7 @@ def run(tmp_path):
         def tick():
             now = next(ticks)
             events.get(now, lambda: None)()
+            hosts.tend()
             if now == 1000:
                 supervisor.request_stop("the end of the test")
 
@@ -394,6 +398,34 @@ def test_generators_follow_a_learner_that_moves(run):
         ("learner-0", "learn"),
         ("generators-0", "at 10.0.0.2"),
     ]
+
+
+def test_an_engine_is_asked_once_a_tick_however_many_hosts_there_are(run):
+    engine, play = run
+    names = [f"generators-{index}" for index in range(1, 9)]
+    more = [HostPlan(name=name, role="generators", argv=["at {learner}"], gpus=0) for name in names]
+    asked = []
+    play({tick: lambda: asked.append(engine.asked) for tick in range(20, 120)}, *more)
+    assert len(engine.started) == 10
+    assert {after - before for before, after in itertools.pairwise(asked)} == {1}
+
+
+@pytest.mark.parametrize("phase", ["pending", "lost"])
+def test_a_host_of_the_learner_that_was_lost_is_awaited_for_a_bounded_time(run, phase):
+    engine, play = run
+
+    def nowhere(plan, output):
+        if phase == "lost":
+            raise OSError("no node is free")
+        engine.found[plan.name] = HostState(phase="pending", why="job 7: Resources")
+
+    def lose():
+        engine.start = nowhere
+        engine.found["learner-0"] = HostState(phase="lost", why="its node has failed")
+
+    why = {"pending": "job 7: Resources", "lost": "its node has failed"}[phase]
+    with pytest.raises(RunError, match=f"learner-0 has no host after 100 s: {why}; .*cluster.pending_s"):
+        play({5: lose, 900: lambda: pytest.fail("it waits still")})
 
 
 def test_the_end_of_the_learner_is_the_end_of_the_run(run):
