@@ -19,6 +19,8 @@ from asyncrl.run.keys import SECRET_VARIABLE
 LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
 # States of a job whose command Slurm has ended.
+# A job whose command has ended, while Slurm ends what remains on its nodes: at most `COMPLETING_S` count.
+COMPLETING, COMPLETING_S = "COMPLETING", 120.0
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 # Runs on all nodes of a job but its first. Everything that ends the job runs on its first node, and
 # `--no-kill` keeps a job that has lost it.
@@ -128,17 +130,26 @@ def submit(script: str) -> str:
     return ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
 
 
-def end_jobs(run: Path, is_over: Callable[[], bool]) -> bool:
+def end_jobs(run: Path, is_over: Callable[[], bool], report: Callable[[str], object]) -> bool:
     """Let the jobs of a run save and end, and cancel those that are left when `is_over()`.
 
-    Returns whether there were any. Raises RunError.
+    Returns whether there were any. A job that Slurm does not clear from its nodes counts as ended, and
+    `report` gets its id. Raises RunError.
     """
-    asked: set[str] = set()
+    asked, lived_s = set[str](), time.monotonic()
     try:
         while found := jobs_of(run):
-            waiting = [job.id for job in found if job.state == "PENDING"]
-            running = [job.id for job in found if job.state == "RUNNING" and job.id not in asked]
-            if ids := [job.id for job in found] if is_over() else waiting:
+            live = [job for job in found if job.state != COMPLETING]
+            waiting = [job.id for job in live if job.state == "PENDING"]
+            running = [job.id for job in live if job.state == "RUNNING" and job.id not in asked]
+            if live:
+                lived_s = time.monotonic()
+            elif time.monotonic() > lived_s + COMPLETING_S:
+                left = ", ".join(job.id for job in found)
+                said = f"the commands of jobs {left} have ended, but Slurm clears their nodes for longer than"
+                report(f"{said} {COMPLETING_S:g} s; look at the nodes with squeue, and tell who runs them")
+                break
+            if ids := [job.id for job in live] if is_over() else waiting:
                 ask("scancel", *ids)
             elif running:
                 ask("scancel", "--batch", "--signal=TERM", *running)

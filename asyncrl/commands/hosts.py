@@ -25,7 +25,7 @@ from asyncrl.cluster.plans import (
     rank_plans,
     reachable,
 )
-from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
+from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.up import StartedRun, require_not_up
@@ -143,6 +143,8 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     directory = RunDirectory(config.run.directory)
     try:
         for job in jobs_of(directory.path):
+            if job.state == COMPLETING:
+                continue
             raise RunError(
                 f"run {directory.path} is up already, or waits: job {job.id} is {job.state}; stop it with "
                 f"`asyncrl down {directory.path}`, or choose another run.name"

@@ -14,11 +14,13 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.cli.app import run as typed
+from asyncrl.cluster import slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
+from asyncrl.commands import hosts as hosts_command
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
@@ -479,6 +481,31 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
         cluster._placed[plan.name].step.wait(60)
         asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
     assert asked == [["--gpus-per-node=2"], []]
+
+
+def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path, monkeypatch):
+    passed_s, asked, told = itertools.count(step=10.0), [], []
+    clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
+    monkeypatch.setattr(slurm_jobs, "time", clock)
+    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: asked.append(words) or "9\n")
+    states = iter(["RUNNING"] * 3)
+
+    def jobs_of(run):
+        if next(passed_s) > 10_000.0:
+            pytest.fail("it waits still")
+        return [slurm_jobs.Job("7", next(states, "COMPLETING"), "0", "None", str(run))]
+
+    monkeypatch.setattr(slurm_jobs, "jobs_of", jobs_of)
+    assert slurm_jobs.end_jobs(tmp_path, lambda: False, told.append)
+    assert asked == [("scancel", "--batch", "--signal=TERM", "7")], "what completes is cancelled already"
+    [said] = told
+    assert "jobs 7 have ended, but Slurm clears their nodes for longer than 120 s" in said
+    monkeypatch.setattr(hosts_command, "jobs_of", jobs_of)
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": "slurm"})
+    assert "job 9 is submitted" in next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
+    states = iter(["RUNNING"])
+    with pytest.raises(RunError, match="job 7 is RUNNING"):
+        next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):
