@@ -1,6 +1,7 @@
 """Only the GPUs that this process was given are dealt, by the names that it knows them by."""
 
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError
-from asyncrl.hosting import gpus, nvidia, smi
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.hosting import gpus, nvidia, processes, smi
 from asyncrl.hosting.environment import ON_CPU, child_environment
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import place
@@ -184,3 +185,28 @@ def test_a_driver_that_does_not_answer_shows_no_gpu(no_device_files, monkeypatch
     monkeypatch.setattr(smi, "ASK_S", 0.2)
     tool(no_device_files, "nvidia-smi", script)
     assert count_gpus() == 0
+
+
+def test_a_driver_that_holds_nvidia_smi_is_not_waited_for(no_device_files, monkeypatch):
+    """As in an uninterruptible wait, the process outlives the signal that kills others."""
+    asked = []
+
+    class Held(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            asked.append(self)
+
+        def send_signal(self, number):
+            pass
+
+        kill = terminate = lambda self: None
+
+    monkeypatch.setattr(smi, "ASK_S", 0.2)
+    monkeypatch.setattr(processes, "_REAP_S", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", Held)
+    tool(no_device_files, "nvidia-smi", "exec /bin/sleep 60")
+    with pytest.raises(DataError, match=r"not answered within 0\.2 s and cannot be killed, the driver holds"):
+        smi.ask("-L")
+    assert asked[0].poll() is None, "it lives, and nobody waits for it"
+    os.kill(asked[0].pid, signal.SIGKILL)
+    assert asked[0].wait(60) == -signal.SIGKILL
