@@ -6,7 +6,7 @@ Kubernetes does both itself, so that for it there is only a text to print.
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from typing import NoReturn
@@ -95,7 +95,14 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         paths = directory.scale, directory.scaled
         scaled = stack.enter_context(Scaled(supervisor, make, *paths, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
-        yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
+
+        def tend() -> None:
+            hosts.tend()
+            with may_fail("scaling"):
+                scaled.tend()
+            members.tend()
+
+        yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
 def is_node() -> bool:
@@ -165,15 +172,3 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     yield f"job {job_id} is submitted, and writes to {directory.logs}/job.out once it has its nodes"
     yield f"what it waits for: squeue --job={job_id}; how it goes: asyncrl status {directory.path}"
     yield f"end it: asyncrl down {directory.path}"
-
-
-def _tending(
-    hosts: Hosts, scaled: Scaled, reap: Callable[[], None], may_fail: BestEffort
-) -> Callable[[], None]:
-    def tend() -> None:
-        hosts.tend()
-        for what, follow in (("scaling", scaled.tend), ("the reaper", reap)):
-            with may_fail(what):
-                follow()
-
-    return tend

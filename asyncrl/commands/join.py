@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import SKEW_S, clock_skew_s
 from asyncrl.buffer.run_record import RunRecord, StoredRun
@@ -93,7 +92,6 @@ def joined(
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
-    may_fail = BestEffort()
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
         if (needed := config.served) and not _are_here(needed, directory):
@@ -109,12 +107,7 @@ def joined(
         most, limits = config.control.max_restarts, Limits.of(config.control)
         supervisor = Supervisor([*scorers, *specs], max_restarts=most, limits=limits)
         stack.enter_context(supervisor)
-
-        def tend() -> None:
-            with may_fail("the reaper"):
-                members.tend()
-
-        yield StartedRun(supervisor, (), tend)
+        yield StartedRun(supervisor, (), members.tend)
 
 
 def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:

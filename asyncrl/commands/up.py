@@ -158,8 +158,7 @@ def supervised(
         is_recorded = attempt.succeeded
 
     def tend() -> None:
-        with may_fail("the reaper"):
-            members.tend()
+        members.tend()
         if not is_recorded:
             record(supervisor.pids())
 

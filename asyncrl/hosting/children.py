@@ -17,6 +17,7 @@ from typing import IO, Protocol
 
 import psutil
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.hosting.processes import adopt_orphans, kill_group
 from asyncrl.hosting.progress import Board, Sign, variable
 
@@ -162,22 +163,26 @@ class Family:
     """The descendants of this process that it did not have before."""
 
     def __init__(self) -> None:
-        self._me = psutil.Process()
+        self._me, self._may_fail = psutil.Process(), BestEffort()
         self._strangers = {process.pid for process in self._me.children(recursive=True)}
         self._ended_s: dict[int, float] = {}
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """Reap adopted processes that have ended, to free their process ids. Call this continually."""
+        """Reap adopted processes that have ended, to free their process ids. Call this continually.
+
+        What fails, for example on a host without free descriptors, is logged and tried again.
+        """
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
-        ended = {process.pid for process in self._me.children() if _has_ended(process)}
-        self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
-        for pid, since_s in self._ended_s.items():
-            if now_s - since_s > UNCLAIMED_S:
-                _reap(pid)
+        with self._may_fail("the reaper"):
+            ended = {process.pid for process in self._me.children() if _has_ended(process)}
+            self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
+            for pid, since_s in self._ended_s.items():
+                if now_s - since_s > UNCLAIMED_S:
+                    _reap(pid)
 
     def end(self) -> None:
         """Kill all descendants that are left."""
