@@ -129,10 +129,11 @@ def require_learner(store_url: str, config: Config, recorded: str, report: Calla
     supposed = filled_in(config.control.bind, host, CONTROL_PORT) if host else None
     control = (supposed or "") if is_own else recorded
     ports = of_generators(control) if control.startswith("tcp://") else []
-    for closed in unreached(ports, wait_s):
+    refused = list[str]()
+    for closed in unreached(ports, wait_s, refused.append):
         raise RunError(closed) if is_own else RunNotUp(closed)
-    for refused in unreached(ports if recorded else (), wait_s, listens=True):
-        report(f"! {refused}; a learner that starts again refuses, too, until it has loaded its model")
+    for text in refused if recorded else ():
+        report(f"! {text}; a learner that starts again refuses, too, until it has loaded its model")
 
 
 def _wait_for_run(

@@ -178,14 +178,19 @@ def test_an_address_at_which_this_host_cannot_listen_is_refused_in_a_bounded_tim
     answer.set()
 
 
-def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens():
+def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens(monkeypatch):
     """As behind a firewall that rejects; while nothing listens, a learner's host refuses alike."""
     [free] = free_ports(1)
-    ours, told = config(control={"bind": f"tcp://auto:{free}"}), list[str]()
+    ours, told, asked = config(control={"bind": f"tcp://auto:{free}"}), list[str](), []
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        route.socket, "create_connection", lambda place, *rest: asked.append(place) or connect(place, *rest)
+    )
     require_learner("redis://127.0.0.1:1/0", ours, "", told.append)
     assert not told
     require_learner("redis://127.0.0.1:1/0", ours, f"tcp://127.0.0.1:{free}", told.append)
     [said] = told
+    assert asked == [("127.0.0.1", free)] * 2, "once per call"
     assert f"does not reach 127.0.0.1 at port {free} (Connection refused), the control plane" in said
     assert "control.bind; a learner that starts again refuses, too" in said
 
