@@ -125,7 +125,7 @@ class SlurmCluster:
         live = [one for one in self._placed.values() if one.last.phase in ("pending", "running")]
         found = jobs_of(self._run.path, "--states=all") if any(one.job for one in live) else []
         jobs = {job.id: _state_of(job) for job in found}
-        statuses = [one.step and one.step.poll() for one in live]
+        statuses = [one.step.poll() if one.step else None for one in live]
         nodes = self._nodes() if any(status is not None for status in statuses) else []
         for one, status in zip(live, statuses, strict=True):
             if one.step is None:
