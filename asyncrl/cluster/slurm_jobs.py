@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.cluster.plans import generators_plan, learner_plan
+from asyncrl.cluster.plans import generators_plan, learner_plans
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory
@@ -111,7 +111,7 @@ def rendered(
 def run_script(config: Config, command: Sequence[str]) -> str:
     """Return the script of the job that has the nodes of all hosts, and runs `command` on the first."""
     run, on_gpus = RunDirectory(config.run.directory), config.learner.device != "cpu"
-    learner = learner_plan(config, run.hosts_config, on_gpus=on_gpus)
+    learner, *_ = learner_plans(config, run.hosts_config, on_gpus=on_gpus)
     generators = generators_plan(config, run.hosts_config, 0, None, on_gpus=on_gpus)
     return rendered(
         config,

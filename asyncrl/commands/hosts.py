@@ -19,10 +19,9 @@ from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     GENERATORS,
     generators_plan,
-    learner_plan,
+    learner_plans,
     node_plan,
     nodes_in,
-    rank_plans,
     reachable,
 )
 from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
@@ -80,10 +79,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
 
         # All hosts with ranks save together.
         save_s, file = longest_save(config), directory.hosts_config
-        learners = [
-            learner_plan(config, file, on_gpus=on_gpus),
-            *rank_plans(config, file, on_gpus=on_gpus),
-        ]
+        learners = learner_plans(config, file, on_gpus=on_gpus)
         hosts.plans |= {plan.name: plan for plan in learners}
         supervisor = Supervisor(
             [host_spec(plan, directory.logs, grace_s=save_s) for plan in learners],

@@ -209,22 +209,18 @@ def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
 
 
 def _config_of(found: _Found, own: Config | None, allowed: Collection[str]) -> Config:
-    """Return the config of the generators. Raises ConfigError for code that is not allowed."""
+    """Return the config of the generators. Raises ConfigError for code that is not allowed.
+
+    Raises RunNotUp for a release or config that the learner would refuse, before a model is loaded. The store
+    may still hold the record of an earlier start, which the learner replaces.
+    """
     config = own
     if config is None and found.learners is not None:
         config = load_config(found.learners.config)
     if config is None:
         config = Config.model_validate_json(found.record.config_json)
         check_allowed(config, allowed)
-    _check_membership(found.record, config)
-    return config
-
-
-def _check_membership(record: StoredRun, config: Config) -> None:
-    """Raise RunNotUp for a release or config that the learner would refuse, before a model is loaded.
-
-    The store may still hold the record of an earlier start, which the learner replaces.
-    """
+    record = found.record
     if record.release != __version__:
         raise RunNotUp(
             f"run {record.name} is of asyncrl {record.release}, this is {__version__}; "
@@ -235,3 +231,4 @@ def _check_membership(record: StoredRun, config: Config) -> None:
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "
             "leave out --config to use the run's own"
         )
+    return config

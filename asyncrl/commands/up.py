@@ -1,5 +1,6 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,7 @@ from asyncrl.run.keys import (
 )
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
-from asyncrl.run.starts import code_variables
+from asyncrl.run.starts import CODE_VARIABLE, code_of
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
@@ -274,7 +275,7 @@ def learner_spec(
         name="learner",
         argv=argv,
         standby_argv=[*argv, STANDBY],
-        env=env | {SECRET_VARIABLE: directory.secret()} | code_variables(config),
+        env=env | {SECRET_VARIABLE: directory.secret(), CODE_VARIABLE: json.dumps(code_of(config))},
         log_path=directory.logs / "learner.out",
         ends_run=True,
         workers=() if config.learner.ranks == 1 else workers_of(range(config.ranks_per_host)),

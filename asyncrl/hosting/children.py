@@ -178,7 +178,7 @@ class Family:
             return
         self._look_at_s = now_s + LOOK_S
         with self._may_fail("the reaper"):
-            ended = {process.pid for process in self._me.children() if _has_ended(process)}
+            ended = {process.pid for process in self._me.children() if has_ended(process)}
             self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
             for pid, since_s in self._ended_s.items():
                 if now_s - since_s > UNCLAIMED_S:
@@ -189,7 +189,7 @@ class Family:
         until_s = time.monotonic() + END_S
         logged: set[int] = set()
         while (left := self._members()) and time.monotonic() < until_s:
-            alive = {process.pid for process in left if not _has_ended(process)}
+            alive = {process.pid for process in left if not has_ended(process)}
             if new := sorted(alive - logged):
                 log.warning("processes %s had left those that started them, and are killed", new)
                 logged |= alive
@@ -204,9 +204,10 @@ class Family:
         return [process for process in descendants if process.pid not in self._strangers]
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. A zombie has, though `psutil.wait_procs` would wait for its parent."""
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return bool(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

@@ -40,20 +40,15 @@ def ask(*arguments: str, program: str = SMI) -> str:
     return said[0]
 
 
-def count_listed() -> int:
-    """Count the GPUs that nvidia-smi lists; 0 if it is not installed or does not answer."""
-    return len(_found(r"^GPU \d+:", shutil.which(SMI), "-L"))
-
-
 def list_uuids() -> list[str]:
     """The UUIDs of all GPUs; none if nvidia-smi is not installed or does not answer."""
-    return _found(r"\bGPU-[\w-]+", shutil.which(SMI), "--query-gpu=uuid", "--format=csv,noheader")
+    return re.findall(r"^GPU \d+:.*\(UUID: (GPU-[\w-]+)\)", _listing(shutil.which(SMI)), re.MULTILINE)
 
 
-# These are asked for often, and a driver that hangs takes `ASK_S` each time.
+# It is asked for often, and a driver that hangs takes `ASK_S` each time.
 @cache
-def _found(pattern: str, program: str | None, *arguments: str) -> list[str]:
+def _listing(program: str | None) -> str:
     try:
-        return re.findall(pattern, ask(*arguments, program=program), re.MULTILINE) if program else []
+        return ask("-L", program=program) if program else ""
     except DataError:
-        return []
+        return ""

@@ -81,11 +81,6 @@ def code_at_start(config: Config, environment: Mapping[str, str]) -> tuple[str, 
     return tuple(json.loads(said)) if said else code_of(config)
 
 
-def code_variables(config: Config) -> dict[str, str]:
-    """Return the variable that tells a process `code_at_start`."""
-    return {CODE_VARIABLE: json.dumps(code_of(config))}
-
-
 def _is_program(word: str) -> bool:
     if Path(word).suffix.lower() in PROGRAMS:
         return True

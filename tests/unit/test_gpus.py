@@ -117,7 +117,8 @@ def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, lea
 
 def test_children_get_uuids_in_full(monkeypatch, tmp_path):
     whole = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11"]
-    tool(tmp_path, "nvidia-smi", f"echo {whole[0]}; echo {whole[1]}")
+    lines = "; ".join(f"echo 'GPU {index}: NVIDIA (UUID: {uuid})'" for index, uuid in enumerate(whole))
+    tool(tmp_path, "nvidia-smi", lines)
     monkeypatch.setenv("PATH", str(tmp_path))
     for given in (["GPU-5d2a", "GPU-8932f937"], [whole[1], "GPU-89"]):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(given))
@@ -139,9 +140,9 @@ def no_device_files(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
-    smi._found.cache_clear()
+    smi._listing.cache_clear()
     yield tmp_path
-    smi._found.cache_clear()
+    smi._listing.cache_clear()
 
 
 def test_gpus_without_device_files_are_counted_by_nvidia_smi(no_device_files, monkeypatch):

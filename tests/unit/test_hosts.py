@@ -17,7 +17,7 @@ from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands import hosts as hosts_command
@@ -55,7 +55,7 @@ def config(**parts) -> Config:
 def test_plans_say_who_runs_what_and_hold_no_key(tmp_path):
     ours = reachable(config())
     assert (ours.control.bind, ours.store.bind) == ("auto", "auto")
-    learner = learner_plan(ours, tmp_path / "hosts.yaml", on_gpus=True)
+    (learner,) = learner_plans(ours, tmp_path / "hosts.yaml", on_gpus=True)
     generators = generators_plan(ours, tmp_path / "hosts.yaml", 3, KEYS, on_gpus=True)
     assert (learner.name, learner.gpus) == ("learner-0", 2)
     assert (generators.name, generators.gpus) == ("generators-3", 8)
@@ -204,9 +204,7 @@ def test_what_the_user_sets_stays():
 
 def test_the_ranks_of_a_learner_are_divided_among_its_hosts(tmp_path):
     ours = reachable(config(learner={"ranks": 8, "sequence_parallel": 2}, cluster=TWO))
-    learner, (ranks,) = (
-        plans(ours, tmp_path / "hosts.yaml", on_gpus=True) for plans in (learner_plan, rank_plans)
-    )
+    learner, ranks = learner_plans(ours, tmp_path / "hosts.yaml", on_gpus=True)
     assert (learner.gpus, ranks.gpus, ranks.name, ranks.role, ranks.keys) == (
         4,
         4,
