@@ -86,13 +86,10 @@ class Hosts(ThisHost):
         # A run goes on without a host of generators that was lost, or that was added.
         learners = {name for name, plan in self.plans.items() if plan.role != "generators"}
         self._may_wait |= {name for name, state in states.items() if state.phase == "running"} - learners
-        waiting = {
-            name: state
-            for name, state in states.items()
-            if name not in self._may_wait
-            # A host of the learner stays lost where there is no other place for it.
-            and (state.phase == "pending" or (state.phase == "lost" and name in learners))
-        }
+        # A host of the learner stays lost where there is no other place for it.
+        awaited = {(name, "lost") for name in learners} | {(name, "pending") for name in states}
+        waiting = {name: state for name, state in states.items() if (name, state.phase) in awaited}
+        waiting = {name: state for name, state in waiting.items() if name not in self._may_wait}
         self._pending_since_s = {name: self._pending_since_s.get(name, now_s) for name in waiting}
         for name, since_s in self._pending_since_s.items():
             if now_s - since_s > self.pending_s:

@@ -23,7 +23,6 @@ from asyncrl.cluster.slurm_jobs import (
     allocation,
     ask,
     environment,
-    hosts_of,
     jobs_of,
     rendered,
     submit,
@@ -68,8 +67,8 @@ class SlurmCluster:
     def __post_init__(self) -> None:
         self._run = RunDirectory(self.config.run.directory)
         try:
-            nodes, hosts = self._nodes(), hosts_of(self.config)
-            if len(nodes) < hosts:
+            nodes, wanted = self._nodes(), self.config.cluster
+            if len(nodes) < (hosts := wanted.learner_hosts + wanted.generator_hosts):
                 raise RunError(
                     f"job {allocation()} has {len(nodes)} nodes, but cluster.learner_hosts and "
                     f"cluster.generator_hosts are {hosts}; ask for more, or leave it, and `up` submits one"

@@ -84,11 +84,6 @@ def jobs_of(run: Path, *which: str) -> list[Job]:
     return [job for job in found if job.run == str(run.resolve())]
 
 
-def hosts_of(config: Config) -> int:
-    """Return the number of nodes that a run needs."""
-    return config.cluster.learner_hosts + config.cluster.generator_hosts
-
-
 def rendered(
     config: Config,
     name: str,
@@ -119,7 +114,7 @@ def run_script(config: Config, command: Sequence[str]) -> str:
         command,
         run.logs / "job.out",
         gpus=max(learner.gpus, generators.gpus),
-        nodes=hosts_of(config),
+        nodes=config.cluster.learner_hosts + config.cluster.generator_hosts,
         more=("--no-kill", f"--signal=B:{LIMIT.name.removeprefix('SIG')}@{LIMIT_S}"),
         before=_WATCH,
     )

@@ -101,11 +101,6 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
-def is_node() -> bool:
-    """Return whether this machine is one of several nodes of SkyPilot."""
-    return bool(nodes_in(os.environ))
-
-
 def become_host(config: Config, *, fresh: bool) -> NoReturn:
     """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
     if fresh:
@@ -145,9 +140,8 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     """Submit the job in which `command` starts the run; yield how to follow it, by line. Raises RunError."""
     directory = RunDirectory(config.run.directory)
     try:
-        for job in jobs_of(directory.path):
-            if job.state == COMPLETING:
-                continue
+        live = (job for job in jobs_of(directory.path) if job.state != COMPLETING)
+        for job in live:
             raise RunError(
                 f"run {directory.path} is up already, or waits: job {job.id} is {job.state}; stop it with "
                 f"`asyncrl down {directory.path}`, or choose another run.name"

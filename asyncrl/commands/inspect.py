@@ -62,10 +62,7 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
 
 
 def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
-    """Call `audit_store` for a run that is up or over. `require_whole` checks the result.
-
-    Raises RunError if the run is up, here or on another host, and its store does not answer.
-    """
+    """Call `audit_store` for a run that is over, or up with a store that answers; see `require_whole`."""
     directory = find_run(run)
     config = load_config(directory.config)
     try:
@@ -77,7 +74,6 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
         if is_up(directory):
             found = f"{error}; {directory.path} is up, and its data belongs to its own store"
             raise RunError(f"{found}; try again, or end it: asyncrl down {directory.path}") from error
-        # The run is over, but its data is still there.
         with RunLock(directory.supervisor_lock), own_store(config, directory, needs_data=True) as server:
             return audit_store(config, directory, server.url)
 

@@ -169,10 +169,7 @@ class Family:
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """Reap adopted processes that have ended, to free their process ids. Call this continually.
-
-        What fails, for example on a host without free descriptors, is logged and tried again.
-        """
+        """Reap adopted processes that have ended, to free their ids. What fails is logged and tried again."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return

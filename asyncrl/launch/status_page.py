@@ -87,9 +87,8 @@ class StatusPage:
 
     def __post_init__(self) -> None:
         self._heard_s = time.monotonic()
-        calls = {"asyncrl-tick": self._tick, "asyncrl-store": self._ask}
-        loops = {name: partial(self._run, call) for name, call in calls.items()}
-        self._threads = [threading.Thread(target=loops[name], name=name, daemon=True) for name in loops]
+        loops = [partial(self._run, call) for call in (self._tick, self._ask)]
+        self._threads = [threading.Thread(target=loop, name="asyncrl-tick", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Has what `up` finds with `code_of`, for a learner that is started again within the run.
 CODE_VARIABLE = "ASYNCRL_CODE"
-# Endings of the files that are programs; so is a file that begins with `#!`. A command may also name data.
+# Of files in a command only programs are code: with these endings, or a `#!` at their beginning.
 PROGRAMS = (".py", ".pyz", ".sh", ".js", ".mjs", ".cjs", ".ts", ".jar", ".jl", ".lua", ".pl", ".r", ".rb")
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
@@ -40,10 +40,7 @@ class Start:
 
 
 def code_of(config: Config) -> tuple[str, ...]:
-    """Return name and digest of each file on this host with user code for rewards, episodes and rows.
-
-    Of the files that a command names, only programs are code, see `PROGRAMS`: data may change.
-    """
+    """Return name and digest of each file on this host with user code for rewards, episodes and rows."""
     targets = [one.function for one in config.reward_functions.values()]
     targets += [name for _, name, _ in config.environment_names]
     targets += config.data.functions.values()
