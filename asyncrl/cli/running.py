@@ -1,7 +1,6 @@
 """Commands that start, watch and stop a run."""
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -89,9 +88,9 @@ def run_up(
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain, back_to=back_to)
     from asyncrl.cli.foreground import run_on_hosts
     from asyncrl.cluster.engines import wants_gpus
-    from asyncrl.cluster.plans import LEARNER, described, nodes_in
+    from asyncrl.cluster.plans import LEARNER, described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
-    from asyncrl.commands.hosts import become_host, manifests
+    from asyncrl.commands.hosts import become_host, is_node, manifests
     from asyncrl.hosting.route import in_clear, reaches
     from asyncrl.preflight.validate import validated_config
 
@@ -115,7 +114,7 @@ def run_up(
         for line in described(checked, on_gpus=wants_gpus(checked)):
             typer.echo(line)
         return 0
-    if draft.cluster.kind == "local" and nodes_in(os.environ):
+    if draft.cluster.kind == "local" and is_node():
         become_host(checked, fresh=fresh)
     return run_on_hosts(checked, fresh=fresh, plain=plain, command=command if submits else None)
 

@@ -124,8 +124,7 @@ class _Command:
                 return None
             argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
             self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
-            # Until the engine is asked again; what it said of an earlier host of that name is over.
-            self.hosts.states[self.plan.name] = HostState(phase="pending")
+            self.hosts.states[self.plan.name] = HostState(phase="pending")  # until the engine is asked
             self._is_begun, self._learner = True, learner
         state, names_it = self._state, any(LEARNER_ADDRESS in word for word in self.plan.argv)
         if state.phase == "lost" or (names_it and learner not in ("", self._learner)):

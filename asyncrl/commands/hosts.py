@@ -101,6 +101,11 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
+def is_node() -> bool:
+    """Return whether this machine is one of several nodes of SkyPilot."""
+    return bool(nodes_in(os.environ))
+
+
 def become_host(config: Config, *, fresh: bool) -> NoReturn:
     """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
     if fresh:

@@ -113,7 +113,7 @@ def started(
         learner_url = with_user(url, LEARNER) if is_own else url
         learner = learner_spec(config, directory, learner_url, placement)
         with needing(directory.path):
-            directory.write_store_url(generator_url)
+            replace_text(directory.path / "store.url", generator_url, durable=True)
             if not generators or config.control.bind is not None:
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)

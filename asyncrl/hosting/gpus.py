@@ -63,6 +63,11 @@ def _whole(name: str) -> str:
     return next((uuid for uuid in list_uuids() if uuid.startswith(name)), name) if short else name
 
 
+def order_by_bus() -> None:
+    """Let CUDA number the GPUs of this process and its children as nvidia-smi does, unless the user chose."""
+    os.environ.setdefault(ORDER_VARIABLE, BY_BUS[ORDER_VARIABLE])
+
+
 def other_order() -> str | None:
     """Return the order that the user chose for CUDA, if an index may then mean another GPU to nvidia-smi."""
     order = os.environ.get(ORDER_VARIABLE)

@@ -66,10 +66,7 @@ class Heard:
 
 @dataclass(slots=True, kw_only=True)
 class StatusPage:
-    """Shows the status once a second from a thread, also while the learner waits, and after failures.
-
-    Another thread asks the store, which may not answer for long; the status then says that, and has no audit.
-    """
+    """Shows the status once a second from a thread, also while learner or store wait, and after failures."""
 
     now: StatusSnapshot
     hub: ControlHub

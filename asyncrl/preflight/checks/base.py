@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.hosting.gpus import BY_BUS, ORDER_VARIABLE
+from asyncrl.hosting.gpus import order_by_bus
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.hosting.workers import ending
 
@@ -87,7 +87,7 @@ def execute(check: Check) -> Outcome:
 
 def _run(check: Check, sender: Connection, output: int, parent_pid: int) -> None:
     """Run a check in the child: output of libraries goes to `output`, the finding to the parent."""
-    os.environ.setdefault(ORDER_VARIABLE, BY_BUS[ORDER_VARIABLE])  # unless the user chose
+    order_by_bus()
     os.setsid()  # a process group, so that it can be killed with its children
     die_with_parent(parent_pid)
     for descriptor in (1, 2):
