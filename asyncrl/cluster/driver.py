@@ -4,12 +4,11 @@ A command that ends with 0 has done its work, but generators start again if the 
 128 the host is not restarted: its own supervisor has given up, or the user must act. After a signal, or if
 the host was lost, it is restarted, at most `control.max_restarts` times in ten minutes. So is one that was
 given the address of the learner, when that has moved. A run goes on without a host of generators that is not
-started again, while it has another one.
+started again, while it has another one; for a host of the learner it waits `cluster.pending_s`, then it ends.
 """
 
 import logging
 import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,9 +49,22 @@ class Hosts(ThisHost):
     pending_s: float
     on_change: Callable[[Mapping[str, HostState]], None]
     plans: dict[str, HostPlan] = field(default_factory=dict)
-    _states: Mapping[str, HostState] = field(default_factory=dict)
+    _told: Mapping[str, HostState] = field(default_factory=dict)
+    _seen: dict[str, HostState] | None = None  # in this tick; None before the engine was asked
     _may_wait: set[str] = field(default_factory=set)
     _pending_since_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def states(self) -> dict[str, HostState]:
+        """What the engine knows. It is asked once a tick, because it may be a program or a service."""
+        if self._seen is None:
+            self._seen = dict(self.cluster.states())
+        return self._seen
+
+    def sleep(self, wait_s: float) -> None:
+        """Wait. That ends a tick."""
+        self._seen = None
+        ThisHost.sleep(self, wait_s)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
         """Place the host of that name. Raises OSError."""
@@ -64,16 +76,19 @@ class Hosts(ThisHost):
 
     def tend(self) -> None:
         """Tell changes to `on_change`. Raises RunError for a host that is not there within `pending_s`."""
-        now_s, states = time.monotonic(), dict(self.cluster.states())
-        if states != self._states:
+        now_s, states, self._seen = self.now_s(), self.states, None
+        if states != self._told:
             for name, state in states.items():
-                if state.why and state != self._states.get(name):
+                if state.why and state != self._told.get(name):
                     log.warning("%s is %s: %s", name, state.phase, state.why)
-            self._states = states
+            self._told = states
             self.on_change(states)
-        # A run goes on without a host that was lost, or that was added.
-        self._may_wait |= {name for name, state in states.items() if state.phase == "running"}
-        waiting = {name: state for name, state in states.items() if state.phase == "pending"}
+        # A run goes on without a host of generators that was lost, or that was added.
+        learners = {name for name, plan in self.plans.items() if plan.role != "generators"}
+        self._may_wait |= {name for name, state in states.items() if state.phase == "running"} - learners
+        # A host of the learner stays lost where there is no other place for it.
+        awaited = {(name, "lost") for name in learners} | {(name, "pending") for name in states}
+        waiting = {name: state for name, state in states.items() if (name, state.phase) in awaited}
         waiting = {name: state for name, state in waiting.items() if name not in self._may_wait}
         self._pending_since_s = {name: self._pending_since_s.get(name, now_s) for name in waiting}
         for name, since_s in self._pending_since_s.items():
@@ -103,12 +118,13 @@ class _Command:
         return {self.plan.name: Sign(0, Pace.SLOW, self._state.phase)}
 
     def poll(self) -> int | None:
-        learner = self.hosts.cluster.states().get(LEARNER, NOT_STARTED).address
+        learner = self.hosts.states.get(LEARNER, NOT_STARTED).address
         if not self._is_begun:
             if self.plan.role != "learner" and not learner:
                 return None
             argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
             self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
+            self.hosts.states[self.plan.name] = HostState(phase="pending")  # until the engine is asked
             self._is_begun, self._learner = True, learner
         state, names_it = self._state, any(LEARNER_ADDRESS in word for word in self.plan.argv)
         if state.phase == "lost" or (names_it and learner not in ("", self._learner)):
@@ -133,4 +149,4 @@ class _Command:
 
     @property
     def _state(self) -> HostState:
-        return self.hosts.cluster.states()[self.plan.name] if self._is_begun else NOT_STARTED
+        return self.hosts.states[self.plan.name] if self._is_begun else NOT_STARTED

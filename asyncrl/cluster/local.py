@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.cluster.base import HostPlan, HostState
-from asyncrl.cluster.network import Network, require_networks
+from asyncrl.cluster.network import Network, obstacle
+from asyncrl.errors import RunError
 from asyncrl.hosting.gpus import visible_devices
 from asyncrl.hosting.processes import bound_to_us, module_argv
 from asyncrl.hosting.route import PEERS_VARIABLE
@@ -32,7 +33,11 @@ class LocalCluster:
     _placed: dict[str, _Placed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_networks()
+        if found := obstacle():
+            raise RunError(
+                f"cluster.kind is local, whose hosts are networks of this machine, but {found}; leave out "
+                "cluster.kind to train without them"
+            )
         self.network = Network()
 
     def start(self, plan: HostPlan, output: Path) -> None:

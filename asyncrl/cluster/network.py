@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.errors import RunError
 from asyncrl.hosting.processes import bound_to_us
 
 END_S = 10.0
@@ -126,12 +125,3 @@ def obstacle() -> str:
     except subprocess.CalledProcessError as error:
         return f"this user has no right to make them ({error.stderr.strip()}); root has it"
     return ""
-
-
-def require_networks() -> None:
-    """Raise RunError if there can be no networks here."""
-    if found := obstacle():
-        raise RunError(
-            f"cluster.kind is local, whose hosts are networks of this machine, but {found}; leave out "
-            "cluster.kind to train without them"
-        )

@@ -36,18 +36,16 @@ def store_url(config: Config, learner: str, user: str = GENERATOR) -> str:
     return with_user(f"{bind.replace('tcp://', 'redis://')}/0", user)
 
 
-def learner_plan(config: Config, file: Path, *, on_gpus: bool) -> HostPlan:
-    """Return the host of learner and store. The config is that of `file`, which all hosts see."""
-    argv = ("learner", "--config", str(file))
-    return HostPlan(name=LEARNER, role="learner", argv=argv, gpus=config.ranks_per_host * on_gpus)
+def learner_plans(config: Config, file: Path, *, on_gpus: bool) -> list[HostPlan]:
+    """Return the hosts of the learner. The config is that of `file`, which all hosts see.
 
-
-def rank_plans(config: Config, file: Path, *, on_gpus: bool) -> list[HostPlan]:
-    """Return the further hosts of the learner, which read the run's key in its directory."""
-    gpus, plans = config.ranks_per_host * on_gpus, list[HostPlan]()
+    The first has the store, too; the others read the run's key in its directory.
+    """
+    gpus, argv = config.ranks_per_host * on_gpus, ("learner", "--config", str(file))
+    plans = [HostPlan(name=LEARNER, role="learner", argv=argv, gpus=gpus)]
     for host in range(1, config.cluster.learner_hosts):
-        argv = ("rank", "--config", str(file), "--host", str(host), "--learner", LEARNER_ADDRESS)
-        plans.append(HostPlan(name=f"{RANKS}{host}", role="ranks", argv=argv, gpus=gpus))
+        words = ("rank", "--config", str(file), "--host", str(host), "--learner", LEARNER_ADDRESS)
+        plans.append(HostPlan(name=f"{RANKS}{host}", role="ranks", argv=words, gpus=gpus))
     return plans
 
 
@@ -68,8 +66,7 @@ def described(config: Config, *, on_gpus: bool) -> Iterator[str]:
     yield f"cluster.kind={config.cluster.kind}: one command per host; {file} is the config"
     hosts = range(config.cluster.generator_hosts)
     plans = [generators_plan(config, file, index, None, on_gpus=on_gpus) for index in hosts]
-    plans = [*rank_plans(config, file, on_gpus=on_gpus), *plans]
-    for plan in [learner_plan(config, file, on_gpus=on_gpus), *plans]:
+    for plan in [*learner_plans(config, file, on_gpus=on_gpus), *plans]:
         gpus = f" ({plan.gpus} GPUs)" if plan.gpus else ""
         key = ", with join.key" if plan.role == "generators" else ""
         words = " ".join(word if LEARNER_ADDRESS in word else shlex.quote(word) for word in plan.argv)
@@ -97,6 +94,6 @@ def node_plan(config: Config, file: Path, environment: Mapping[str, str]) -> Hos
             f"sky launch --secret {SECRET_VARIABLE}=$(openssl rand -hex 32)"
         )
     if number == 0:
-        return learner_plan(config, file, on_gpus=False)
+        return learner_plans(config, file, on_gpus=False)[0]
     plan = generators_plan(config, file, number - 1, None, on_gpus=False)
     return replace(plan, argv=[word.replace(LEARNER_ADDRESS, nodes[0]) for word in plan.argv])

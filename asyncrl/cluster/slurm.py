@@ -23,7 +23,6 @@ from asyncrl.cluster.slurm_jobs import (
     allocation,
     ask,
     environment,
-    hosts_of,
     jobs_of,
     rendered,
     submit,
@@ -68,8 +67,8 @@ class SlurmCluster:
     def __post_init__(self) -> None:
         self._run = RunDirectory(self.config.run.directory)
         try:
-            nodes, hosts = self._nodes(), hosts_of(self.config)
-            if len(nodes) < hosts:
+            nodes, wanted = self._nodes(), self.config.cluster
+            if len(nodes) < (hosts := wanted.learner_hosts + wanted.generator_hosts):
                 raise RunError(
                     f"job {allocation()} has {len(nodes)} nodes, but cluster.learner_hosts and "
                     f"cluster.generator_hosts are {hosts}; ask for more, or leave it, and `up` submits one"
@@ -125,14 +124,16 @@ class SlurmCluster:
         live = [one for one in self._placed.values() if one.last.phase in ("pending", "running")]
         found = jobs_of(self._run.path, "--states=all") if any(one.job for one in live) else []
         jobs = {job.id: _state_of(job) for job in found}
-        for one in live:
+        statuses = [one.step.poll() if one.step else None for one in live]
+        nodes = self._nodes() if any(status is not None for status in statuses) else []
+        for one, status in zip(live, statuses, strict=True):
             if one.step is None:
                 one.last = jobs.get(one.job, one.last)
-            elif (status := one.step.poll()) is not None:
+            elif status is not None:
                 # Of a node that fails, srun reports 0; of a signal, 128 and its number.
                 if status - SIGNALS in {*signal.Signals}:
                     status = SIGNALS - status
-                if one.node in self._nodes():
+                if one.node in nodes:
                     one.last = HostState(phase="ended", address=one.last.address, status=status)
                 else:
                     one.last = HostState(phase="lost", why=f"node {one.node} has failed")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.cluster.plans import generators_plan, learner_plan
+from asyncrl.cluster.plans import generators_plan, learner_plans
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory
@@ -19,6 +19,8 @@ from asyncrl.run.keys import SECRET_VARIABLE
 LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
 # States of a job whose command Slurm has ended.
+# A job whose command has ended, while Slurm ends what remains on its nodes: at most `COMPLETING_S` count.
+COMPLETING, COMPLETING_S = "COMPLETING", 120.0
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 # Runs on all nodes of a job but its first. Everything that ends the job runs on its first node, and
 # `--no-kill` keeps a job that has lost it.
@@ -82,11 +84,6 @@ def jobs_of(run: Path, *which: str) -> list[Job]:
     return [job for job in found if job.run == str(run.resolve())]
 
 
-def hosts_of(config: Config) -> int:
-    """Return the number of nodes that a run needs."""
-    return config.cluster.learner_hosts + config.cluster.generator_hosts
-
-
 def rendered(
     config: Config,
     name: str,
@@ -109,7 +106,7 @@ def rendered(
 def run_script(config: Config, command: Sequence[str]) -> str:
     """Return the script of the job that has the nodes of all hosts, and runs `command` on the first."""
     run, on_gpus = RunDirectory(config.run.directory), config.learner.device != "cpu"
-    learner = learner_plan(config, run.hosts_config, on_gpus=on_gpus)
+    learner, *_ = learner_plans(config, run.hosts_config, on_gpus=on_gpus)
     generators = generators_plan(config, run.hosts_config, 0, None, on_gpus=on_gpus)
     return rendered(
         config,
@@ -117,7 +114,7 @@ def run_script(config: Config, command: Sequence[str]) -> str:
         command,
         run.logs / "job.out",
         gpus=max(learner.gpus, generators.gpus),
-        nodes=hosts_of(config),
+        nodes=config.cluster.learner_hosts + config.cluster.generator_hosts,
         more=("--no-kill", f"--signal=B:{LIMIT.name.removeprefix('SIG')}@{LIMIT_S}"),
         before=_WATCH,
     )
@@ -128,17 +125,26 @@ def submit(script: str) -> str:
     return ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
 
 
-def end_jobs(run: Path, is_over: Callable[[], bool]) -> bool:
+def end_jobs(run: Path, is_over: Callable[[], bool], report: Callable[[str], object]) -> bool:
     """Let the jobs of a run save and end, and cancel those that are left when `is_over()`.
 
-    Returns whether there were any. Raises RunError.
+    Returns whether there were any. A job that Slurm does not clear from its nodes counts as ended, and
+    `report` gets its id. Raises RunError.
     """
-    asked: set[str] = set()
+    asked, lived_s = set[str](), time.monotonic()
     try:
         while found := jobs_of(run):
-            waiting = [job.id for job in found if job.state == "PENDING"]
-            running = [job.id for job in found if job.state == "RUNNING" and job.id not in asked]
-            if ids := [job.id for job in found] if is_over() else waiting:
+            live = [job for job in found if job.state != COMPLETING]
+            waiting = [job.id for job in live if job.state == "PENDING"]
+            running = [job.id for job in live if job.state == "RUNNING" and job.id not in asked]
+            if live:
+                lived_s = time.monotonic()
+            elif time.monotonic() > lived_s + COMPLETING_S:
+                left = ", ".join(job.id for job in found)
+                said = f"the commands of jobs {left} have ended, but Slurm clears their nodes for longer than"
+                report(f"{said} {COMPLETING_S:g} s; look at the nodes with squeue, and tell who runs them")
+                break
+            if ids := [job.id for job in live] if is_over() else waiting:
                 ask("scancel", *ids)
             elif running:
                 ask("scancel", "--batch", "--signal=TERM", *running)

@@ -13,6 +13,7 @@ import psutil
 from asyncrl.cluster.slurm_jobs import end_jobs
 from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
+from asyncrl.hosting.children import has_ended
 from asyncrl.hosting.environment import RUN_VARIABLE
 from asyncrl.hosting.processes import find_holder
 from asyncrl.run.directory import RunDirectory
@@ -33,7 +34,8 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
 
     `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
     """
-    was_up = directory.job.exists() and end_jobs(directory.path, _Patience(directory, report).is_over)
+    is_over = _Patience(directory, report).is_over
+    was_up = directory.job.exists() and end_jobs(directory.path, is_over, report)
     if was_up and not directory.was_up:
         return Ended(was_up, 0)  # its jobs had not begun, or ran on other machines
     supervisor = _leader(directory)
@@ -78,7 +80,7 @@ def processes_of(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_VARIABLE) == mark and _is_alive(process):
+            if process.environ().get(RUN_VARIABLE) == mark and not has_ended(process):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # the process has ended, or belongs to another user
@@ -109,14 +111,6 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 def _wait(processes: Sequence[psutil.Process], is_over: Callable[[], bool]) -> list[psutil.Process]:
     """Return the processes that are still alive when `is_over()`."""
-    while (alive := [process for process in processes if _is_alive(process)]) and not is_over():
+    while (alive := [process for process in processes if not has_ended(process)]) and not is_over():
         time.sleep(0.1)
     return alive
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs. A zombie does not, though `psutil.wait_procs` would wait for its parent."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -6,7 +6,7 @@ Kubernetes does both itself, so that for it there is only a text to print.
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from typing import NoReturn
@@ -19,13 +19,12 @@ from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     GENERATORS,
     generators_plan,
-    learner_plan,
+    learner_plans,
     node_plan,
     nodes_in,
-    rank_plans,
     reachable,
 )
-from asyncrl.cluster.slurm_jobs import jobs_of, run_script, submit
+from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled
 from asyncrl.commands.up import StartedRun, require_not_up
@@ -80,10 +79,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
 
         # All hosts with ranks save together.
         save_s, file = longest_save(config), directory.hosts_config
-        learners = [
-            learner_plan(config, file, on_gpus=on_gpus),
-            *rank_plans(config, file, on_gpus=on_gpus),
-        ]
+        learners = learner_plans(config, file, on_gpus=on_gpus)
         hosts.plans |= {plan.name: plan for plan in learners}
         supervisor = Supervisor(
             [host_spec(plan, directory.logs, grace_s=save_s) for plan in learners],
@@ -95,7 +91,14 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         paths = directory.scale, directory.scaled
         scaled = stack.enter_context(Scaled(supervisor, make, *paths, prefix=GENERATORS, each=each))
         scaled.begin(config.cluster.generator_hosts)
-        yield StartedRun(supervisor, (), _tending(hosts, scaled, members.tend, may_fail), lambda: save_s)
+
+        def tend() -> None:
+            hosts.tend()
+            with may_fail("scaling"):
+                scaled.tend()
+            members.tend()
+
+        yield StartedRun(supervisor, (), tend, lambda: save_s)
 
 
 def is_node() -> bool:
@@ -142,7 +145,8 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     """Submit the job in which `command` starts the run; yield how to follow it, by line. Raises RunError."""
     directory = RunDirectory(config.run.directory)
     try:
-        for job in jobs_of(directory.path):
+        live = (job for job in jobs_of(directory.path) if job.state != COMPLETING)
+        for job in live:
             raise RunError(
                 f"run {directory.path} is up already, or waits: job {job.id} is {job.state}; stop it with "
                 f"`asyncrl down {directory.path}`, or choose another run.name"
@@ -163,15 +167,3 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     yield f"job {job_id} is submitted, and writes to {directory.logs}/job.out once it has its nodes"
     yield f"what it waits for: squeue --job={job_id}; how it goes: asyncrl status {directory.path}"
     yield f"end it: asyncrl down {directory.path}"
-
-
-def _tending(
-    hosts: Hosts, scaled: Scaled, reap: Callable[[], None], may_fail: BestEffort
-) -> Callable[[], None]:
-    def tend() -> None:
-        hosts.tend()
-        for what, follow in (("scaling", scaled.tend), ("the reaper", reap)):
-            with may_fail(what):
-                follow()
-
-    return tend

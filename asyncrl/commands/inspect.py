@@ -16,7 +16,7 @@ from asyncrl.errors import DataError, RunError, StoreError
 from asyncrl.files import read_record
 from asyncrl.launch.own_store import own_store
 from asyncrl.run.directory import RunDirectory, find_run
-from asyncrl.run.lock import is_locked
+from asyncrl.run.lock import RunLock, is_locked
 from asyncrl.telemetry.advice import bottleneck
 from asyncrl.telemetry.dashboard import SILENT_S
 from asyncrl.telemetry.jsonl import to_json
@@ -62,16 +62,19 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
 
 
 def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
-    """Call `audit_store` for a run that is up or over. `require_whole` checks the result."""
+    """Call `audit_store` for a run that is over, or up with a store that answers; see `require_whole`."""
     directory = find_run(run)
     config = load_config(directory.config)
     try:
         return audit_store(config, directory, store_url)
-    except StoreError:
+    except StoreError as error:
         if store_url or config.store.url:
             raise  # a new empty store would prove nothing
-        # The run is over, but its data is still there.
-        with own_store(config, directory, needs_data=True) as server:
+        # A second server would write to the data of the first, which may live though it does not answer.
+        if is_up(directory):
+            found = f"{error}; {directory.path} is up, and its data belongs to its own store"
+            raise RunError(f"{found}; try again, or end it: asyncrl down {directory.path}") from error
+        with RunLock(directory.supervisor_lock), own_store(config, directory, needs_data=True) as server:
             return audit_store(config, directory, server.url)
 
 

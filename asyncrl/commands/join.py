@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import SKEW_S, clock_skew_s
 from asyncrl.buffer.run_record import RunRecord, StoredRun
@@ -93,7 +92,6 @@ def joined(
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
     prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
-    may_fail = BestEffort()
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
         if (needed := config.served) and not _are_here(needed, directory):
@@ -109,12 +107,7 @@ def joined(
         most, limits = config.control.max_restarts, Limits.of(config.control)
         supervisor = Supervisor([*scorers, *specs], max_restarts=most, limits=limits)
         stack.enter_context(supervisor)
-
-        def tend() -> None:
-            with may_fail("the reaper"):
-                members.tend()
-
-        yield StartedRun(supervisor, (), tend)
+        yield StartedRun(supervisor, (), members.tend)
 
 
 def _are_here(scorers: Collection[str], directory: RunDirectory) -> bool:
@@ -136,10 +129,11 @@ def require_learner(store_url: str, config: Config, recorded: str, report: Calla
     supposed = filled_in(config.control.bind, host, CONTROL_PORT) if host else None
     control = (supposed or "") if is_own else recorded
     ports = of_generators(control) if control.startswith("tcp://") else []
-    for closed in unreached(ports, wait_s):
+    refused = list[str]()
+    for closed in unreached(ports, wait_s, refused.append):
         raise RunError(closed) if is_own else RunNotUp(closed)
-    for refused in unreached(ports if recorded else (), wait_s, listens=True):
-        report(f"! {refused}; a learner that starts again refuses, too, until it has loaded its model")
+    for text in refused if recorded else ():
+        report(f"! {text}; a learner that starts again refuses, too, until it has loaded its model")
 
 
 def _wait_for_run(
@@ -215,22 +209,18 @@ def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
 
 
 def _config_of(found: _Found, own: Config | None, allowed: Collection[str]) -> Config:
-    """Return the config of the generators. Raises ConfigError for code that is not allowed."""
+    """Return the config of the generators. Raises ConfigError for code that is not allowed.
+
+    Raises RunNotUp for a release or config that the learner would refuse, before a model is loaded. The store
+    may still hold the record of an earlier start, which the learner replaces.
+    """
     config = own
     if config is None and found.learners is not None:
         config = load_config(found.learners.config)
     if config is None:
         config = Config.model_validate_json(found.record.config_json)
         check_allowed(config, allowed)
-    _check_membership(found.record, config)
-    return config
-
-
-def _check_membership(record: StoredRun, config: Config) -> None:
-    """Raise RunNotUp for a release or config that the learner would refuse, before a model is loaded.
-
-    The store may still hold the record of an earlier start, which the learner replaces.
-    """
+    record = found.record
     if record.release != __version__:
         raise RunNotUp(
             f"run {record.name} is of asyncrl {record.release}, this is {__version__}; "
@@ -241,3 +231,4 @@ def _check_membership(record: StoredRun, config: Config) -> None:
             f"run {record.name} has another config (hash {record.config_hash}, yours {config_hash(config)}); "
             "leave out --config to use the run's own"
         )
+    return config

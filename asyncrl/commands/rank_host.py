@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.best_effort import BestEffort
 from asyncrl.buffer.users import LEARNER as STORE_USER
 from asyncrl.cluster.plans import store_url
 from asyncrl.commands.down import PATIENCE_S
@@ -63,14 +62,9 @@ def started_ranks(config: Config, file: Path, number: int, *, learner: str) -> I
         log_path=directory.logs / f"{name}.out",
         workers=workers_of(here),
     )
-    may_fail, limits, most = BestEffort(), Limits.of(config.control), config.control.max_restarts
+    limits, most = Limits.of(config.control), config.control.max_restarts
     with family() as members, Supervisor([spec], max_restarts=most, limits=limits) as supervisor:
-
-        def tend() -> None:
-            with may_fail("the reaper"):
-                members.tend()
-
-        yield StartedRun(supervisor, (), tend, lambda: longest_save(config))
+        yield StartedRun(supervisor, (), members.tend, lambda: longest_save(config))
 
 
 def longest_save(config: Config) -> float:

@@ -1,5 +1,6 @@
 """`asyncrl up`: starts store, learner and generators on this machine, and restarts those that die."""
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,7 @@ from asyncrl.run.keys import (
 )
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
-from asyncrl.run.starts import code_variables
+from asyncrl.run.starts import CODE_VARIABLE, code_of
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
@@ -112,7 +113,7 @@ def started(
         learner_url = with_user(url, LEARNER) if is_own else url
         learner = learner_spec(config, directory, learner_url, placement)
         with needing(directory.path):
-            directory.write_store_url(generator_url)
+            replace_text(directory.path / "store.url", generator_url, durable=True)
             if not generators or config.control.bind is not None:
                 if join_key is not None:
                     write_text(join_key, keys.join.text(), private=True)
@@ -158,8 +159,7 @@ def supervised(
         is_recorded = attempt.succeeded
 
     def tend() -> None:
-        with may_fail("the reaper"):
-            members.tend()
+        members.tend()
         if not is_recorded:
             record(supervisor.pids())
 
@@ -275,7 +275,7 @@ def learner_spec(
         name="learner",
         argv=argv,
         standby_argv=[*argv, STANDBY],
-        env=env | {SECRET_VARIABLE: directory.secret()} | code_variables(config),
+        env=env | {SECRET_VARIABLE: directory.secret(), CODE_VARIABLE: json.dumps(code_of(config))},
         log_path=directory.logs / "learner.out",
         ends_run=True,
         workers=() if config.learner.ranks == 1 else workers_of(range(config.ranks_per_host)),

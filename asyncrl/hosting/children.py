@@ -17,6 +17,7 @@ from typing import IO, Protocol
 
 import psutil
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.hosting.processes import adopt_orphans, kill_group
 from asyncrl.hosting.progress import Board, Sign, variable
 
@@ -162,29 +163,30 @@ class Family:
     """The descendants of this process that it did not have before."""
 
     def __init__(self) -> None:
-        self._me = psutil.Process()
+        self._me, self._may_fail = psutil.Process(), BestEffort()
         self._strangers = {process.pid for process in self._me.children(recursive=True)}
         self._ended_s: dict[int, float] = {}
         self._look_at_s = 0.0
 
     def tend(self) -> None:
-        """Reap adopted processes that have ended, to free their process ids. Call this continually."""
+        """Reap adopted processes that have ended, to free their ids. What fails is logged and tried again."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
-        ended = {process.pid for process in self._me.children() if _has_ended(process)}
-        self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
-        for pid, since_s in self._ended_s.items():
-            if now_s - since_s > UNCLAIMED_S:
-                _reap(pid)
+        with self._may_fail("the reaper"):
+            ended = {process.pid for process in self._me.children() if has_ended(process)}
+            self._ended_s = {pid: self._ended_s.get(pid, now_s) for pid in ended}
+            for pid, since_s in self._ended_s.items():
+                if now_s - since_s > UNCLAIMED_S:
+                    _reap(pid)
 
     def end(self) -> None:
         """Kill all descendants that are left."""
         until_s = time.monotonic() + END_S
         logged: set[int] = set()
         while (left := self._members()) and time.monotonic() < until_s:
-            alive = {process.pid for process in left if not _has_ended(process)}
+            alive = {process.pid for process in left if not has_ended(process)}
             if new := sorted(alive - logged):
                 log.warning("processes %s had left those that started them, and are killed", new)
                 logged |= alive
@@ -199,9 +201,10 @@ class Family:
         return [process for process in descendants if process.pid not in self._strangers]
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. A zombie has, though `psutil.wait_procs` would wait for its parent."""
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return bool(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.schema import Config
-from asyncrl.hosting.smi import count_listed, list_uuids
+from asyncrl.hosting.smi import list_uuids
 
 VARIABLE, ORDER_VARIABLE = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 UUID_LENGTH = len("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
@@ -25,7 +25,7 @@ def count_gpus() -> int:
     if names is not None:
         return len(names)
     # WSL2 and some containers have no device files.
-    return len(list(DEVICES.glob("nvidia[0-9]*"))) or count_listed()
+    return len(list(DEVICES.glob("nvidia[0-9]*"))) or len(list_uuids())
 
 
 def has_instances() -> bool:

@@ -29,25 +29,23 @@ LEAST_LEARNER_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one rank or generator."""
+    """The place of one rank or generator on this host."""
 
-    host: int = 0
-    gpus: tuple[int, ...] = ()  # of that host; none on a CPU
+    gpus: tuple[int, ...] = ()  # none on a CPU
     share: float = 1.0  # of the memory of each of these GPUs
     is_shared: bool = False  # with another process of the run, on any of them
 
     def meets(self, other: "Seat") -> bool:
         """Return whether both have a GPU in common."""
-        return self.host == other.host and not set(self.gpus).isdisjoint(other.gpus)
+        return not set(self.gpus).isdisjoint(other.gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The seats of all ranks and generators, and the transport that `auto` means between them."""
+    """The seats of the ranks and generators of this host."""
 
     ranks: tuple[Seat, ...]
     generators: tuple[Seat, ...]
-    transport: str
 
     @property
     def learner_gpus(self) -> tuple[int, ...]:
@@ -79,64 +77,50 @@ def choose_transport(wanted: str, *, one_host: bool) -> str:
 def place(
     gpus: int,
     *,
-    hosts: int = 1,
     ranks: int,
     generators: int | None = None,
     tensor_parallel: int = 1,
     share: float | None = None,
 ) -> Placement:
-    """Seat the ranks on the first host, and the generators on all; without `gpus`, all use CPUs.
+    """Seat ranks and generators; without `gpus`, all use CPUs.
 
     `generators` None means as many as there are GPUs for, `share` None an equal part of what they may use. It
     also seats what does not fit; `misplaced` says so.
     """
-    transport = choose_transport("auto", one_host=hosts == 1)
     if not gpus:
         count = CPU_GENERATORS if generators is None else generators
-        return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count, transport=transport)
-    learners = {(0, rank) for rank in range(min(ranks, gpus))}
-    groups = _groups(gpus, hosts, len(learners), tensor_parallel)
+        return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count)
+    learners = range(min(ranks, gpus))
+    groups = _groups(gpus, len(learners), tensor_parallel)
     count = len(groups) if generators is None else generators
     chosen = [groups[index % len(groups)] for index in range(count)]
     tenants = Counter(gpu for group in chosen for gpu in group)
     seats = tuple(_generator_seat(group, tenants, learners, share) for group in chosen)
-    rank_seats = tuple(_rank_seat(rank, seats) for rank in range(len(learners)))
-    return Placement(ranks=rank_seats, generators=seats, transport=transport)
+    return Placement(ranks=tuple(_rank_seat(rank, seats) for rank in learners), generators=seats)
 
 
-def _groups(gpus: int, hosts: int, learners: int, width: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return groups of `width` GPUs of one host, without the learner's if there are any such groups."""
-
-    def split(host: int, free: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
-        for start in range(0, len(free) - width + 1, width):
-            yield tuple((host, gpu) for gpu in free[start : start + width])
-
-    free = [range(learners if host == 0 else 0, gpus) for host in range(hosts)]
-    apart = [group for host in range(hosts) for group in split(host, free[host])]
-    together = list(split(0, [*free[0], *range(learners)]))
-    return apart or together or [tuple((0, gpu) for gpu in range(gpus))]
+def _groups(gpus: int, learners: int, width: int) -> list[tuple[int, ...]]:
+    """Return groups of `width` GPUs, without the learner's if there are any such groups."""
+    free = range(learners, gpus)
+    for among in (free, (*free, *range(learners))):
+        starts = range(0, len(among) - width + 1, width)
+        if groups := [tuple(among[start : start + width]) for start in starts]:
+            return groups
+    return [tuple(range(gpus))]
 
 
 def _rank_seat(rank: int, generators: Sequence[Seat]) -> Seat:
-    taken = [seat.share for seat in generators if seat.meets(Seat(gpus=(rank,)))]
+    taken = [seat.share for seat in generators if rank in seat.gpus]
     share = max(0.0, 1 - MARGIN - sum(taken)) if taken else 1.0
     return Seat(gpus=(rank,), share=share, is_shared=bool(taken))
 
 
 def _generator_seat(
-    group: Sequence[tuple[int, int]],
-    tenants: Counter[tuple[int, int]],
-    learners: set[tuple[int, int]],
-    share: float | None,
+    group: tuple[int, ...], tenants: Counter[int], learners: Collection[int], share: float | None
 ) -> Seat:
-    generators, beside = max(tenants[gpu] for gpu in group), not learners.isdisjoint(group)
+    generators, beside = max(tenants[gpu] for gpu in group), any(gpu in learners for gpu in group)
     default = (BESIDE_LEARNER_SHARE if beside else GENERATORS_SHARE) / generators
-    return Seat(
-        host=group[0][0],
-        gpus=tuple(gpu for _, gpu in group),
-        share=default if share is None else share,
-        is_shared=beside or generators > 1,
-    )
+    return Seat(gpus=group, share=default if share is None else share, is_shared=beside or generators > 1)
 
 
 def placement_of(
@@ -171,11 +155,7 @@ def place_slots(
 def overfull(seat: Seat, others: Mapping[str, Seat]) -> str:
     """Say which GPU a new process would overfill, where `others` keep their shares; empty if none."""
     for gpu in seat.gpus:
-        shares = {
-            name: other.share
-            for name, other in others.items()
-            if other.host == seat.host and gpu in other.gpus
-        }
+        shares = {name: other.share for name, other in others.items() if gpu in other.gpus}
         if seat.share + sum(shares.values()) > 1 + ROUNDING:
             kept = ", ".join(f"{share:.0%} for {name}" for name, share in shares.items())
             return f"{seat.share:.0%} of GPU {gpu}, of which processes that run keep {kept}"
@@ -183,9 +163,8 @@ def overfull(seat: Seat, others: Mapping[str, Seat]) -> str:
 
 
 def idle_gpus(placement: Placement, gpus: int) -> tuple[int, ...]:
-    """Return the GPUs of the first host that `placement` leaves unused."""
-    seats = (*placement.ranks, *placement.generators)
-    used = {gpu for seat in seats if not seat.host for gpu in seat.gpus}
+    """Return the GPUs that `placement` leaves unused."""
+    used = {gpu for seat in (*placement.ranks, *placement.generators) for gpu in seat.gpus}
     return tuple(gpu for gpu in range(gpus) if gpu not in used)
 
 
@@ -213,7 +192,7 @@ def misplaced(
     if not judged and config.weights.transport == "nccl" and any(map(placement.ranks[0].meets, beside)):
         text = (
             "found nccl, which refuses two processes on one GPU, but generators share a GPU with the learner "
-            f"({shown}); leave it auto, which is {placement.transport} here"
+            f"({shown}); leave it auto, which is {choose_transport('auto', one_host=True)} here"
         )
         yield Mistake(("weights.transport",), text)
 

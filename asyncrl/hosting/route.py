@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -85,23 +85,27 @@ def _at(bind: str, who: str, what: str, *, is_encrypted: bool) -> Reach:
     return Reach(who, host_of(bind), int(bind.rpartition(":")[2]), what, "control.bind", is_encrypted)
 
 
-def unreached(ports: Iterable[Reach], wait_s: float, *, listens: bool = False) -> Iterator[str]:
+def unreached(
+    ports: Iterable[Reach], wait_s: float, on_refusal: Callable[[str], object] = lambda text: None
+) -> Iterator[str]:
     """Yield what this host does not reach, each after `wait_s` at most, with the cure.
 
-    A refusal counts as an answer, because perhaps nothing `listens` there yet.
+    A refusal counts as an answer, because perhaps nothing listens there yet: its text goes to `on_refusal`.
     """
     for one in ports:
         try:
             if one.port:
                 socket.create_connection((one.host, one.port), wait_s).close()
         except OSError as error:
-            if isinstance(error, ConnectionRefusedError) and not listens:
-                continue
-            yield (
+            said = (
                 f"{socket.gethostname()} does not reach {one.host} at port {one.port} "
                 f"({error.strerror or error}), the {one.what} of the run; open it between these hosts, in "
                 f"firewalls and security groups, or choose another port with {one.key}"
             )
+            if not isinstance(error, ConnectionRefusedError):
+                yield said
+            else:
+                on_refusal(said)
 
 
 def address_towards(peer: str) -> str:
@@ -154,10 +158,12 @@ def with_addresses(config: Config, peers: Sequence[str]) -> Config:
     Raises RunError if there is no such route, or more than one such address, or if this host cannot listen at
     an address that is named.
     """
-    binds = {"control": config.control.bind, "store": config.store.bind}
-    ports = {"control": CONTROL_PORT, "store": STORE_PORT}
-    for name, bind in binds.items():
-        if bind is None or filled_in(bind, "", ports[name]) != bind:
+    ports, asking = {"control": CONTROL_PORT, "store": STORE_PORT}, dict[str, str]()
+    for name, port in ports.items():
+        if (bind := getattr(config, name).bind) is None:
+            continue
+        if filled_in(bind, "", port) != bind:
+            asking[name] = bind
             continue
         try:
             family, (address, _, *scope) = _looked_up(host_of(bind))
@@ -167,14 +173,13 @@ def with_addresses(config: Config, peers: Sequence[str]) -> Config:
             found = f"{name}.bind is {bind}, at which this host cannot listen ({error.strerror or error})"
             cure = "write auto, or tcp://HOST:PORT with an address of this host (`ip address` lists them)"
             raise RunError(f"{found}; {cure}") from error
-    asking = [name for name, bind in binds.items() if filled_in(bind, "", ports[name]) != bind]
     if not asking:
         return config
-    key = f"{asking[0]}.bind"
-    address = _our_address(f"{key} is {binds[asking[0]]}", f"name it: {key}=tcp://HOST:PORT", peers)
+    key, bind = next(iter(asking.items()))
+    address = _our_address(f"{key}.bind is {bind}", f"name it: {key}.bind=tcp://HOST:PORT", peers)
     changed = {
-        name: getattr(config, name).model_copy(update={"bind": filled_in(binds[name], address, ports[name])})
-        for name in asking
+        name: getattr(config, name).model_copy(update={"bind": filled_in(bind, address, ports[name])})
+        for name, bind in asking.items()
     }
     return config.model_copy(update=changed)
 

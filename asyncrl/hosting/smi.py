@@ -6,6 +6,7 @@ import subprocess
 from functools import cache
 
 from asyncrl.errors import DataError
+from asyncrl.hosting.processes import stop_processes
 
 SMI = "nvidia-smi"
 ASK_S = 20.0
@@ -20,34 +21,34 @@ def is_installed() -> bool:
 def ask(*arguments: str, program: str = SMI) -> str:
     """Return what nvidia-smi prints. Raises DataError."""
     try:
-        done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=ASK_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            said = [text.decode(errors="replace") for text in process.communicate(timeout=ASK_S)]
+        except subprocess.TimeoutExpired as error:
+            # Not `subprocess.run`, which waits until a killed process has ended: the driver may hold it.
+            is_held = stop_processes([process], grace_s=0.0)
+            held = " and cannot be killed, the driver holds it: restart the machine" if is_held else ""
+            raise OSError(f"process {process.pid} has not answered within {ASK_S:g} s{held}") from error
+    except OSError as error:
         raise DataError(f"{SMI} cannot be asked about the GPUs ({error}); run `asyncrl doctor`") from error
-    if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split()) or f"exit status {done.returncode}"
+    if process.returncode:
+        found = " ".join("".join(said).split()) or f"exit status {process.returncode}"
         cure = "reset the GPU or restart the machine, or reinstall the driver"
-        if re.search(UNKNOWN_FIELD, said):
+        if re.search(UNKNOWN_FIELD, found):
             cure = "update the driver"
-        raise DataError(f"{SMI}: {said}; {cure}")
-    return done.stdout
-
-
-def count_listed() -> int:
-    """Count the GPUs that nvidia-smi lists; 0 if it is not installed or does not answer."""
-    return len(_found(r"^GPU \d+:", shutil.which(SMI), "-L"))
+        raise DataError(f"{SMI}: {found}; {cure}")
+    return said[0]
 
 
 def list_uuids() -> list[str]:
     """The UUIDs of all GPUs; none if nvidia-smi is not installed or does not answer."""
-    return _found(r"\bGPU-[\w-]+", shutil.which(SMI), "--query-gpu=uuid", "--format=csv,noheader")
+    return re.findall(r"^GPU \d+:.*\(UUID: (GPU-[\w-]+)\)", _listing(shutil.which(SMI)), re.MULTILINE)
 
 
-# These are asked for often, and a driver that hangs takes `ASK_S` each time.
+# It is asked for often, and a driver that hangs takes `ASK_S` each time.
 @cache
-def _found(pattern: str, program: str | None, *arguments: str) -> list[str]:
+def _listing(program: str | None) -> str:
     try:
-        return re.findall(pattern, ask(*arguments, program=program), re.MULTILINE) if program else []
+        return ask("-L", program=program) if program else ""
     except DataError:
-        return []
+        return ""

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.schema import Config
@@ -19,11 +20,13 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.exporter import Exporter
 from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.status import StatusSnapshot, write_status
+from asyncrl.telemetry.text import duration
 from asyncrl.telemetry.trackers import JsonlTracker
 
 Show = Callable[[StatusSnapshot], None]
 
 HEARD_S = 10.0  # between two lines of a generator that writes none here
+SILENT_S = 5.0  # a store that has not answered for so long is told
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class Heard:
 
 @dataclass(slots=True, kw_only=True)
 class StatusPage:
-    """Shows the status once a second from a thread, also while the learner waits, and after failures."""
+    """Shows the status once a second from a thread, also while learner or store wait, and after failures."""
 
     now: StatusSnapshot
     hub: ControlHub
@@ -77,11 +80,17 @@ class StatusPage:
     # Counts the seconds in which something failed.
     guard: BestEffort
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
-    _thread: threading.Thread = field(init=False)
+    _threads: Sequence[threading.Thread] = field(init=False)
+    # What the store said last, and when.
+    _heard: dict[str, Any] = field(default_factory=dict, init=False)
+    _heard_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="asyncrl-tick", daemon=True)
-        self._thread.start()
+        self._heard_s = time.monotonic()
+        loops = [partial(self._run, call) for call in (self._tick, self._ask)]
+        self._threads = [threading.Thread(target=loop, name="asyncrl-tick", daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self, state: str, message: str = "") -> None:
         """Set `StatusSnapshot.state` and, for a final state, its reason."""
@@ -90,25 +99,38 @@ class StatusPage:
     def close(self) -> str:
         """Show the last state, stop, and return its message."""
         self._stop.set()
-        self._thread.join(timeout=10.0)
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+        if not self._threads[-1].is_alive():
+            self._ask()
         self._tick()
         return self.now.message
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], None]) -> None:
         while not self._stop.wait(1.0):
-            self._tick()
+            call()
+
+    def _ask(self) -> None:
+        with self.guard("the record of the run in its store"):
+            self.renew(self.hub.endpoint)
+            self._heard = {"audit": self.taking.audit(), "audit_mismatch": self.taking.mismatch}
+            self._heard_s = time.monotonic()
 
     def _tick(self) -> None:
+        silent_s, heard = time.monotonic() - self._heard_s, self._heard
+        message = self.now.message
+        if silent_s > SILENT_S and not self.now.is_final:
+            found = f"the store has not answered for {duration(silent_s)}, and what needs it waits"
+            message, heard = f"{found}; see store/store.log, or the server at store.url", {}
         with self.guard("the status"):
-            self.renew(self.hub.endpoint)
             status = replace(
                 self.now,
                 updated_at=time.time(),
                 doing=doing(),
                 members=tuple(self.hub.members()),
-                audit=self.taking.audit(),
-                audit_mismatch=self.taking.mismatch,
                 counters=self.hub.counters(),
+                message=message,
+                **heard,
             )
             for show in self.shows:
                 show(status)

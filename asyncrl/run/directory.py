@@ -230,10 +230,6 @@ class RunDirectory:
         replace_text(self.path / "join.key", keys.text(), durable=True, private=True)
         return self.path / "join.key"
 
-    def write_store_url(self, url: str) -> None:
-        """Write the URL of the store for generators on this machine."""
-        replace_text(self.path / "store.url", url, durable=True)
-
     def store_url(self) -> str | None:
         """Return the URL of the store; None if the run has never been up here."""
         path = self.path / "store.url"

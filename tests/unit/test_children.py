@@ -1,14 +1,17 @@
 """Real processes of this host: the life of a run, signals, standbys, and nothing that is left."""
 
+import errno
 import os
 import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from asyncrl.hosting.children import ProcessSpec, ThisHost
+from asyncrl.hosting import children
+from asyncrl.hosting.children import ProcessSpec, ThisHost, family
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
 from tests.support.waiting import stop, wait_until
@@ -190,3 +193,22 @@ def test_output_goes_to_standard_error_if_the_log_cannot_be_opened(tmp_path, cap
     with started(one) as process:
         wait_until(lambda: process.poll() is not None)
     assert capfd.readouterr().err == "hello\n" and "cannot be written" in caplog.text
+
+
+def test_a_reaper_that_fails_does_not_end_the_run_and_is_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr(children, "LOOK_S", 0.0)
+    asked = []
+
+    def refused(self, recursive=False):
+        asked.append(recursive)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with family() as members:
+        with monkeypatch.context() as full:
+            full.setattr(psutil.Process, "children", refused)
+            members.tend()
+            members.tend()
+        assert len(asked) == 2 and caplog.text.count("the reaper failed and will be tried again") == 1
+        with caplog.at_level("INFO"):
+            members.tend()
+    assert "the reaper works again, after 2 failures" in caplog.text

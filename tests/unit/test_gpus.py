@@ -1,6 +1,7 @@
 """Only the GPUs that this process was given are dealt, by the names that it knows them by."""
 
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError
-from asyncrl.hosting import gpus, nvidia, smi
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.hosting import gpus, nvidia, processes, smi
 from asyncrl.hosting.environment import ON_CPU, child_environment
 from asyncrl.hosting.gpus import count_gpus, resolve_device, visible_devices
 from asyncrl.hosting.placement import place
@@ -116,7 +117,8 @@ def test_only_gpus_that_we_were_given_are_dealt(monkeypatch, tmp_path, ours, lea
 
 def test_children_get_uuids_in_full(monkeypatch, tmp_path):
     whole = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-5d2a1c77-3f0e-11d2-9a64-0c5b9f2b6d11"]
-    tool(tmp_path, "nvidia-smi", f"echo {whole[0]}; echo {whole[1]}")
+    lines = "; ".join(f"echo 'GPU {index}: NVIDIA (UUID: {uuid})'" for index, uuid in enumerate(whole))
+    tool(tmp_path, "nvidia-smi", lines)
     monkeypatch.setenv("PATH", str(tmp_path))
     for given in (["GPU-5d2a", "GPU-8932f937"], [whole[1], "GPU-89"]):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(given))
@@ -138,9 +140,9 @@ def no_device_files(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
-    smi._found.cache_clear()
+    smi._listing.cache_clear()
     yield tmp_path
-    smi._found.cache_clear()
+    smi._listing.cache_clear()
 
 
 def test_gpus_without_device_files_are_counted_by_nvidia_smi(no_device_files, monkeypatch):
@@ -184,3 +186,28 @@ def test_a_driver_that_does_not_answer_shows_no_gpu(no_device_files, monkeypatch
     monkeypatch.setattr(smi, "ASK_S", 0.2)
     tool(no_device_files, "nvidia-smi", script)
     assert count_gpus() == 0
+
+
+def test_a_driver_that_holds_nvidia_smi_is_not_waited_for(no_device_files, monkeypatch):
+    """As in an uninterruptible wait, the process outlives the signal that kills others."""
+    asked = []
+
+    class Held(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            asked.append(self)
+
+        def send_signal(self, number):
+            pass
+
+        kill = terminate = lambda self: None
+
+    monkeypatch.setattr(smi, "ASK_S", 0.2)
+    monkeypatch.setattr(processes, "_REAP_S", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", Held)
+    tool(no_device_files, "nvidia-smi", "exec /bin/sleep 60")
+    with pytest.raises(DataError, match=r"not answered within 0\.2 s and cannot be killed, the driver holds"):
+        smi.ask("-L")
+    assert asked[0].poll() is None, "it lives, and nobody waits for it"
+    os.kill(asked[0].pid, signal.SIGKILL)
+    assert asked[0].wait(60) == -signal.SIGKILL

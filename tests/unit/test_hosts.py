@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -13,11 +14,13 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.cli.app import run as typed
+from asyncrl.cluster import slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.plans import described, generators_plan, learner_plan, rank_plans, reachable, store_url
+from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
+from asyncrl.commands import hosts as hosts_command
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
 from asyncrl.config.schema import Config
@@ -52,7 +55,7 @@ def config(**parts) -> Config:
 def test_plans_say_who_runs_what_and_hold_no_key(tmp_path):
     ours = reachable(config())
     assert (ours.control.bind, ours.store.bind) == ("auto", "auto")
-    learner = learner_plan(ours, tmp_path / "hosts.yaml", on_gpus=True)
+    (learner,) = learner_plans(ours, tmp_path / "hosts.yaml", on_gpus=True)
     generators = generators_plan(ours, tmp_path / "hosts.yaml", 3, KEYS, on_gpus=True)
     assert (learner.name, learner.gpus) == ("learner-0", 2)
     assert (generators.name, generators.gpus) == ("generators-3", 8)
@@ -175,14 +178,19 @@ def test_an_address_at_which_this_host_cannot_listen_is_refused_in_a_bounded_tim
     answer.set()
 
 
-def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens():
+def test_a_port_that_refuses_is_told_once_the_learner_has_said_that_it_listens(monkeypatch):
     """As behind a firewall that rejects; while nothing listens, a learner's host refuses alike."""
     [free] = free_ports(1)
-    ours, told = config(control={"bind": f"tcp://auto:{free}"}), list[str]()
+    ours, told, asked = config(control={"bind": f"tcp://auto:{free}"}), list[str](), []
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        route.socket, "create_connection", lambda place, *rest: asked.append(place) or connect(place, *rest)
+    )
     require_learner("redis://127.0.0.1:1/0", ours, "", told.append)
     assert not told
     require_learner("redis://127.0.0.1:1/0", ours, f"tcp://127.0.0.1:{free}", told.append)
     [said] = told
+    assert asked == [("127.0.0.1", free)] * 2, "once per call"
     assert f"does not reach 127.0.0.1 at port {free} (Connection refused), the control plane" in said
     assert "control.bind; a learner that starts again refuses, too" in said
 
@@ -196,9 +204,7 @@ def test_what_the_user_sets_stays():
 
 def test_the_ranks_of_a_learner_are_divided_among_its_hosts(tmp_path):
     ours = reachable(config(learner={"ranks": 8, "sequence_parallel": 2}, cluster=TWO))
-    learner, (ranks,) = (
-        plans(ours, tmp_path / "hosts.yaml", on_gpus=True) for plans in (learner_plan, rank_plans)
-    )
+    learner, ranks = learner_plans(ours, tmp_path / "hosts.yaml", on_gpus=True)
     assert (learner.gpus, ranks.gpus, ranks.name, ranks.role, ranks.keys) == (
         4,
         4,
@@ -277,13 +283,14 @@ class Engine:
     """A cluster whose hosts end as a test says."""
 
     def __init__(self):
-        self.found, self.started, self.killed = {}, [], []
+        self.found, self.started, self.killed, self.asked = {}, [], [], 0
 
     def start(self, plan, output):
         self.started.append((plan.name, " ".join(plan.argv)))
         self.found[plan.name] = HostState(phase="running", address="10.0.0.1")
 
     def states(self):
+        self.asked += 1
         return self.found
 
     def stop(self, name, *, kill):
@@ -305,6 +312,7 @@ class Clock(Hosts):
 
     def sleep(self, wait_s):
         type(self).passed_s += wait_s
+        super().sleep(0.0)
 
 
 @pytest.fixture
@@ -315,7 +323,7 @@ def run(tmp_path):
         "learner-0": HostPlan(name="learner-0", role="learner", argv=["learn"], gpus=0),
         "generators-0": HostPlan(name="generators-0", role="generators", argv=["at {learner}"], gpus=0),
     }
-    hosts = Clock(engine, 300.0, lambda states: None, plans)
+    hosts = Clock(engine, 100.0, lambda states: None, plans)
     specs = [host_spec(plan, tmp_path, is_extra=False) for plan in plans.values()]
     supervisor = Supervisor(specs, max_restarts=2, host=hosts)
 
@@ -328,6 +336,7 @@ def run(tmp_path):
         def tick():
             now = next(ticks)
             events.get(now, lambda: None)()
+            hosts.tend()
             if now == 1000:
                 supervisor.request_stop("the end of the test")
 
@@ -396,6 +405,34 @@ def test_generators_follow_a_learner_that_moves(run):
     ]
 
 
+def test_an_engine_is_asked_once_a_tick_however_many_hosts_there_are(run):
+    engine, play = run
+    names = [f"generators-{index}" for index in range(1, 9)]
+    more = [HostPlan(name=name, role="generators", argv=["at {learner}"], gpus=0) for name in names]
+    asked = []
+    play({tick: lambda: asked.append(engine.asked) for tick in range(20, 120)}, *more)
+    assert len(engine.started) == 10
+    assert {after - before for before, after in itertools.pairwise(asked)} == {1}
+
+
+@pytest.mark.parametrize("phase", ["pending", "lost"])
+def test_a_host_of_the_learner_that_was_lost_is_awaited_for_a_bounded_time(run, phase):
+    engine, play = run
+
+    def nowhere(plan, output):
+        if phase == "lost":
+            raise OSError("no node is free")
+        engine.found[plan.name] = HostState(phase="pending", why="job 7: Resources")
+
+    def lose():
+        engine.start = nowhere
+        engine.found["learner-0"] = HostState(phase="lost", why="its node has failed")
+
+    why = {"pending": "job 7: Resources", "lost": "its node has failed"}[phase]
+    with pytest.raises(RunError, match=f"learner-0 has no host after 100 s: {why}; .*cluster.pending_s"):
+        play({5: lose, 900: lambda: pytest.fail("it waits still")})
+
+
 def test_the_end_of_the_learner_is_the_end_of_the_run(run):
     engine, play = run
     assert play({5: lambda: engine.end("learner-0", status=0)}).is_over
@@ -447,6 +484,31 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
         cluster._placed[plan.name].step.wait(60)
         asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
     assert asked == [["--gpus-per-node=2"], []]
+
+
+def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path, monkeypatch):
+    passed_s, asked, told = itertools.count(step=10.0), [], []
+    clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
+    monkeypatch.setattr(slurm_jobs, "time", clock)
+    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: asked.append(words) or "9\n")
+    states = iter(["RUNNING"] * 3)
+
+    def jobs_of(run):
+        if next(passed_s) > 10_000.0:
+            pytest.fail("it waits still")
+        return [slurm_jobs.Job("7", next(states, "COMPLETING"), "0", "None", str(run))]
+
+    monkeypatch.setattr(slurm_jobs, "jobs_of", jobs_of)
+    assert slurm_jobs.end_jobs(tmp_path, lambda: False, told.append)
+    assert asked == [("scancel", "--batch", "--signal=TERM", "7")], "what completes is cancelled already"
+    [said] = told
+    assert "jobs 7 have ended, but Slurm clears their nodes for longer than 120 s" in said
+    monkeypatch.setattr(hosts_command, "jobs_of", jobs_of)
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": "slurm"})
+    assert "job 9 is submitted" in next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
+    states = iter(["RUNNING"])
+    with pytest.raises(RunError, match="job 7 is RUNNING"):
+        next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):

@@ -17,32 +17,26 @@ from tests.support.task_config import config_of
 
 
 @pytest.mark.parametrize(
-    ("gpus", "hosts", "ranks", "width", "generators", "transport"),
+    ("gpus", "ranks", "width", "generators"),
     [
-        (0, 1, 1, 1, [(), ()], "slot"),
-        (0, 2, 1, 1, [(), ()], "tcp"),
-        (1, 1, 1, 1, [(0,)], "slot"),
-        (2, 1, 1, 1, [(1,)], "slot"),
-        (2, 1, 2, 1, [(0,), (1,)], "slot"),
-        (2, 1, 1, 2, [(1, 0)], "slot"),
-        (4, 1, 2, 1, [(2,), (3,)], "slot"),
-        (4, 1, 2, 2, [(2, 3)], "slot"),
-        (4, 1, 1, 2, [(1, 2)], "slot"),
-        (8, 1, 4, 1, [(4,), (5,), (6,), (7,)], "slot"),
-        (8, 1, 4, 2, [(4, 5), (6, 7)], "slot"),
-        (8, 1, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
-        (8, 1, 0, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "slot"),
-        (8, 2, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)], "tcp"),
-        (8, 2, 4, 1, [*((gpu,) for gpu in range(4, 8)), *((gpu,) for gpu in range(8))], "tcp"),
+        (0, 1, 1, [(), ()]),
+        (1, 1, 1, [(0,)]),
+        (2, 1, 1, [(1,)]),
+        (2, 2, 1, [(0,), (1,)]),
+        (2, 1, 2, [(1, 0)]),
+        (4, 2, 1, [(2,), (3,)]),
+        (4, 2, 2, [(2, 3)]),
+        (4, 1, 2, [(1, 2)]),
+        (8, 4, 1, [(4,), (5,), (6,), (7,)]),
+        (8, 4, 2, [(4, 5), (6, 7)]),
+        (8, 8, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (8, 0, 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
     ],
 )
-def test_defaults(gpus, hosts, ranks, width, generators, transport):
-    placement = place(gpus, hosts=hosts, ranks=ranks, tensor_parallel=width)
-    assert placement.transport == transport
+def test_defaults(gpus, ranks, width, generators):
+    placement = place(gpus, ranks=ranks, tensor_parallel=width)
     assert [seat.gpus for seat in placement.generators] == generators
     assert [seat.gpus for seat in placement.ranks] == [(rank,) if gpus else () for rank in range(ranks)]
-    if (gpus, hosts, ranks) == (8, 2, 8):
-        assert {seat.host for seat in placement.generators} == {1}
 
 
 @pytest.mark.parametrize(
@@ -63,24 +57,24 @@ def test_more_or_fewer_generators_than_gpus(gpus, ranks, count, expected, shares
 
 def test_no_gpu_is_given_out_twice_over_and_none_is_shared_without_need():
     """For every machine and run of this size, with the default shares."""
-    axes = (1, 2, 4, 8), (1, 2), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4)
-    for gpus, hosts, ranks, count, width in itertools.product(*axes):
+    axes = (1, 2, 4, 8), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4)
+    for gpus, ranks, count, width in itertools.product(*axes):
         if max(ranks, width) > gpus:
             continue
-        placement = place(gpus, hosts=hosts, ranks=ranks, generators=count, tensor_parallel=width)
+        placement = place(gpus, ranks=ranks, generators=count, tensor_parallel=width)
         seats = [*placement.ranks, *placement.generators]
         assert len(placement.generators) == (count or len(placement.generators)) > 0
         for seat in placement.generators:
-            assert len(set(seat.gpus)) == width and max(seat.gpus) < gpus and seat.host < hosts
-        for host, gpu in itertools.product(range(hosts), range(gpus)):
-            there = [seat for seat in seats if seat.host == host and gpu in seat.gpus]
+            assert len(set(seat.gpus)) == width and max(seat.gpus) < gpus
+        for gpu in range(gpus):
+            there = [seat for seat in seats if gpu in seat.gpus]
             assert sum(seat.share for seat in there) <= 1 + 1e-9
             if len(there) > 1:
                 assert all(seat.is_shared for seat in there)
             elif there and there[0].gpus == (gpu,):
                 assert not there[0].is_shared
         if placement.beside_learner():
-            assert hosts == 1 and gpus - ranks < width
+            assert gpus - ranks < width
         if count is None and ranks < gpus and width == 1:
             assert not any(seat.is_shared for seat in seats)
 
@@ -91,7 +85,7 @@ def test_the_readme_s_config_runs_on_one_gpu_without_a_further_key():
     (rank,), (generator,) = placement.ranks, placement.generators
     assert rank.gpus == generator.gpus == (0,) and rank.is_shared and generator.is_shared
     assert rank.share + generator.share + MARGIN == pytest.approx(1) and generator.share == 0.4
-    assert placement.transport == "slot" and not list(misplaced(config, 1))
+    assert not list(misplaced(config, 1))
     assert [len(placement_of(config, gpus).generators) for gpus in (0, 1, 2, 4, 8)] == [2, 1, 1, 3, 7]
 
 

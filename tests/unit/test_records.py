@@ -110,6 +110,26 @@ def test_starts_are_kept_in_order_with_their_software(tmp_path: Path):
     )
 
 
+def test_data_that_a_command_names_is_no_code(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, programs = ("rows.jsonl", "notes", "weights.bin"), ("agent.py", "helper.SH", "tool")
+    for name in (*data, *programs):
+        (tmp_path / name).write_text("#!/bin/sh\n" if name == "tool" else "1")
+    command = ["python", "agent.py", "--rows", *data, "helper.SH", "tool", "gone.py", ""]
+    config = config_of(environment={"command": command}, reward={"functions": [{"function": "gsm8k"}]})
+    served = config_of(
+        environment={"uses": ["mcp:python agent.py rows.jsonl helper.SH tool"]},
+        reward={"functions": [{"function": "gsm8k"}]},
+    )
+    before = code_of(config)
+    assert [one.rpartition(" ")[0] for one in before] == sorted(programs) and code_of(served) == before
+    for name in data:
+        (tmp_path / name).write_text("2")
+    assert code_of(config) == before
+    (tmp_path / "tool").write_text("#!/bin/sh\nexit 1\n")
+    assert code_of(config) != before
+
+
 def test_a_start_says_which_files_of_user_code_have_changed(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     for name in ("odd.py", "game.py", "agent.py", "server.py"):

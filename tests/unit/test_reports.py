@@ -2,6 +2,9 @@
 
 import json
 import logging
+import threading
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +14,11 @@ import numpy as np
 import pytest
 
 from asyncrl.best_effort import BestEffort
+from asyncrl.buffer.base import Audit
 from asyncrl.control.base import MemberStatus
 from asyncrl.errors import RunError
 from asyncrl.evaluation import EvalResult, standard_error, summarise
+from asyncrl.launch import status_page
 from asyncrl.launch.status_page import Heard, StatusPage
 from asyncrl.report import reports as reports_module
 from asyncrl.report.reports import Reporting
@@ -23,9 +28,11 @@ from asyncrl.run.directory import RunDirectory
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.fanout import Trackers
 from asyncrl.telemetry.jsonl import Lines, Tail
+from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.types import Group
 from tests.support.steps import rollout, step
 from tests.support.telemetry_records import snapshot
+from tests.support.waiting import LONG_S, wait_until
 
 
 class Book:
@@ -134,6 +141,15 @@ def test_all_samples_of_an_evaluation_are_in_a_file_and_a_few_in_trackers(tmp_pa
         samples_of(tmp_path, Wanted(count=1, kind="eval", step=5), follow=False)
 
 
+HUB = SimpleNamespace(
+    endpoint="tcp://host:1",
+    members=lambda: [
+        MemberStatus(generator_id="g0", state="sampling", version=1, silent_s=0.1, metrics={"alive_s": 5.0})
+    ],
+    counters=dict,
+)
+
+
 def test_a_tick_that_fails_is_not_the_last():
     guard, ticks = BestEffort(), SimpleNamespace(count=0)
 
@@ -141,10 +157,41 @@ def test_a_tick_that_fails_is_not_the_last():
         ticks.count += 1
         raise ZeroDivisionError
 
-    hub = SimpleNamespace(endpoint="tcp://host:1")
-    page = StatusPage(now=snapshot(message="done"), hub=hub, taking=None, renew=renew, shows=(), guard=guard)
+    page = StatusPage(now=snapshot(message="done"), hub=HUB, taking=None, renew=renew, shows=(), guard=guard)
     assert page.close() == "done"
     assert guard.failures.total() == ticks.count >= 1
+
+
+def test_the_status_goes_on_without_the_store_and_says_that_it_does_not_answer(monkeypatch, tmp_path):
+    clock, answers, path = [0.0], threading.Event(), tmp_path / "status.json"
+    monkeypatch.setattr(
+        status_page, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
+    )
+    places = dict.fromkeys(("issued", "leased", "reissue", "ready", "taken", "done", "payload_bytes"), 0)
+    audit = Audit(**places, counters={})
+    page = StatusPage(
+        now=snapshot(state="training", message="", audit=None),
+        hub=HUB,
+        taking=SimpleNamespace(audit=lambda: audit, mismatch=0),
+        renew=lambda endpoint: answers.wait(LONG_S),
+        shows=(partial(write_status, path),),
+        guard=BestEffort(),
+    )
+
+    def shown(is_it: Callable[[StatusSnapshot], object]) -> StatusSnapshot:
+        wait_until(lambda: (found := read_status(path)) and is_it(found))
+        return read_status(path)
+
+    assert shown(lambda found: found.members).message == ""
+    clock[0] = 100.0
+    silent = shown(lambda found: found.message)
+    assert silent.message.startswith("the store has not answered for 1m40s") and silent.audit is None
+    assert [member.generator_id for member in silent.members] == ["g0"]
+    answers.set()
+    shown(lambda found: found.audit == audit and not found.message)
+    clock[0] = 200.0
+    page.enter("stopped", "by the user")
+    assert page.close() == "by the user" and read_status(path).message == "by the user"
 
 
 def test_metrics_of_a_generator_that_shares_no_directory_are_kept_as_they_are_heard(tmp_path):
