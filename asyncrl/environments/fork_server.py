@@ -336,7 +336,8 @@ class _Program:
             self._pids[message["serving"]].set_result(int(message["pid"]))
         elif "ended" in message:
             del self._pids[message["ended"]]
-            self._statuses[message["ended"]].set_result(int(message["status"]))
+            if status := self._statuses.get(message["ended"]):  # else it ended after all waits for it
+                status.set_result(int(message["status"]))
         else:
             self._described.set_result(message)
 

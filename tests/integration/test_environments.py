@@ -412,6 +412,29 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypa
     asyncio.run(scenario())
 
 
+def test_an_end_that_arrives_after_all_waits_for_it_leaves_the_fork_server_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_servers, "END_S", 0.1)
+
+    async def scenario():
+        async with environment(tmp_path, GUESS, "Guess") as played:
+            server = fork_server()
+
+            def answer(shown):
+                server.suspend()  # the worker plays on, and nobody reports its end
+                return "31"
+
+            await play(played, ScriptedTalk(answer), {"low": 31})
+            assert len(server.children()) == 1
+            [program] = played._server._programs
+            await until(lambda: not program._statuses)
+            server.resume()
+            await until(lambda: not program._pids)
+            assert (await play(played, bisect(0))).reward == 1.0
+            assert fork_server() == server
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_that_is_cancelled_leaves_no_process(tmp_path):
     async def scenario():
         async with environment(tmp_path, ODD, "Odd", step_s=60) as played:
