@@ -3,7 +3,7 @@
 `start`, `cancel` and `episode` number the episodes, `call` numbers what one asks of the model.
 
     in   {start, columns, seed, place} | {cancel} | {ping}
-         {call, answer: {text, finish_reason, tokens, reasoning, tool_calls}} | {call, spent: finish reason}
+         {call, answer: the fields of `Answer` without `logprobs`} | {call, spent: finish reason}
     out  {call, episode, messages, tools, train} | {call, episode, text} | {episode, reward, state} | {pong}
          {episode, value, metrics} | {episode, spent: finish reason, metrics} | {episode, error, where, fault}
 """
