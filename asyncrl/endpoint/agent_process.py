@@ -74,7 +74,7 @@ class AgentEnvironment:
         assert self._scratch is not None
         # Not in a thread: a cancelled wait for it would leave the directory.
         directory = Path(tempfile.mkdtemp(dir=self._scratch.directory))
-        open_episode = self.endpoint.open(talk)
+        open_episode = self.endpoint.episodes.open(talk)
         program = None
         try:
             # A row that names its seed is a task made from it.
@@ -87,7 +87,7 @@ class AgentEnvironment:
             self._loaded()
             return _outcome(open_episode, status, program.printed, directory / "result.json")
         finally:
-            self.endpoint.shut(open_episode)
+            self.endpoint.episodes.close(open_episode)
             if program is not None:
                 await asyncio.shield(program.end())
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -23,7 +23,6 @@ from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, opena
 from asyncrl.endpoint.messages_dialect import MessagesDialect
 from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
 from asyncrl.endpoint.responses_dialect import ResponsesDialect
-from asyncrl.environments.base import Talk
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +81,6 @@ class Endpoint:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-
-    def open(self, talk: Talk) -> OpenEpisode:
-        """Return a new episode, which is called with its key until it is closed."""
-        return self.episodes.open(talk)
-
-    def shut(self, episode: OpenEpisode) -> None:
-        """Refuse further calls of an episode and end those in progress."""
-        self.episodes.close(episode)
 
     async def close(self) -> None:
         """Stop serving; connections are cut after a second."""

@@ -38,7 +38,7 @@ def serve(talk, play: Callable[[Endpoint, OpenEpisode], Awaitable[None]]) -> End
         await endpoint.start()
         try:
             async with asyncio.timeout(LONG_S):
-                await play(endpoint, endpoint.open(talk))
+                await play(endpoint, endpoint.episodes.open(talk))
         finally:
             await endpoint.close()
         return endpoint
@@ -266,7 +266,7 @@ def test_answers_of_a_frozen_model_are_not_trained(path):
         endpoint = Endpoint(frozen=("judge",))
         await endpoint.start()
         try:
-            key = endpoint.open(talk).key
+            key = endpoint.episodes.open(talk).key
             for model in ("judge", "policy"):
                 body = {"model": model, **asking(path)}
                 body |= {"prompt": "two words" * (model == "policy")} if "prompt" in body else {}
@@ -776,12 +776,12 @@ def test_a_failed_call_is_a_fault_of_the_episode_even_if_the_agent_goes_on():
 
 def test_keys_other_episodes_and_ended_ones():
     async def play(endpoint, episode):
-        other = endpoint.open(ScriptedTalk(CUT))
+        other = endpoint.episodes.open(ScriptedTalk(CUT))
         for key, status in ((episode.key[:-1], 401), ("x", 401), (other.key, 200)):
             answer = await post(endpoint, key, {"messages": QUESTION})
             assert answer.status_code == status
         assert answer.json()["choices"][0]["message"]["content"] == "two wo"  # of the other episode's talk
-        endpoint.shut(other)
+        endpoint.episodes.close(other)
         assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 403
         answer = await post(endpoint, "", {"messages": QUESTION}, x_api_key=episode.key, authorization="x")
         assert answer.status_code == 200
@@ -796,7 +796,7 @@ def test_closing_an_episode_ends_its_calls():
     async def play(endpoint, episode):
         asking = asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION}))
         await until(lambda: talk.asked)
-        endpoint.shut(episode)
+        endpoint.episodes.close(episode)
         assert (await asking).status_code == 403
 
     serve(talk, play)
@@ -953,7 +953,7 @@ def test_a_flood_of_one_episode_waits_and_others_are_served(monkeypatch):
         await until(lambda: sum(one.done() for one in flood) == 5)
         waiting = [one for one in flood if not one.done()]
         assert [one.result().status_code for one in flood if one.done()] == [429] * 5
-        other = endpoint.open(ScriptedTalk(TEXT))
+        other = endpoint.episodes.open(ScriptedTalk(TEXT))
         assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 200
         talk.release.set()
         assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
@@ -1077,7 +1077,7 @@ async def replayed_requests(endpoint: Endpoint, episode: OpenEpisode) -> None:
     retried = {"x_stainless_retry_count": "1"}
     answers = [await post(endpoint, episode.key, {"messages": QUESTION}, **retried) for _ in range(3)]
     assert {one.json()["choices"][0]["message"]["content"] for one in answers} == {"two wo"}
-    endpoint.shut(episode)
+    endpoint.episodes.close(episode)
     assert (await post(endpoint, episode.key, {"messages": QUESTION}, **retried)).status_code == 403
 
 
@@ -1090,7 +1090,7 @@ async def many_repetitions_of_a_call(endpoint: Endpoint, episode: OpenEpisode) -
         with contextlib.suppress(httpx.ReadError):  # the connection may be closed while the client writes
             assert (await one).status_code == 429
     assert (episode.refused, sum(one.done() for one in asking)) == (5, 5)
-    endpoint.shut(episode)
+    endpoint.episodes.close(episode)
     answers = await asyncio.gather(*asking, return_exceptions=True)
     assert sum(getattr(one, "status_code", 429) == 403 for one in answers) == 4
 
@@ -1115,7 +1115,7 @@ def test_a_hostile_agent_costs_only_its_own_episode(monkeypatch, attack):
 
     async def play(endpoint, episode):
         talk = ScriptedTalk(TEXT, CALLS)
-        other = endpoint.open(talk)
+        other = endpoint.episodes.open(talk)
         answer = await post(endpoint, other.key, {"messages": QUESTION})
         assert answer.json()["choices"][0]["message"]["content"] == "two words"
         try:
