@@ -172,11 +172,11 @@ class _Worker:
             await self._insist(begin, (RewardError, OSError), "begin a call")
             limit_s = self._config.timeout_s
             reply = await self._receive(lambda one: _is_judgement(one, len(inputs)), limit_s, doing)
-            if "error" in reply:
-                # In a sandbox, the failed call may have filled /tmp or used up descriptors.
-                in_step = self._sandbox is None
-                raise Divisible(f"{doing} {reply['error']}")
             in_step = not reply.get("spent", False)
+            if "error" in reply:
+                # In a sandbox, the failed call may have left files in /tmp.
+                in_step = in_step and self._sandbox is None
+                raise Divisible(f"{doing} {reply['error']}")
             return list(zip(reply["values"], reply["answers"], strict=True))
         finally:
             if not in_step:
