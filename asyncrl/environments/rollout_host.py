@@ -11,7 +11,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.environments.base import Answer, BudgetSpent, Message, ToolCall
 from asyncrl.environments.json_frames import packed, take_frames
@@ -95,8 +95,8 @@ class RolloutHost:
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._calls = 0
 
-    async def serve(self) -> None:
-        """Follow messages until the socket ends."""
+    async def serve(self) -> NoReturn:
+        """Follow messages until the socket ends, which raises EOFError."""
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         arrived = bytearray()
         while data := await reader.read(READ_BYTES):
