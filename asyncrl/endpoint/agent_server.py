@@ -6,9 +6,11 @@ comments until then, so that no client gives up.
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import logging
+import os
 import resource
 import socket
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +25,7 @@ from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, opena
 from asyncrl.endpoint.messages_dialect import MessagesDialect
 from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
 from asyncrl.endpoint.responses_dialect import ResponsesDialect
+from asyncrl.files import with_cure
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +39,10 @@ MODELS = "/v1/models"
 MAX_BODY_BYTES = 16 * 2**20
 HEAD_S, BODY_S, SEND_S = 10.0, 30.0, 60.0  # limits for a client to send a head, a body, and to take an answer
 COMMENT_S = 10.0  # pause between two comments of a stream
-MOST_CONNECTIONS = 4096
-# Connections without a request, whose agents are unknown; half of all, and of the descriptors of the process.
-MOST_WAITING = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2
+# Connections with a request: with half of the descriptors, a caller is refused, and does not wait for one.
+# The remainder makes the -1 of no limit large.
+MOST_CONNECTIONS = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 // 2)
+MOST_WAITING = MOST_CONNECTIONS // 2  # connections without a request, whose agents are unknown
 _JSON = (b"content-type", b"application/json")
 _STREAM = (b"content-type", b"text/event-stream")
 
@@ -64,7 +68,7 @@ class Endpoint:
         """Begin to serve. Raises OSError if the address cannot be used."""
         is_ipv6 = ":" in self._address
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        listener = socket.create_server((self._address, 0), family=family)
+        listener = _Listener(fileno=socket.create_server((self._address, 0), family=family).detach())
         host = f"[{self._address}]" if is_ipv6 else self._address
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
@@ -158,6 +162,26 @@ class Endpoint:
             await exchange.stream(dialect.events(call, answer))
         else:
             await exchange.json(200, answer)
+
+
+class _Listener(socket.socket):
+    """Refuses callers for whom there is no descriptor, who would wait until there is one."""
+
+    _spare = open(os.devnull)  # noqa: SIM115 - closed while a caller is refused
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            log.warning("a call of the model is refused: %s", with_cure(error, "environment.command"))
+            self._spare.close()
+            try:
+                super().accept()[0].close()
+            finally:
+                self._spare = open(os.devnull)  # noqa: SIM115
+            raise BlockingIOError from error  # there is nothing for the event loop
 
 
 class _Exchange:

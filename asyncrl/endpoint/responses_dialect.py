@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.endpoint import reading
-from asyncrl.endpoint.base import Call, Event, Json, Recall, Refused, now_s
+from asyncrl.endpoint.base import Call, Event, Json, Recall, now_s
 from asyncrl.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
 from asyncrl.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
@@ -103,9 +103,7 @@ class ResponsesDialect:
         for number, (name, data) in enumerate(events):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def error(self, refused: Refused) -> Json:
-        """Return the refusal."""
-        return openai_error(refused)
+    error = staticmethod(openai_error)
 
     def _head(self, call: Call, number: str, status: str) -> dict[str, Any]:
         return {

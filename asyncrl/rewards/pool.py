@@ -241,12 +241,9 @@ class _Worker:
     async def _fork(self) -> asyncio.subprocess.Process:
         parent = PARENT_PID if self._sandbox else os.getpid()
         command = module_argv("asyncrl.rewards.worker", str(parent))
-        with contextlib.ExitStack() as stack:
-            filters = []
-            if self._sandbox:
-                filters.append(open_program())
-                stack.callback(os.close, filters[0])
-                command = self._sandbox.wrap(command, filter_fd=filters[0])
+        with open_program() if self._sandbox else contextlib.nullcontext() as filter_fd:
+            if self._sandbox and filter_fd:
+                command = self._sandbox.wrap(command, filter_fd=filter_fd)
             return await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -255,7 +252,7 @@ class _Worker:
                 start_new_session=True,  # its own process group: killed with its children
                 env={"OMP_NUM_THREADS": "1"}
                 | (environment("ASYNCRL_RUN_DIRECTORY") if self._sandbox else os.environ),
-                pass_fds=filters,
+                pass_fds=[filter_fd] if filter_fd else [],
             )
 
     def kill(self) -> None:

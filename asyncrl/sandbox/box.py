@@ -131,17 +131,17 @@ class Box:
         if self._process is not None and self._process.returncode is None:
             return
         command = [sys.executable, "-X", "utf8", inside.__file__, json.dumps(self._limits)]
-        filter_fd = open_program(strict=True)
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._view.wrap(command, filter_fd=filter_fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # its own process group: killed with its children
-                env=_variables(),
-                pass_fds=[filter_fd],
-            )
+            with open_program(strict=True) as filter_fd:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._view.wrap(command, filter_fd=filter_fd),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # its own process group: killed with its children
+                    env=_variables(),
+                    pass_fds=[filter_fd],
+                )
             await self._receive(START_S)
         except (EnvironmentFault, OSError) as error:
             await self.close()
@@ -150,8 +150,6 @@ class Box:
         except BaseException:
             await self.close()
             raise
-        finally:
-            os.close(filter_fd)
 
     async def _ask(self, request: dict[str, Any], wait_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None

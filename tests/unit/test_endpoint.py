@@ -3,8 +3,12 @@
 import asyncio
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from itertools import islice
+from select import select
 
 import anthropic
 import httpx
@@ -20,7 +24,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
 from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
-from tests.support.waiting import LONG_S, until
+from tests.support.waiting import LONG_S, until, wait_until
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -1093,6 +1097,50 @@ async def many_repetitions_of_a_call(endpoint: Endpoint, episode: OpenEpisode) -
     endpoint.episodes.close(episode)
     answers = await asyncio.gather(*asking, return_exceptions=True)
     assert sum(getattr(one, "status_code", 429) == 403 for one in answers) == 4
+
+
+NARROW = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from asyncrl.endpoint.agent_server import Endpoint
+from asyncrl.environments.base import Answer
+from tests.support.agent_talks import ScriptedTalk
+
+async def main():
+    endpoint = Endpoint()
+    await endpoint.start()
+    print(endpoint.url, *(endpoint.episodes.open(ScriptedTalk(Answer(text="two words"))).key for _ in range(8)), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await endpoint.close()
+
+asyncio.run(main())
+"""
+
+
+def test_with_few_descriptors_callers_are_refused_and_do_not_wait_for_one():
+    """Each caller of the crowd keeps its connection busy with a body that does not end."""
+    command, pipe = [sys.executable, "-c", NARROW], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdin and server.stdout and server.stderr
+        url, *keys = server.stdout.readline().split()
+        with contextlib.ExitStack() as crowd:
+            callers = []
+            for number in range(120):
+                caller = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+                crowd.enter_context(caller)
+                head = f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: {keys[number % 8]}\r\n"
+                caller.sendall(f"{head}content-length: 9\r\n\r\n[".encode())
+                callers.append(caller)
+            wait_until(lambda: len(select(callers, (), (), 0)[0]) >= 120 - 48)
+            for caller in select(callers, (), (), 0)[0]:
+                with contextlib.suppress(ConnectionResetError):  # its body was not read
+                    assert caller.recv(12) == b"HTTP/1.1 503"
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": QUESTION}, headers={"x-api-key": keys[0]}
+        )
+        assert answer.json()["choices"][0]["message"]["content"] == "two words"
+        server.stdin.close()
+        assert "Traceback" not in server.stderr.read()
 
 
 @pytest.mark.parametrize(
