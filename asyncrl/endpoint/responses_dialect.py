@@ -72,7 +72,20 @@ class ResponsesDialect:
             for index, one in enumerate(answer.tool_calls)
         ]
         return {
-            **self._head(call, number, status),
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": now_s(),
+            "status": status,
+            "model": call.model,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": "auto" if call.calls_tools else "none",
+            "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": output,
             "usage": {
@@ -104,24 +117,6 @@ class ResponsesDialect:
             yield name, {"type": name, "sequence_number": number, **data}
 
     error = staticmethod(openai_error)
-
-    def _head(self, call: Call, number: str, status: str) -> dict[str, Any]:
-        return {
-            "id": f"resp_{number}",
-            "object": "response",
-            "created_at": now_s(),
-            "status": status,
-            "model": call.model,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "temperature": None,
-            "top_p": None,
-            "tool_choice": "auto" if call.calls_tools else "none",
-            "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
-        }
 
 
 def _tool(tool: Json) -> Message:

@@ -49,7 +49,9 @@ class Session:
         Raises BudgetSpent if no turn is left. A rollout may let it pass; then the episode has no reward.
         Raises TypeError for a tool that is neither, and for what is not a list of messages.
         """
-        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        if not isinstance(messages, list | tuple) or not all(
+            isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages
+        ):
             found = f"found {messages!r:.80}; session.chat takes a list of messages {_MESSAGE}"
             raise TypeError(f"{found}; a model without a chat template takes text, by session.complete")
         for tool in tools:
@@ -79,10 +81,6 @@ def _spent(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup) and error.split(BudgetSpent)[1] is None:
         error = error.exceptions[0]
     return error.finish_reason if isinstance(error, BudgetSpent) else ""
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 class RolloutHost:

@@ -82,7 +82,12 @@ class RewardPool:
                 await self._with_worker(_Worker.load)
             async with asyncio.TaskGroup() as tasks:
                 asked = {
-                    part: [tasks.create_task(self._scored(part, some)) for some in _divided(inputs, most)]
+                    part: [
+                        tasks.create_task(
+                            self._batches[part].score(some, most) if most > 1 else self._call(part, some)
+                        )
+                        for some in ([[one] for one in inputs] if most == 1 else [inputs])
+                    ]
                     for part, most in self._most.items()
                 }
         found = {part: [one for task in asked[part] for one in task.result()] for part in asked}
@@ -104,11 +109,6 @@ class RewardPool:
     def wait_s(self) -> float:
         """Time that a response waits for others, if a function scores those of several groups in one call."""
         return batches.WAIT_S if any(most > 1 for most in self._most.values()) else 0.0
-
-    async def _scored(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
-        if (most := self._most[part]) > 1:
-            return await self._batches[part].score(inputs, most)
-        return await self._call(part, inputs)
 
     async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         return await self._with_worker(lambda worker: worker.call(part, inputs))
@@ -321,11 +321,6 @@ class _Worker:
                 return ending(await self._process.wait())
         except TimeoutError:
             return "its pipe is closed, or carries no messages"
-
-
-def _divided(inputs: Sequence[RewardInput], most: int) -> list[Sequence[RewardInput]]:
-    """The calls of a function with this `Form.most`; those of batches are divided where they wait."""
-    return [[one] for one in inputs] if most == 1 else [inputs]
 
 
 def _is_ready(reply: dict[str, Any]) -> bool:

@@ -130,6 +130,9 @@ class Box:
     async def _start(self) -> None:
         if self._process is not None and self._process.returncode is None:
             return
+        # No variable of Python, whose paths are not in the box, and one thread for numerical libraries.
+        kept = {name: value for name, value in environment().items() if not name.startswith("PYTHON")}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-X", "utf8", inside.__file__, json.dumps(self._limits)]
         try:
             with open_program(strict=True) as filter_fd:
@@ -139,7 +142,7 @@ class Box:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
                     start_new_session=True,  # its own process group: killed with its children
-                    env=_variables(),
+                    env=kept | threads | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
                     pass_fds=[filter_fd],
                 )
             await self._receive(START_S)
@@ -176,10 +179,3 @@ class Box:
         except asyncio.IncompleteReadError:
             raise EnvironmentFault("the sandbox ended before it answered") from None
         return reply
-
-
-def _variables() -> dict[str, str]:
-    """One thread for numerical libraries; no variable of Python, whose paths are not in the box."""
-    kept = {name: value for name, value in environment().items() if not name.startswith("PYTHON")}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return kept | threads | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}

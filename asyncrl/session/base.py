@@ -98,11 +98,6 @@ class Turn:
     children: int = 0
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """Return the conversation up to and with `message`; () for plain text."""
-        return self.said.messages if self.said else ()
-
-    @property
     def sampled_ids(self) -> NDArray[np.int32]:
         """Return the ids that the policy sampled."""
         return self.rollout.response_ids

@@ -161,7 +161,7 @@ class Session:
         self, parent: Turn | None, new: Sequence[Message], tools: Sequence[Message]
     ) -> tuple[str, str]:
         """The rule, and the text to tokenise behind the parent, or, for a new sequence, all of it."""
-        history = parent.messages if parent else ()
+        history = parent.said.messages if parent and parent.said else ()
         if parent is not None and self._history == "exact":
             found = delta(self._renderer, history, new, tools, int(parent.sampled_ids[-1]))
             if found is not None:

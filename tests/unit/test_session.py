@@ -505,7 +505,9 @@ def test_what_turns_have_in_common_is_kept_once(history):
     for turn in range(20):
         messages.append(user(f"question {turn}"))
         said(session, renderer, messages, "answer", stop="<|im_end|>")
-        assert [one["content"] for one in session.turns[-1].messages] == [one["content"] for one in messages]
+        assert [one["content"] for one in session.turns[-1].said.messages] == [
+            one["content"] for one in messages
+        ]
     kept = set()
     for turn in session.turns:
         one = turn.said
