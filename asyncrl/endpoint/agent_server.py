@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from asyncrl.endpoint.base import Dialect, Event, Json, Refused, now_s
 from asyncrl.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
 from asyncrl.endpoint.messages_dialect import MessagesDialect
-from asyncrl.endpoint.open_episodes import OpenEpisode, OpenEpisodes
+from asyncrl.endpoint.open_episodes import OpenEpisodes
 from asyncrl.endpoint.responses_dialect import ResponsesDialect
 from asyncrl.files import with_cure
 
@@ -128,40 +128,30 @@ class Endpoint:
             await exchange.json(200, model if is_model else {"object": "list", "data": [model]})
             return
         with episode.request():
-            await self._answer(exchange, episode, dialect, path, headers)
-
-    async def _answer(
-        self,
-        exchange: "_Exchange",
-        episode: OpenEpisode,
-        dialect: Dialect,
-        path: str,
-        headers: Mapping[str, str],
-    ) -> None:
-        try:
-            body = await exchange.body(headers)
-        except Refused as refused:
-            raise episode.noted(refused) from None
-        call = episode.read(dialect, body, path)
-        wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
-        train = wants and call.model not in self._frozen
-        answering = asyncio.ensure_future(
-            episode.answer(
-                dialect,
-                call,
-                digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
-                is_retry=headers.get("x-stainless-retry-count", "0") != "0",
-                train=train,
+            try:
+                body = await exchange.body(headers)
+            except Refused as refused:
+                raise episode.noted(refused) from None
+            call = episode.read(dialect, body, path)
+            wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
+            train = wants and call.model not in self._frozen
+            answering = asyncio.ensure_future(
+                episode.answer(
+                    dialect,
+                    call,
+                    digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
+                    is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+                    train=train,
+                )
             )
-        )
-        while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
+            while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
+                if call.streams:
+                    await exchange.comment()
+            answer = answering.result()
             if call.streams:
-                await exchange.comment()
-        answer = answering.result()
-        if call.streams:
-            await exchange.stream(dialect.events(call, answer))
-        else:
-            await exchange.json(200, answer)
+                await exchange.stream(dialect.events(call, answer))
+            else:
+                await exchange.json(200, answer)
 
 
 class _Listener(socket.socket):

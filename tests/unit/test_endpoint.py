@@ -676,7 +676,7 @@ def test_a_thread_of_anthropics_library_is_one_conversation():
     serve(talk, play)
     first, second, third = session.turns
     assert second.parent is first and third.parent is second
-    said = [message["role"] for message in third.messages]
+    said = [message["role"] for message in third.said.messages]
     assert said == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
