@@ -114,7 +114,7 @@ async def by_talk(model, calls):
 
 async def by_endpoint(model, calls, endpoint, clients):
     """The same through the endpoint, with an episode for each caller."""
-    episodes = [endpoint.open(model.talk()) for _ in range(CALLERS)]
+    episodes = [endpoint.episodes.open(model.talk()) for _ in range(CALLERS)]
     host, port = endpoint.url.removeprefix("http://").split(":")
     limit = model.spec.max_response_tokens
     keys = [episode.key for episode in episodes]
@@ -123,7 +123,7 @@ async def by_endpoint(model, calls, endpoint, clients):
     tokens = int(await clients.stdout.readline())
     for episode in episodes:
         assert episode.calls == calls, episode.fault
-        endpoint.shut(episode)
+        endpoint.episodes.close(episode)
     return tokens
 
 

@@ -69,10 +69,10 @@ class AnswerReader:
             self._require_calls()
         ids = without_stop(self._renderer, rollout.response_ids.tolist())
         parsed = self._parsed(ids, prompt_ids, tools)
-        digest = blake2b(repr((prompt_ids, ids)).encode(), digest_size=4).hexdigest()
+        first = int.from_bytes(blake2b(repr((prompt_ids, ids)).encode(), digest_size=8).digest())
         calls = tuple(
             # Nine letters and digits, because some templates refuse other ids.
-            ToolCall(id=f"{digest}{index}", name=name, arguments=_arguments(arguments))
+            ToolCall(id=f"{(first + index) % 16**9:09x}", name=name, arguments=_arguments(arguments))
             for index, (name, arguments) in enumerate(parsed.calls)
         )
         return Answer(

@@ -70,8 +70,8 @@ class SessionTalk:
             request = self._session.request(messages, tools=tools)
         spec = self._limited(max_tokens, stop)
         answer, turn = await self._turn(request, tools if calls_tools else (), spec, stop, train)
-        if train:
-            self.transcript = list(turn.messages)
+        if train and turn.said:
+            self.transcript = list(turn.said.messages)
         return answer
 
     async def complete(

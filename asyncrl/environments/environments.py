@@ -9,7 +9,7 @@ from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.environments.caller import Caller
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.fork_server import ForkServer
-from asyncrl.environments.loops import Ask, asked, play_text, play_tool_class, play_tools
+from asyncrl.environments.loops import asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
 from asyncrl.environments.tool_pool import ToolPool
 from asyncrl.environments.tool_schemas import Toolbox
@@ -71,7 +71,14 @@ class Environments:
         try:
             await worker.start(self._server)
             start = {"columns": columns, "seed": seed}
-            outcome = await self._play_alone(talk, conversation, worker.ask, start)
+            has, ask = self.description, worker.ask
+            if has["kind"] == "text":
+                outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
+            else:
+                tools = self._toolbox
+                outcome = await play_tool_class(conversation, tools, ask, start, rewards=has["rewards"])
+            if has["closes"]:
+                await asked(ask, "close")
         finally:
             worker.close()
         return replace(outcome, metrics=conversation.metrics)
@@ -81,19 +88,6 @@ class Environments:
         if self._shared is not None:
             await self._shared.close()
         await self._server.close()
-
-    async def _play_alone(
-        self, talk: Talk, conversation: Conversation, ask: Ask, start: Mapping[str, Any]
-    ) -> Outcome:
-        """Play an episode that has a worker of its own."""
-        has = self.description
-        if has["kind"] == "text":
-            outcome = await play_text(talk, conversation, ask, start, rewards=has["rewards"])
-        else:
-            outcome = await play_tool_class(conversation, self._toolbox, ask, start, rewards=has["rewards"])
-        if has["closes"]:
-            await asked(ask, "close")
-        return outcome
 
     def _columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the signature names: user code sees no others, so no answers by accident."""

@@ -10,7 +10,7 @@ Messages on the fork server's socket (`json_frames`):
     in   {uses: [target, ...], limits: {RLIMIT_ name: value}}                                once
     out  {description: {...}, threads} | {error: reason}                                     once
     in   {serve: number, directory, fork}, with the worker's end of its socket
-    out  {serving: number, pid}
+    out  {serving: number, pid} | {serving: number, error: reason}
     in   {reap: [number, ...]}                               their workers have been killed, or have ended
     out  {ended: number, status: exit status, negative for a signal}
 
@@ -19,6 +19,7 @@ input is empty, and its output goes to standard error.
 """
 
 import asyncio
+import errno
 import gc
 import os
 import random
@@ -115,11 +116,19 @@ class _ForkServer:
         if "reap" in order:
             self._killed.update((number, self._workers[number]) for number in order["reap"])
             return
-        channel, own_pid = socket.socket(fileno=descriptors[0]), os.getpid()
-        if not order["fork"]:
+        own_pid = os.getpid()
+        try:
+            if not descriptors:  # there was no number left for it
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            channel = socket.socket(fileno=descriptors[0])
+            pid = os.fork() if order["fork"] else own_pid
+        except OSError as error:  # also no memory, or no process, is left
+            self._tell({"serving": order["serve"], "error": str(error)})
+            return
+        if pid == own_pid:
             self._tell({"serving": order["serve"], "pid": own_pid})
             _work(channel, self._targets, self._kind, order["directory"])
-        if (pid := os.fork()) == 0:
+        if pid == 0:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
@@ -149,11 +158,11 @@ def _work(channel: socket.socket, targets: list[Any], kind: str, directory: str)
             asyncio.run(RolloutHost(channel, targets[0]).serve())
         else:
             Player(channel, targets, is_tools=kind == "tools").serve()
-    except (EOFError, OSError):  # the parent has closed the socket
+    except (EOFError, ConnectionError):  # the parent has closed the socket
         os._exit(0)
     except BaseException:  # noqa: BLE001 - it must not return to the fork server's loop
         sys.excepthook(*sys.exc_info())
-    os._exit(1)
+        os._exit(1)  # here, because what the end of a half-made event loop prints would hide the error
 
 
 def _children() -> set[int]:

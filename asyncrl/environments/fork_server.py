@@ -24,6 +24,7 @@ from asyncrl.environments.channel import Channel
 from asyncrl.environments.episode_worker import PLACE, REAP_AGAIN_S, START
 from asyncrl.environments.json_frames import packed
 from asyncrl.errors import EnvironmentFault
+from asyncrl.files import with_cure
 from asyncrl.hosting.processes import kill_group, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
 
@@ -126,7 +127,10 @@ class ForkServer:
             program = await self._begin()
         number = next(self._numbers)
         directory = self._scratch.directory / str(number)
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise _no_process(error) from error
         with theirs:
             await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
             try:
@@ -158,8 +162,8 @@ class ForkServer:
                     self._program = await self._begin()
                     if not self._program.forks:  # it has said what it found
                         self._program.kill()
-                except (EnvironmentFault, OSError) as error:
-                    if not left or (isinstance(error, EnvironmentFault) and error.reason == "start"):
+                except EnvironmentFault as error:
+                    if not left or error.reason == "start":
                         raise EnvironmentFault(str(error), reason="start") from error
                     log.warning("an environment process did not start, so another one is started: %s", error)
                     await asyncio.sleep(AGAIN_S)
@@ -168,10 +172,13 @@ class ForkServer:
 
     async def _begin(self) -> "_Program":
         self._programs = {program for program in self._programs if not program.is_buried}
-        program = _Program()
-        self._programs.add(program)
         assert self._scratch is not None
-        await program.start(self._config, public_environment(self._variables) | self._scratch.variables)
+        try:
+            program = _Program()
+            self._programs.add(program)
+            await program.start(self._config, public_environment(self._variables) | self._scratch.variables)
+        except OSError as error:
+            raise _no_process(error) from error
         try:
             self._loaded()
         except BaseException:
@@ -332,11 +339,19 @@ class _Program:
             del self._to_reap[:MOST_ORDERS]
 
     def _receive(self, message: dict[str, Any]) -> None:
-        if "serving" in message:
+        if "serving" in message and "error" in message:
+            self._statuses.pop(message["serving"])
+            found = f"the fork server of the environment cannot fork: {message['error']}"
+            cure = "let the user's file close what its import opens, or free memory and processes"
+            self._pids.pop(message["serving"]).set_exception(
+                EnvironmentFault(f"{found}; {cure}", reason="died")
+            )
+        elif "serving" in message:
             self._pids[message["serving"]].set_result(int(message["pid"]))
         elif "ended" in message:
             del self._pids[message["ended"]]
-            self._statuses[message["ended"]].set_result(int(message["status"]))
+            if status := self._statuses.get(message["ended"]):  # else it ended after all waits for it
+                status.set_result(int(message["status"]))
         else:
             self._described.set_result(message)
 
@@ -362,6 +377,10 @@ class _Program:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _no_process(error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(with_cure(error, "a process of the environment cannot start"), reason="died")
 
 
 def _python_of(config: EnvironmentConfig) -> str:

@@ -3,7 +3,7 @@
 `start`, `cancel` and `episode` number the episodes, `call` numbers what one asks of the model.
 
     in   {start, columns, seed, place} | {cancel} | {ping}
-         {call, answer: {text, finish_reason, tokens, reasoning, tool_calls}} | {call, spent: finish reason}
+         {call, answer: the fields of `Answer` without `logprobs`} | {call, spent: finish reason}
     out  {call, episode, messages, tools, train} | {call, episode, text} | {episode, reward, state} | {pong}
          {episode, value, metrics} | {episode, spent: finish reason, metrics} | {episode, error, where, fault}
 """
@@ -11,7 +11,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.environments.base import Answer, BudgetSpent, Message, ToolCall
 from asyncrl.environments.json_frames import packed, take_frames
@@ -49,7 +49,9 @@ class Session:
         Raises BudgetSpent if no turn is left. A rollout may let it pass; then the episode has no reward.
         Raises TypeError for a tool that is neither, and for what is not a list of messages.
         """
-        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        if not isinstance(messages, list | tuple) or not all(
+            isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages
+        ):
             found = f"found {messages!r:.80}; session.chat takes a list of messages {_MESSAGE}"
             raise TypeError(f"{found}; a model without a chat template takes text, by session.complete")
         for tool in tools:
@@ -81,10 +83,6 @@ def _spent(error: BaseException) -> str:
     return error.finish_reason if isinstance(error, BudgetSpent) else ""
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
-
-
 class RolloutHost:
     """Starts and cancels the episodes of its parent, and carries their questions to the model."""
 
@@ -95,8 +93,8 @@ class RolloutHost:
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._calls = 0
 
-    async def serve(self) -> None:
-        """Follow messages until the socket ends."""
+    async def serve(self) -> NoReturn:
+        """Follow messages until the socket ends, which raises EOFError."""
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         arrived = bytearray()
         while data := await reader.read(READ_BYTES):

@@ -7,6 +7,7 @@ are faults.
 import asyncio
 import itertools
 from collections.abc import Coroutine, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
@@ -132,13 +133,9 @@ class _Episode:
                 answer = await self._talk.chat(message["messages"], tools=tools, train=train)
             self._turns += 1
             self._finish_reason = answer.finish_reason
-            calls = [
-                {"id": one.id, "name": one.name, "arguments": one.arguments} for one in answer.tool_calls
-            ]
-            fields = {
-                name: getattr(answer, name) for name in ("text", "finish_reason", "tokens", "reasoning")
-            }
-            self._channel.send({"call": message["call"], "answer": {**fields, "tool_calls": calls}})
+            fields = asdict(replace(answer, logprobs=tuple))  # a function, which no message holds
+            del fields["logprobs"]
+            self._channel.send({"call": message["call"], "answer": fields})
         except BudgetSpent as spent:
             self._finish_reason = spent.finish_reason
             self._channel.send({"call": message["call"], "spent": spent.finish_reason})

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.environments.caller import Caller
-from asyncrl.environments.channel import Call
+from asyncrl.environments.caller import Call, Caller
 from asyncrl.environments.fork_server import BEGINNINGS, ForkServer
 from asyncrl.errors import CodeChanged, EnvironmentFault
 

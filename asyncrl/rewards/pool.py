@@ -82,7 +82,12 @@ class RewardPool:
                 await self._with_worker(_Worker.load)
             async with asyncio.TaskGroup() as tasks:
                 asked = {
-                    part: [tasks.create_task(self._scored(part, some)) for some in _divided(inputs, most)]
+                    part: [
+                        tasks.create_task(
+                            self._batches[part].score(some, most) if most > 1 else self._call(part, some)
+                        )
+                        for some in ([[one] for one in inputs] if most == 1 else [inputs])
+                    ]
                     for part, most in self._most.items()
                 }
         found = {part: [one for task in asked[part] for one in task.result()] for part in asked}
@@ -104,11 +109,6 @@ class RewardPool:
     def wait_s(self) -> float:
         """Time that a response waits for others, if a function scores those of several groups in one call."""
         return batches.WAIT_S if any(most > 1 for most in self._most.values()) else 0.0
-
-    async def _scored(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
-        if (most := self._most[part]) > 1:
-            return await self._batches[part].score(inputs, most)
-        return await self._call(part, inputs)
 
     async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         return await self._with_worker(lambda worker: worker.call(part, inputs))
@@ -172,11 +172,11 @@ class _Worker:
             await self._insist(begin, (RewardError, OSError), "begin a call")
             limit_s = self._config.timeout_s
             reply = await self._receive(lambda one: _is_judgement(one, len(inputs)), limit_s, doing)
-            if "error" in reply:
-                # In a sandbox, the failed call may have filled /tmp or used up descriptors.
-                in_step = self._sandbox is None
-                raise Divisible(f"{doing} {reply['error']}")
             in_step = not reply.get("spent", False)
+            if "error" in reply:
+                # In a sandbox, the failed call may have left files in /tmp.
+                in_step = in_step and self._sandbox is None
+                raise Divisible(f"{doing} {reply['error']}")
             return list(zip(reply["values"], reply["answers"], strict=True))
         finally:
             if not in_step:
@@ -241,12 +241,9 @@ class _Worker:
     async def _fork(self) -> asyncio.subprocess.Process:
         parent = PARENT_PID if self._sandbox else os.getpid()
         command = module_argv("asyncrl.rewards.worker", str(parent))
-        with contextlib.ExitStack() as stack:
-            filters = []
-            if self._sandbox:
-                filters.append(open_program())
-                stack.callback(os.close, filters[0])
-                command = self._sandbox.wrap(command, filter_fd=filters[0])
+        with open_program() if self._sandbox else contextlib.nullcontext() as filter_fd:
+            if self._sandbox and filter_fd:
+                command = self._sandbox.wrap(command, filter_fd=filter_fd)
             return await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -255,7 +252,7 @@ class _Worker:
                 start_new_session=True,  # its own process group: killed with its children
                 env={"OMP_NUM_THREADS": "1"}
                 | (environment("ASYNCRL_RUN_DIRECTORY") if self._sandbox else os.environ),
-                pass_fds=filters,
+                pass_fds=[filter_fd] if filter_fd else [],
             )
 
     def kill(self) -> None:
@@ -324,11 +321,6 @@ class _Worker:
                 return ending(await self._process.wait())
         except TimeoutError:
             return "its pipe is closed, or carries no messages"
-
-
-def _divided(inputs: Sequence[RewardInput], most: int) -> list[Sequence[RewardInput]]:
-    """The calls of a function with this `Form.most`; those of batches are divided where they wait."""
-    return [[one] for one in inputs] if most == 1 else [inputs]
 
 
 def _is_ready(reply: dict[str, Any]) -> bool:

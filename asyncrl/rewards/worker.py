@@ -79,23 +79,31 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             judged = _attempt(rewards[call["part"]], *given)
             failed = isinstance(judged, str)
             found = {"error": judged} if failed else dict(zip(REPLY, zip(*judged, strict=True), strict=True))
-            reply(found | (_tidied() if is_alone else {}))
+            reply(found | _tidied(is_alone))
 
 
-def _tidied() -> dict[str, bool]:
-    """Kill what a call left running; report whether half of the space for files or of descriptors is used."""
-    if os.getpid() != SANDBOXED_PID:  # a child that user code forked returned to the loop
-        return {}
-    try:
-        os.kill(-1, signal.SIGKILL)  # all processes of the sandbox
-        while True:
-            os.waitpid(-1, 0)
-    except (ProcessLookupError, ChildProcessError):  # there is none, or none is left
-        pass
-    usages = [shutil.disk_usage(place) for place in SCRATCH]
+def _tidied(is_alone: bool) -> dict[str, bool]:
+    """Report whether half of the descriptors is used; in a sandbox, tidy it, and look at its files, too."""
+    is_full = False
+    if is_alone:
+        if os.getpid() != SANDBOXED_PID:  # a child that user code forked returned to the loop
+            return {}
+        try:
+            os.kill(-1, signal.SIGKILL)  # all processes of the sandbox
+            while True:
+                os.waitpid(-1, 0)
+        except (ProcessLookupError, ChildProcessError):  # there is none, or none is left
+            pass
+        for place in SCRATCH:
+            os.chmod(place, 0o755)  # what ran may have taken our rights to read and write there
+        usages = [shutil.disk_usage(place) for place in SCRATCH]
+        is_full = any(usage.used > usage.total / 2 for usage in usages)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_full = any(usage.used > usage.total / 2 for usage in usages)
-    return {"spent": True} if is_full or 2 * len(os.listdir("/proc/self/fd")) > descriptors else {}
+    try:
+        is_full |= 0 < descriptors < 2 * len(os.listdir("/proc/self/fd"))
+    except OSError:  # none is left to look with
+        is_full = True
+    return {"spent": True} if is_full else {}
 
 
 def _load(name: str, params: Mapping[str, Any]) -> tuple[Reward, Form]:

@@ -130,18 +130,21 @@ class Box:
     async def _start(self) -> None:
         if self._process is not None and self._process.returncode is None:
             return
+        # No variable of Python, whose paths are not in the box, and one thread for numerical libraries.
+        kept = {name: value for name, value in environment().items() if not name.startswith("PYTHON")}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-X", "utf8", inside.__file__, json.dumps(self._limits)]
-        filter_fd = open_program(strict=True)
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._view.wrap(command, filter_fd=filter_fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # its own process group: killed with its children
-                env=_variables(),
-                pass_fds=[filter_fd],
-            )
+            with open_program(strict=True) as filter_fd:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._view.wrap(command, filter_fd=filter_fd),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # its own process group: killed with its children
+                    env=kept | threads | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+                    pass_fds=[filter_fd],
+                )
             await self._receive(START_S)
         except (EnvironmentFault, OSError) as error:
             await self.close()
@@ -150,8 +153,6 @@ class Box:
         except BaseException:
             await self.close()
             raise
-        finally:
-            os.close(filter_fd)
 
     async def _ask(self, request: dict[str, Any], wait_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None
@@ -178,10 +179,3 @@ class Box:
         except asyncio.IncompleteReadError:
             raise EnvironmentFault("the sandbox ended before it answered") from None
         return reply
-
-
-def _variables() -> dict[str, str]:
-    """One thread for numerical libraries; no variable of Python, whose paths are not in the box."""
-    kept = {name: value for name, value in environment().items() if not name.startswith("PYTHON")}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return kept | threads | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}

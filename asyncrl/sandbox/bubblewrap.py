@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from asyncrl.files import with_cure
 from asyncrl.sandbox import seccomp
 
 SCRATCH = ("/tmp", "/dev/shm")
@@ -97,21 +98,21 @@ class Bubblewrap:
         if not seccomp.is_known():
             machine = platform.machine()
             return f"it has no filter of system calls for {machine}; use x86_64 or aarch64"
-        filter_fd = seccomp.open_program()
         try:
-            probe = self.wrap([sys.executable, "-c", ""], filter_fd=filter_fd)
-            own, inherited = environment(), [filter_fd]
-            subprocess.run(
-                probe, env=own, pass_fds=inherited, timeout=PROBE_S, capture_output=True, check=True
-            )
+            with seccomp.open_program() as filter_fd:
+                probe = self.wrap([sys.executable, "-c", ""], filter_fd=filter_fd)
+                own, inherited = environment(), [filter_fd]
+                subprocess.run(
+                    probe, env=own, pass_fds=inherited, timeout=PROBE_S, capture_output=True, check=True
+                )
+        except OSError as error:
+            return with_cure(error, "`bwrap` cannot be started")
         except subprocess.TimeoutExpired:
             return f"`bwrap` starts nothing within {PROBE_S:g} s; {_ALLOW}"
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip() or f"exit status {error.returncode}"
             remedy = _INSTALL if "Unknown option" in said else _ALLOW
             return f"`bwrap` cannot make a sandbox here: {said}; {remedy}"
-        finally:
-            os.close(filter_fd)
         return None
 
     def _shown(self) -> list[Path]:

@@ -120,6 +120,8 @@ def run(code: str, stdin: str, seconds: float, limits: dict[str, Any]) -> dict[s
         while output.read():
             pass
         os.close(output.reader)
+    for place in SCRATCH:
+        os.chmod(place, 0o755)  # a program may have taken our rights to read and write there
     said = stderr.text
     if limit is None and code_or_signal == -signal.SIGXCPU:
         limit = "time"

@@ -4,9 +4,11 @@ A namespace limits what a process sees, but not which system calls it may make. 
 EPERM; a call in the numbering of another architecture (32 bit, x32) kills the process.
 """
 
+import contextlib
 import os
 import platform
 import struct
+from collections.abc import Iterator
 
 # Machine -> AUDIT_ARCH_*, index into the pairs of `REFUSED`.
 _NUMBERS = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -80,9 +82,10 @@ def program(machine: str = "", *, strict: bool = False) -> bytes:
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def open_program(*, strict: bool = False) -> int:
-    """A descriptor from which `program` can be read once; children may inherit it. The caller closes it."""
-    descriptor = os.memfd_create("asyncrl-seccomp", os.MFD_CLOEXEC)
-    os.write(descriptor, program(strict=strict))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+@contextlib.contextmanager
+def open_program(*, strict: bool = False) -> Iterator[int]:
+    """A descriptor from which `program` can be read once; children may inherit it. Raises OSError."""
+    with os.fdopen(os.memfd_create("asyncrl-seccomp", os.MFD_CLOEXEC), "r+b", buffering=0) as file:
+        file.write(program(strict=strict))
+        file.seek(0)
+        yield file.fileno()

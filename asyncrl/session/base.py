@@ -49,6 +49,24 @@ def without_stop(renderer: Renderer, ids: Sequence[int]) -> list[int]:
     return found[:-1] if found and found[-1] in renderer.stop_ids else found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """A message and what was said before it, which the turns of a conversation share."""
+
+    before: "Said | None"
+    message: Message
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Return the conversation, which ends with this message."""
+        found: list[Message] = []
+        said: Said | None = self
+        while said is not None:
+            found.append(said.message)
+            said = said.before
+        return tuple(found[::-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """What the engine is asked: the ids before one answer, and where the answer stands in the tree."""
@@ -58,7 +76,7 @@ class Request:
     delta_ids: tuple[int, ...]  # the end of `prompt_ids` that is behind the parent's last token
     rule: str  # how the delta was found; a key of `Session.counts`
     broken_specials: int = 0  # texts of special tokens in the messages that were broken
-    messages: tuple[Message, ...] = ()  # the conversation before the answer; () for plain text
+    said: Said | None = None  # the conversation before the answer; None for plain text
     key: bytes | None = None  # of the conversation before the answer; None for plain text
     begun_key: bytes | None = None  # of the conversation before the beginning of the answer, if it has one
 
@@ -71,9 +89,9 @@ class Turn:
     parent: "Turn | None"
     delta_ids: tuple[int, ...]  # prompt ids behind the parent's last token; for a root, the whole prompt
     prompt_digest: bytes  # of the prompt ids that the engine reported
-    rollout: Rollout  # the sampled ids, log-probabilities and spans, as the engine gave them
+    rollout: Rollout  # as the engine gave it, but only a root has its prompt: the others would repeat it
     message: Message
-    messages: tuple[Message, ...]  # the conversation up to and with `message`; () for plain text
+    said: Said | None  # the conversation up to and with `message`; None for plain text
     is_trained: bool
     reward: float | None = None
     state: int | None = None  # hash of the environment's state before the turn

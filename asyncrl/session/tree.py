@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
-from asyncrl.session.base import Renderer, Request, Turn
+from asyncrl.session.base import Renderer, Request, Said, Turn
 from asyncrl.session.chat_messages import Breaker, Message, is_begun, key_after, keys_of
 from asyncrl.session.delta import KEPT, RENDERED, SHORT, STABLE, delta
 from asyncrl.session.sequences import sequences_of
@@ -60,13 +61,15 @@ class Session:
         keys = list(keys_of(messages, tools))
         parent, known = self._find(keys)
         # The history is that of the record, because it has the reasoning that many agents do not send back.
-        history = parent.messages if parent else ()
+        said = parent.said if parent else None
         breaker = Breaker(self._renderer.special_texts)
         new = [breaker.message(message) for message in messages[known:]]
-        said = breaker.broken
+        broken = breaker.broken
         shown = breaker.value(tools)
         # Tools are part of the key, so those of a continued conversation have been counted.
-        broken = said if parent else breaker.broken
+        broken = broken if parent else breaker.broken
+        for message in new:
+            said = Said(said, message)
         rule, text = self._continued(parent, new, shown)
         if rule in (_ROOT, RENDERED):
             parent = None
@@ -79,9 +82,9 @@ class Session:
             delta_ids=ids,
             rule=rule,
             broken_specials=broken,
-            messages=(*history, *new),
+            said=said,
             key=keys[-1],
-            begun_key=keys[-2] if is_begun((*history, *new)) else None,
+            begun_key=keys[-2] if said and is_begun([said.message]) else None,
         )
 
     def request_text(self, text: str) -> Request:
@@ -113,21 +116,21 @@ class Session:
         """
         if not len(rollout.response_ids):
             raise ValueError("the answer has no tokens; the engine must sample at least one")
-        conversation = (*request.messages, Breaker(self._renderer.special_texts).message(message))
+        before, answer = request.said, Breaker(self._renderer.special_texts).message(message)
         keys = [key_after(request.key, message)] if request.key else []
-        if request.begun_key:
-            *before, begun, rest = conversation
-            conversation = (*before, {**rest, "content": begun["content"] + rest["content"]})
-            joined = {**message, "content": f"{begun['content']}{message.get('content') or ''}"}
+        if before and request.begun_key:
+            begun, before = before.message["content"], before.before
+            answer["content"] = begun + answer["content"]
+            joined = {**message, "content": f"{begun}{message.get('content') or ''}"}
             keys.append(key_after(request.begun_key, joined))
         turn = Turn(
             index=len(self._turns),
             parent=request.parent,
             delta_ids=request.delta_ids,
             prompt_digest=blake2b(rollout.prompt_ids.astype(np.int32).tobytes()).digest(),
-            rollout=rollout,
+            rollout=replace(rollout, prompt_ids=rollout.prompt_ids[:0].copy()) if request.parent else rollout,
             message=message,
-            messages=conversation if request.key else (),
+            said=Said(before, answer) if request.key else None,
             is_trained=train,
         )
         self._turns.append(turn)
@@ -158,7 +161,7 @@ class Session:
         self, parent: Turn | None, new: Sequence[Message], tools: Sequence[Message]
     ) -> tuple[str, str]:
         """The rule, and the text to tokenise behind the parent, or, for a new sequence, all of it."""
-        history = parent.messages if parent else ()
+        history = parent.said.messages if parent and parent.said else ()
         if parent is not None and self._history == "exact":
             found = delta(self._renderer, history, new, tools, int(parent.sampled_ids[-1]))
             if found is not None:

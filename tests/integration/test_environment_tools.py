@@ -4,10 +4,11 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import fields
 
 import pytest
 
-from asyncrl.environments.base import Answer, BudgetSpent
+from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.environments.fork_server import ForkServer
 from asyncrl.errors import EngineError, EnvironmentFault
 from tests.support.environments import calls, environment, fork_server, play
@@ -193,6 +194,12 @@ async def scoring(session):
     except Exception:
         await asyncio.to_thread(os.getpid)
         return 0.5
+
+async def seen(session):
+    """Says what it knows of a turn."""
+    answer = await session.complete("on")
+    await session.complete(repr(answer))
+    return 1
 
 async def places(session, seed):
     await session.complete(f"{seed} {session.seed} {session.episode}")
@@ -669,6 +676,23 @@ def test_states_reach_the_talk_without_rewards(tmp_path):
 
     end, rewards = asyncio.run(scenario())
     assert rewards == [(None, 7)] * 2 and end.metrics["asked"] == 2
+
+
+def test_a_rollout_sees_what_other_environments_see_of_a_turn(tmp_path):
+    call = ToolCall(id="abc", name="add", arguments={"a": [1, None]})
+    answer = Answer(
+        text="é", tool_calls=(call,), finish_reason="length", tokens=3, is_unparsed=True, prompt_tokens=11,
+        reasoning="hm", stop="\n", logprobs=lambda: [("a", -1.0)],
+    )  # fmt: skip
+    assert all(getattr(answer, one.name) != one.default for one in fields(Answer)), "a field is not tried"
+
+    async def scenario():
+        talk = ScriptedTalk([answer, "on"])
+        async with environment(tmp_path, ROLLOUTS, "seen") as played:
+            await play(played, talk)
+        return talk.shown[1]
+
+    assert asyncio.run(scenario()) == repr(answer)
 
 
 def test_a_loop_that_hangs_costs_the_other_episodes_a_fault_and_not_their_lives(tmp_path):

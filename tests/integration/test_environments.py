@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -37,6 +38,10 @@ class Guess:
         guess = int(response)
         return "<>"[self.number > guess], float(guess == self.number), guess == self.number
 '''
+SUM = """
+async def rollout(session):
+    return float((await session.complete("1+1?")).text == "2")
+"""
 ODD = '''
 import asyncio, ctypes, os, signal, socket, subprocess, sys, time
 
@@ -408,6 +413,69 @@ def test_a_fork_server_that_is_stopped_is_killed_and_replaced(tmp_path, monkeypa
             assert caught.value.reason == "hung"
             monkeypatch.undo()
             assert (await play(played, bisect(0))).reward == 1.0
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_arrives_after_all_waits_for_it_leaves_the_fork_server_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_servers, "END_S", 0.1)
+
+    async def scenario():
+        async with environment(tmp_path, GUESS, "Guess") as played:
+            server = fork_server()
+
+            def answer(shown):
+                server.suspend()  # the worker plays on, and nobody reports its end
+                return "31"
+
+            await play(played, ScriptedTalk(answer), {"low": 31})
+            assert len(server.children()) == 1
+            [program] = played._server._programs
+            await until(lambda: not program._statuses)
+            server.resume()
+            await until(lambda: not program._pids)
+            assert (await play(played, bisect(0))).reward == 1.0
+            assert fork_server() == server
+
+    asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def descriptors(process, left):
+    """Let a process have so many more open files than it has."""
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    free = [number for number in range(limits[0]) if not os.path.lexists(f"/proc/{process.pid}/fd/{number}")]
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (free[left], limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("name", ["Guess", "rollout"])
+@pytest.mark.parametrize(
+    ("victim", "left", "says"),
+    [
+        ("server", 0, r"cannot fork: \[Errno 24\] Too many open files; let the user's file close what"),
+        ("server", 1, r"OSError: \[Errno 24\] Too many open files"),
+        ("generator", 0, r"cannot start: Too many open files; allow more open files: ulimit -n 65536"),
+        ("generator", 1, r"cannot start: Too many open files; allow more open files: ulimit -n 65536"),
+    ],
+)
+def test_without_descriptors_an_attempt_fails_and_the_processes_live(tmp_path, name, victim, left, says):
+    async def scenario():
+        async with environment(tmp_path, GUESS + SUM, name) as played:
+            talk = {"Guess": lambda: bisect(0), "rollout": lambda: ScriptedTalk(["2"])}[name]
+            server = fork_server()
+            with (
+                descriptors(server if victim == "server" else psutil.Process(), left),
+                pytest.raises(EnvironmentFault, match=f"(?s){says}") as caught,
+            ):
+                await play(played, talk())
+            is_raised = (name, victim, left) == ("Guess", "server", 1)
+            assert caught.value.reason == ("raised" if is_raised else "died")
+            assert (await play(played, talk())).reward == 1.0
+            assert fork_server() == server
 
     asyncio.run(scenario())
 

@@ -222,6 +222,21 @@ SURVIVORS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", [0o000, 0o300, 0o500])
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
+def test_a_program_that_takes_rights_has_a_result_and_so_has_the_next_one(
+    place: str, mode: int, lane: Lane
+) -> None:
+    lane.run("1")
+    before = [one.pid for one in lane.processes]
+    result = lane.run(f"import os\nos.chmod({place!r}, {mode})\nprint(6 * 7)\nraise SystemExit(3)")
+    assert (result.stdout, result.status) == ("42\n", "error")
+    assert [one.pid for one in lane.processes] == before, "it left no file"
+    assert lane.run(f"open('{place}/x', 'w').write('1')\nprint(6 * 7)").stdout == "42\n"
+    left = f"import os\nos.makedirs('{place}/a/b')\nos.chmod('{place}/a', 0)\nos.chmod({place!r}, {mode})"
+    assert lane.run(left).status == "ok"
+
+
 @pytest.mark.parametrize("how", SURVIVORS)
 def test_nothing_outlives_its_call(how: str, lane: Lane) -> None:
     assert lane.run(SURVIVORS[how], seconds=2).status in ("ok", "time")
@@ -346,7 +361,7 @@ def test_the_built_in_reward_runs_the_tests_of_a_row() -> None:
 # A program that is right, and some that pass no test.
 LANGUAGES = {
     "bash": (
-        "read -r number; yes | head -1 >/dev/null; echo $((2 * number))",
+        "read -r number; chmod 000 /tmp; yes | head -1 >/dev/null; echo $((2 * number))",
         "if then",
         "while :; do :; done",
         "echo 42; exit 3",

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from asyncrl.rewards import batches
 from asyncrl.rewards import pool as pool_module
 from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.sandbox.box import Box
+from tests.support.machine import skip_for
 from tests.support.waiting import HANG, LONG_S, elapse, has_ended, until, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.integration
@@ -69,6 +72,20 @@ def sums(completions, task, **kwargs):
 def words(prompt, response, task):
     return (1.0, "dog") if task == "words" else None
 def raw(prompt, response, raw_response): return float(len(raw_response))
+KEPT = []
+def leaks(prompt, response, last):
+    """Take all descriptors or all rights, and end in the way of `last`."""
+    if last == "works":
+        os.close(os.open("/tmp", os.O_TMPFILE | os.O_RDWR))
+        return 1.0
+    if last == "takes rights":
+        if os.getpid() == 1: os.chmod("/tmp", 0)
+        return 0.5
+    try:
+        while True: KEPT.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        if last == "raises": raise
+    return 0.5
 '''.replace("HANG", HANG)
 
 
@@ -138,6 +155,31 @@ def test_a_failure_names_the_part_and_the_reason_and_the_next_call_works(functio
         assert (score.total, dict(score.parts)) == (1.0, {"misbehave": 1.0})
 
     run(config(functions, "misbehave"), scenario)
+
+
+@pytest.mark.parametrize(
+    "sandbox", ["none", pytest.param("bubblewrap", marks=skip_for(Box()._view.problem()))]
+)
+def test_a_call_that_takes_descriptors_or_rights_has_its_value_and_the_next_call_works(
+    functions, monkeypatch, sandbox
+):
+    monkeypatch.chdir(functions.parent)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scenario(pool):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        try:
+            for _ in range(2):
+                for last in ("returns", "takes rights"):
+                    assert [one.total for one in await pool.score([ask(last=last)])] == [0.5]
+                    assert [one.total for one in await pool.score([ask(last="works")])] == [1.0]
+                with pytest.raises(RewardError, match=r"raised OSError: \[Errno 24\] Too many open files"):
+                    await pool.score([ask(last="raises")])
+                assert [one.total for one in await pool.score([ask(last="works")])] == [1.0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    run(config(functions, "leaks", timeout_s=60.0, sandbox=sandbox, memory_gib=2.0), scenario)
 
 
 def test_parts_whose_sum_is_beyond_a_float_fail_the_call(functions):

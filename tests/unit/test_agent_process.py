@@ -3,6 +3,8 @@
 import asyncio
 import json
 import multiprocessing
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -100,6 +102,34 @@ def test_the_agent_of_the_guide_plays_a_row_with_messages(tmp_path):
     assert [one["content"] for one in talk.asked[2]["messages"]][2:] == [
         "5", "Check your answer.", "4", "Check your answer."
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", range(9))
+def test_without_descriptors_an_attempt_fails_and_the_next_one_is_played(tmp_path, left, caplog):
+    file = tmp_path / "agent.py"
+    file.write_text(textwrap.dedent(ASK) + "ask('x'); result(1.0)")
+
+    async def run():
+        environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, str(file))))
+        await environment.start()
+        await environment.play(ScriptedTalk(TEXT), ROW, prompt="", seed=7, episode=2)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = [number for number in range(limits[0]) if not os.path.lexists(f"/proc/self/fd/{number}")]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], limits[1]))
+            try:
+                await environment.play(ScriptedTalk(TEXT), ROW, prompt="", seed=7, episode=2)
+            except EnvironmentFault as fault:
+                assert "Too many open files" in f"{fault} {caplog.text}"
+            else:
+                assert left > 4
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            return await environment.play(ScriptedTalk(TEXT), ROW, prompt="", seed=7, episode=2)
+        finally:
+            await environment.close()
+
+    assert asyncio.run(run()).reward == 1.0
 
 
 def test_a_call_that_a_client_library_repeats_is_counted(tmp_path):

@@ -70,6 +70,13 @@ def test_calls_and_text(source):
     assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.tool_calls)
 
 
+def test_many_calls_have_ids_of_their_own_which_every_template_takes(source):
+    answer = read(source, f"{CALL * 120}<|im_end|>")
+    assert len({call.id for call in answer.tool_calls}) == 120
+    assert {len(call.id) for call in answer.tool_calls} == {9}
+    assert all(call.id.isalnum() for call in answer.tool_calls)
+
+
 def test_reasoning_is_taken_out_by_a_template_that_knows_it():
     answer = read("template", f"<think>\nhm\n</think>\n\nyes{CALL}<|im_end|>")
     assert (answer.reasoning.strip(), answer.text.strip()) == ("hm", "yes")
@@ -111,6 +118,16 @@ def test_an_unknown_parser_of_reasoning_is_refused_with_the_names_of_all():
         AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), "hermes", "qwen")
     with pytest.raises(ConfigError, match=r"model\.reasoning_parser: deepseek_r1 cannot be used"):
         AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), "hermes", "deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    ("key", "parsers"),
+    [("tool_parser", ("openai", None)), ("reasoning_parser", ("hermes", "openai_gptoss"))],
+)
+def test_a_parser_that_would_fail_at_each_answer_is_refused_by_name(key, parsers):
+    name = parsers[-1] or parsers[0]
+    with pytest.raises(ConfigError, match=rf"model\.{key}: {name} cannot be used on text .* another parser"):
+        AnswerReader(tokenizer_of("qwen3"), renderer_of("qwen3"), *parsers)
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def test_an_episode_continues_the_beginning_of_an_answer_as_a_row_does(name, joi
     assert first == rendered_by_transformers(renderer._tokenizer, begun)
     assert first.endswith("Once upon a time,")
     assert second.startswith(first + " there was") and session.turns[1].parent is session.turns[0]
-    assert session.turns[1].messages == (user("Tell"), said("Once upon a time, there was"), user("more"),
+    assert session.turns[1].said.messages == (user("Tell"), said("Once upon a time, there was"), user("more"),
                                          said(" there was"))  # fmt: skip
     (rollout,) = session.rollouts()
     assert int(rollout.action_mask.sum()) == sum(len(turn.sampled_ids) for turn in session.turns)

@@ -3,8 +3,12 @@
 import asyncio
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from itertools import islice
+from select import select
 
 import anthropic
 import httpx
@@ -20,7 +24,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
 from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
-from tests.support.waiting import LONG_S, until
+from tests.support.waiting import LONG_S, until, wait_until
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -38,7 +42,7 @@ def serve(talk, play: Callable[[Endpoint, OpenEpisode], Awaitable[None]]) -> End
         await endpoint.start()
         try:
             async with asyncio.timeout(LONG_S):
-                await play(endpoint, endpoint.open(talk))
+                await play(endpoint, endpoint.episodes.open(talk))
         finally:
             await endpoint.close()
         return endpoint
@@ -266,7 +270,7 @@ def test_answers_of_a_frozen_model_are_not_trained(path):
         endpoint = Endpoint(frozen=("judge",))
         await endpoint.start()
         try:
-            key = endpoint.open(talk).key
+            key = endpoint.episodes.open(talk).key
             for model in ("judge", "policy"):
                 body = {"model": model, **asking(path)}
                 body |= {"prompt": "two words" * (model == "policy")} if "prompt" in body else {}
@@ -672,7 +676,7 @@ def test_a_thread_of_anthropics_library_is_one_conversation():
     serve(talk, play)
     first, second, third = session.turns
     assert second.parent is first and third.parent is second
-    said = [message["role"] for message in third.messages]
+    said = [message["role"] for message in third.said.messages]
     assert said == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
@@ -776,12 +780,12 @@ def test_a_failed_call_is_a_fault_of_the_episode_even_if_the_agent_goes_on():
 
 def test_keys_other_episodes_and_ended_ones():
     async def play(endpoint, episode):
-        other = endpoint.open(ScriptedTalk(CUT))
+        other = endpoint.episodes.open(ScriptedTalk(CUT))
         for key, status in ((episode.key[:-1], 401), ("x", 401), (other.key, 200)):
             answer = await post(endpoint, key, {"messages": QUESTION})
             assert answer.status_code == status
         assert answer.json()["choices"][0]["message"]["content"] == "two wo"  # of the other episode's talk
-        endpoint.shut(other)
+        endpoint.episodes.close(other)
         assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 403
         answer = await post(endpoint, "", {"messages": QUESTION}, x_api_key=episode.key, authorization="x")
         assert answer.status_code == 200
@@ -796,7 +800,7 @@ def test_closing_an_episode_ends_its_calls():
     async def play(endpoint, episode):
         asking = asyncio.create_task(post(endpoint, episode.key, {"messages": QUESTION}))
         await until(lambda: talk.asked)
-        endpoint.shut(episode)
+        endpoint.episodes.close(episode)
         assert (await asking).status_code == 403
 
     serve(talk, play)
@@ -953,7 +957,7 @@ def test_a_flood_of_one_episode_waits_and_others_are_served(monkeypatch):
         await until(lambda: sum(one.done() for one in flood) == 5)
         waiting = [one for one in flood if not one.done()]
         assert [one.result().status_code for one in flood if one.done()] == [429] * 5
-        other = endpoint.open(ScriptedTalk(TEXT))
+        other = endpoint.episodes.open(ScriptedTalk(TEXT))
         assert (await post(endpoint, other.key, {"messages": QUESTION})).status_code == 200
         talk.release.set()
         assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
@@ -1077,7 +1081,7 @@ async def replayed_requests(endpoint: Endpoint, episode: OpenEpisode) -> None:
     retried = {"x_stainless_retry_count": "1"}
     answers = [await post(endpoint, episode.key, {"messages": QUESTION}, **retried) for _ in range(3)]
     assert {one.json()["choices"][0]["message"]["content"] for one in answers} == {"two wo"}
-    endpoint.shut(episode)
+    endpoint.episodes.close(episode)
     assert (await post(endpoint, episode.key, {"messages": QUESTION}, **retried)).status_code == 403
 
 
@@ -1090,9 +1094,53 @@ async def many_repetitions_of_a_call(endpoint: Endpoint, episode: OpenEpisode) -
         with contextlib.suppress(httpx.ReadError):  # the connection may be closed while the client writes
             assert (await one).status_code == 429
     assert (episode.refused, sum(one.done() for one in asking)) == (5, 5)
-    endpoint.shut(episode)
+    endpoint.episodes.close(episode)
     answers = await asyncio.gather(*asking, return_exceptions=True)
     assert sum(getattr(one, "status_code", 429) == 403 for one in answers) == 4
+
+
+NARROW = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from asyncrl.endpoint.agent_server import Endpoint
+from asyncrl.environments.base import Answer
+from tests.support.agent_talks import ScriptedTalk
+
+async def main():
+    endpoint = Endpoint()
+    await endpoint.start()
+    print(endpoint.url, *(endpoint.episodes.open(ScriptedTalk(Answer(text="two words"))).key for _ in range(8)), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await endpoint.close()
+
+asyncio.run(main())
+"""
+
+
+def test_with_few_descriptors_callers_are_refused_and_do_not_wait_for_one():
+    """Each caller of the crowd keeps its connection busy with a body that does not end."""
+    command, pipe = [sys.executable, "-c", NARROW], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdin and server.stdout and server.stderr
+        url, *keys = server.stdout.readline().split()
+        with contextlib.ExitStack() as crowd:
+            callers = []
+            for number in range(120):
+                caller = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+                crowd.enter_context(caller)
+                head = f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: {keys[number % 8]}\r\n"
+                caller.sendall(f"{head}content-length: 9\r\n\r\n[".encode())
+                callers.append(caller)
+            wait_until(lambda: len(select(callers, (), (), 0)[0]) >= 120 - 48)
+            for caller in select(callers, (), (), 0)[0]:
+                with contextlib.suppress(ConnectionResetError):  # its body was not read
+                    assert caller.recv(12) == b"HTTP/1.1 503"
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": QUESTION}, headers={"x-api-key": keys[0]}
+        )
+        assert answer.json()["choices"][0]["message"]["content"] == "two words"
+        server.stdin.close()
+        assert "Traceback" not in server.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -1115,7 +1163,7 @@ def test_a_hostile_agent_costs_only_its_own_episode(monkeypatch, attack):
 
     async def play(endpoint, episode):
         talk = ScriptedTalk(TEXT, CALLS)
-        other = endpoint.open(talk)
+        other = endpoint.episodes.open(talk)
         answer = await post(endpoint, other.key, {"messages": QUESTION})
         assert answer.json()["choices"][0]["message"]["content"] == "two words"
         try:

@@ -261,7 +261,7 @@ def turn(index: int, parent: Turn | None, delta: tuple[int, ...], sampled: tuple
         prompt_digest=blake2b(np.array(before, dtype=np.int32).tobytes()).digest(),
         rollout=with_kept(rollout_of(before, sampled)),
         message={"role": "assistant", "content": ""},
-        messages=(),
+        said=None,
         is_trained=True,
     )
 

@@ -113,7 +113,7 @@ def test_with_history_template_the_policy_reads_what_the_template_writes(name):
         agent.play(6)
         check(agent)
         for call in agent.calls:
-            text = agent.renderer.render(call.request.messages, call.tools, generation=True)
+            text = agent.renderer.render(call.request.said.messages, call.tools, generation=True)
             assert agent.renderer.decode(call.request.prompt_ids) == text
 
 
@@ -366,7 +366,7 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark():
     session.record(request, rollout_of(request.prompt_ids, [1]), answer)
     messages += [answer, {"role": "tool", "content": "\udc80", "tool_call_id": "c"}]
     request = session.request(messages)
-    assert request.messages[: len(messages) - 1] == session.turns[0].messages
+    assert request.said.before is session.turns[0].said
     assert renderer.decode(request.prompt_ids).count("?") >= 2
 
 
@@ -495,6 +495,29 @@ def test_only_the_first_text_is_the_users_own():
     record(session, session.request_text("aef"), "b")
     behind = session.request_text("aef")
     assert session.turns[0].delta_ids == (24, 1, 5, 6) and behind.broken_specials == 1
+
+
+@pytest.mark.parametrize("history", ["exact", "template"])
+def test_what_turns_have_in_common_is_kept_once(history):
+    """Otherwise the memory of an episode grows with the square of its turns."""
+    renderer = renderer_of("qwen2_5")
+    session, messages = Session(renderer, history=history), []
+    for turn in range(20):
+        messages.append(user(f"question {turn}"))
+        said(session, renderer, messages, "answer", stop="<|im_end|>")
+        assert [one["content"] for one in session.turns[-1].said.messages] == [
+            one["content"] for one in messages
+        ]
+    kept = set()
+    for turn in session.turns:
+        one = turn.said
+        while one is not None:
+            kept.add(id(one))
+            one = one.before
+    assert len(kept) == len(messages)
+    assert [len(turn.rollout.prompt_ids) > 0 for turn in session.turns] == [True] + [False] * 19
+    (rollout,) = session.rollouts()
+    assert rollout.prompt_ids.tolist() == list(session.turns[0].delta_ids)
 
 
 def test_sequences_are_counted_and_each_ends_as_its_last_turn_did():

@@ -20,6 +20,7 @@ from asyncrl.addons.endpoint.open_episodes import OpenEpisode
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.errors import EnvironmentFault, as_unicode
+from asyncrl.files import with_cure
 from asyncrl.hosting.processes import bound_to_us, end_marked, kill_group, public_environment
 from asyncrl.hosting.workers import Printed, Scratch, ending
 
@@ -74,20 +75,28 @@ class AgentEnvironment:
         assert self._scratch is not None
         # Not in a thread: a cancelled wait for it would leave the directory.
         directory = Path(tempfile.mkdtemp(dir=self._scratch.directory))
-        open_episode = self.endpoint.open(talk)
+        open_episode = self.endpoint.episodes.open(talk)
         program = None
         try:
             # A row that names its seed is a task made from it.
             given = {"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt}
             async with self._starting:
-                program = self._program(open_episode, given, directory)
+                name, arguments = self._config.program, self._config.command[1:]
+                program = _Program(
+                    [shutil.which(name) or name, *arguments],
+                    self._environment(open_episode.key, given, directory),
+                    memory_gib=self._config.memory_gib,
+                )
                 await program.started()
             status = await self._ended(program, directory / "result.json")
             await program.end()
             self._loaded()
             return _outcome(open_episode, status, program.printed, directory / "result.json")
+        except OSError as error:  # for example, no descriptor is left for its output
+            text = with_cure(error, f"environment.command {self._config.program}: no process can be started")
+            raise EnvironmentFault(text, reason="start") from error
         finally:
-            self.endpoint.shut(open_episode)
+            self.endpoint.episodes.close(open_episode)
             if program is not None:
                 await asyncio.shield(program.end())
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -104,15 +113,6 @@ class AgentEnvironment:
         await self.endpoint.close()
         if self._scratch is not None:
             await self._scratch.end()
-
-    def _program(self, episode: OpenEpisode, given: Mapping[str, Any], directory: Path) -> "_Program":
-        """The program of an episode, which starts now."""
-        name, arguments = self._config.program, self._config.command[1:]
-        return _Program(
-            [shutil.which(name) or name, *arguments],
-            self._environment(episode.key, given, directory),
-            memory_gib=self._config.memory_gib,
-        )
 
     def _environment(self, key: str, given: Mapping[str, Any], directory: Path) -> dict[str, str]:
         """Our variables without secrets, and what the program needs to call the model."""
@@ -180,7 +180,11 @@ class _Program:
         """Kill what is left of it, and read what it has printed."""
         await asyncio.wait({self._started})
         if self._process is not None:
-            await asyncio.to_thread(end_family, self._process.pid, self._variables["OPENAI_API_KEY"])
+            kill_group(self._process.pid)
+            # All that inherited the key, wherever they have moved. Without a descriptor to look, it is left
+            # to the end of the environment.
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self._variables['OPENAI_API_KEY']}")
         await asyncio.wait({self._following}, timeout=END_S)
         self._following.cancel()
 
@@ -198,7 +202,7 @@ class _Program:
                 limit = int(self._memory_gib * 2**30)
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(self._process.pid, resource.RLIMIT_AS, (limit, limit))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an argument with a zero byte
             text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
             self._tell(self._started, EnvironmentFault(text, reason="start"))
             return
@@ -278,9 +282,3 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"found {value!r:.40}")
     return float(value)
-
-
-def end_family(pid: int, key: str) -> None:
-    """Kill a process group, and all processes that inherited the key, wherever they have moved."""
-    kill_group(pid)
-    end_marked(f"OPENAI_API_KEY={key}")

@@ -6,9 +6,11 @@ comments until then, so that no client gives up.
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import logging
+import os
 import resource
 import socket
 from collections.abc import Collection, Iterator, Mapping
@@ -21,9 +23,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from asyncrl.addons.endpoint.base import Dialect, Event, Json, Refused, now_s
 from asyncrl.addons.endpoint.chat_dialect import ChatDialect, CompletionsDialect, openai_error
 from asyncrl.addons.endpoint.messages_dialect import MessagesDialect
-from asyncrl.addons.endpoint.open_episodes import OpenEpisode, OpenEpisodes
+from asyncrl.addons.endpoint.open_episodes import OpenEpisodes
 from asyncrl.addons.endpoint.responses_dialect import ResponsesDialect
-from asyncrl.environments.base import Talk
+from asyncrl.files import with_cure
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,10 @@ MODELS = "/v1/models"
 MAX_BODY_BYTES = 16 * 2**20
 HEAD_S, BODY_S, SEND_S = 10.0, 30.0, 60.0  # limits for a client to send a head, a body, and to take an answer
 COMMENT_S = 10.0  # pause between two comments of a stream
-MOST_CONNECTIONS = 4096
-# Connections without a request, whose agents are unknown; half of all, and of the descriptors of the process.
-MOST_WAITING = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2
+# Connections with a request: with half of the descriptors, a caller is refused, and does not wait for one.
+# The remainder makes the -1 of no limit large.
+MOST_CONNECTIONS = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % 2**63 // 2)
+MOST_WAITING = MOST_CONNECTIONS // 2  # connections without a request, whose agents are unknown
 _JSON = (b"content-type", b"application/json")
 _STREAM = (b"content-type", b"text/event-stream")
 
@@ -65,7 +68,7 @@ class Endpoint:
         """Begin to serve. Raises OSError if the address cannot be used."""
         is_ipv6 = ":" in self._address
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        listener = socket.create_server((self._address, 0), family=family)
+        listener = _Listener(fileno=socket.create_server((self._address, 0), family=family).detach())
         host = f"[{self._address}]" if is_ipv6 else self._address
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
@@ -82,14 +85,6 @@ class Endpoint:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-
-    def open(self, talk: Talk) -> OpenEpisode:
-        """Return a new episode, which is called with its key until it is closed."""
-        return self.episodes.open(talk)
-
-    def shut(self, episode: OpenEpisode) -> None:
-        """Refuse further calls of an episode and end those in progress."""
-        self.episodes.close(episode)
 
     async def close(self) -> None:
         """Stop serving; connections are cut after a second."""
@@ -133,40 +128,50 @@ class Endpoint:
             await exchange.json(200, model if is_model else {"object": "list", "data": [model]})
             return
         with episode.request():
-            await self._answer(exchange, episode, dialect, path, headers)
-
-    async def _answer(
-        self,
-        exchange: "_Exchange",
-        episode: OpenEpisode,
-        dialect: Dialect,
-        path: str,
-        headers: Mapping[str, str],
-    ) -> None:
-        try:
-            body = await exchange.body(headers)
-        except Refused as refused:
-            raise episode.noted(refused) from None
-        call = episode.read(dialect, body, path)
-        wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
-        train = wants and call.model not in self._frozen
-        answering = asyncio.ensure_future(
-            episode.answer(
-                dialect,
-                call,
-                digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
-                is_retry=headers.get("x-stainless-retry-count", "0") != "0",
-                train=train,
+            try:
+                body = await exchange.body(headers)
+            except Refused as refused:
+                raise episode.noted(refused) from None
+            call = episode.read(dialect, body, path)
+            wants = headers.get("x-asyncrl-train", "yes").lower() != "no"
+            train = wants and call.model not in self._frozen
+            answering = asyncio.ensure_future(
+                episode.answer(
+                    dialect,
+                    call,
+                    digest=hashlib.blake2b(f"{path} {train} ".encode() + body).digest(),
+                    is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+                    train=train,
+                )
             )
-        )
-        while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
+            while not (await asyncio.wait({answering}, timeout=COMMENT_S))[0]:
+                if call.streams:
+                    await exchange.comment()
+            answer = answering.result()
             if call.streams:
-                await exchange.comment()
-        answer = answering.result()
-        if call.streams:
-            await exchange.stream(dialect.events(call, answer))
-        else:
-            await exchange.json(200, answer)
+                await exchange.stream(dialect.events(call, answer))
+            else:
+                await exchange.json(200, answer)
+
+
+class _Listener(socket.socket):
+    """Refuses callers for whom there is no descriptor, who would wait until there is one."""
+
+    _spare = open(os.devnull)  # noqa: SIM115 - closed while a caller is refused
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            log.warning("a call of the model is refused: %s", with_cure(error, "environment.command"))
+            self._spare.close()
+            try:
+                super().accept()[0].close()
+            finally:
+                self._spare = open(os.devnull)  # noqa: SIM115
+            raise BlockingIOError from error  # there is nothing for the event loop
 
 
 class _Exchange:

@@ -14,6 +14,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 DONE: Event = ("", "[DONE]")
 
 
+def openai_error(refused: Refused) -> Json:
+    """Return a refusal as OpenAI's interfaces write it."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "code": refused.code, "param": None}}
+
+
 class ChatDialect:
     """`/v1/chat/completions`."""
 
@@ -77,9 +83,7 @@ class ChatDialect:
             yield "", {**head, "choices": [], "usage": usage}
         yield DONE
 
-    def error(self, refused: Refused) -> Json:
-        """Return the refusal."""
-        return openai_error(refused)
+    error = staticmethod(openai_error)
 
 
 class CompletionsDialect(ChatDialect):
@@ -149,12 +153,6 @@ def _text_logprobs(answer: Answer) -> Json:
         "top_logprobs": None,
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
     }
-
-
-def openai_error(refused: Refused) -> Json:
-    """Return a refusal as OpenAI's interfaces write it."""
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {"error": {"message": str(refused), "type": kind, "code": refused.code, "param": None}}
 
 
 def _completion(

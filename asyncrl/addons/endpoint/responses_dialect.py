@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.addons.endpoint import reading
-from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, Refused, now_s
+from asyncrl.addons.endpoint.base import Call, Event, Json, Recall, now_s
 from asyncrl.addons.endpoint.chat_dialect import ROLES, arguments_text, openai_error, token_logprobs
 from asyncrl.addons.endpoint.reading import wrong
 from asyncrl.environments.base import Answer, Message
@@ -72,7 +72,20 @@ class ResponsesDialect:
             for index, one in enumerate(answer.tool_calls)
         ]
         return {
-            **self._head(call, number, status),
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": now_s(),
+            "status": status,
+            "model": call.model,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": "auto" if call.calls_tools else "none",
+            "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": output,
             "usage": {
@@ -103,27 +116,7 @@ class ResponsesDialect:
         for number, (name, data) in enumerate(events):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def error(self, refused: Refused) -> Json:
-        """Return the refusal."""
-        return openai_error(refused)
-
-    def _head(self, call: Call, number: str, status: str) -> dict[str, Any]:
-        return {
-            "id": f"resp_{number}",
-            "object": "response",
-            "created_at": now_s(),
-            "status": status,
-            "model": call.model,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "temperature": None,
-            "top_p": None,
-            "tool_choice": "auto" if call.calls_tools else "none",
-            "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
-        }
+    error = staticmethod(openai_error)
 
 
 def _tool(tool: Json) -> Message:

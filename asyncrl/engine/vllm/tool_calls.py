@@ -1,7 +1,7 @@
 """vLLM's parsers of tool calls and of reasoning."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncrl.environments.base import Message
@@ -14,22 +14,20 @@ def parse_with(tokenizer: Any, name: str) -> Parse:
 
     Raises ConfigError if there is no such parser, or it cannot be used with the tokenizer.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     names = (*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers)
     _require("model.tool_parser", name, names)
     kind = ToolParserManager.get_tool_parser(name)
-    _made("model.tool_parser", name, kind, tokenizer)
+    # Some are stubs, which fail at every answer.
+    _tried("model.tool_parser", name, lambda: kind(tokenizer).extract_tool_calls("x", _request()))
     # It logs a traceback for each call that is not one, and a policy in training writes many of these.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
     def parse(text: str, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
         if not tools:
             return Parsed(text)
-        request = ChatCompletionRequest.model_validate(
-            {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": list(tools)}
-        )
+        request = _request(tools)
         found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return Parsed(text)
@@ -47,23 +45,21 @@ def split_with(tokenizer: Any, name: str) -> Split:
 
     Raises ConfigError if there is no such parser, or it cannot be used with the tokenizer.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
 
     _require("model.reasoning_parser", name, ReasoningParserManager.list_registered())
     kind = ReasoningParserManager.get_reasoning_parser(name)
-    parser = _made("model.reasoning_parser", name, kind, tokenizer)
+    parser = _tried("model.reasoning_parser", name, lambda: kind(tokenizer))
     begin = parser.reasoning_start_str or getattr(parser, "start_token", None)
     end = parser.reasoning_end_str or getattr(parser, "end_token", None)
     if not begin or not end:
-        request = ChatCompletionRequest.model_validate(
-            {"model": "policy", "messages": [{"role": "user", "content": ""}]}
-        )
+        request = _request()
 
         def by_parser(text: str, opening: str) -> tuple[str, str]:
             reasoning, content = kind(tokenizer).extract_reasoning(text, request)
             return reasoning or "", content or ""
 
+        _tried("model.reasoning_parser", name, lambda: by_parser("x", ""))
         return by_parser
 
     def split(text: str, opening: str) -> tuple[str, str]:
@@ -85,9 +81,16 @@ def _require(key: str, name: str, names: Iterable[str]) -> None:
         raise ConfigError(f"{key}: vLLM has no parser `{name}`; it has {', '.join(sorted(set(names)))}")
 
 
-def _made(key: str, name: str, kind: Any, tokenizer: Any) -> Any:
+def _tried(key: str, name: str, attempt: Callable[[], Any]) -> Any:
     try:
-        return kind(tokenizer)
+        return attempt()
     except Exception as error:
-        text = f"{key}: {name} cannot be used with this tokenizer ({error}); name another parser"
+        text = f"{key}: {name} cannot be used on text of this tokenizer ({error}); name another parser"
         raise ConfigError(text) from error
+
+
+def _request(tools: Sequence[Message] = ()) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    asked = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": list(tools) or None}
+    return ChatCompletionRequest.model_validate(asked)
