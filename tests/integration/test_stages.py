@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -9,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import CheckpointsRefused, ConfigError, RunError
+from asyncrl.hosting import progress
 from asyncrl.results.export import export_model
+from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.stages.record import refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
@@ -141,6 +145,54 @@ def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that
     assert not torn.exists()
     assert trained(killed).path == directory.path
     assert are_same(whole, directory, "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_stage_that_dies_before_a_checkpoint_is_signed_goes_on_from_the_one_before(
+    tmp_path, monkeypatch, limit
+):
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 6, "save_steps": 2, "save_total_limit": limit})
+    seal = CheckpointStore.seal
+
+    def die(self, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        seal(self, step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CheckpointStore, "seal", die)
+        trained(path)
+    directory = begun(path)[1]
+    assert (directory.trl_checkpoints / "checkpoint-4").exists() and directory.saved_steps().keys() == {2}
+    # The removal of an older one may be interrupted, too.
+    shutil.copytree(directory.trl_checkpoints / "checkpoint-2", directory.trl_checkpoints / "checkpoint-1")
+    (directory.trl_checkpoints / "checkpoint-1" / "optimizer.pt").unlink()
+    assert checkpoints_of(directory).choose() == directory.trl_checkpoints / "checkpoint-2"
+    trained(path)
+    steps = [json.loads(line)["step"] for line in directory.starts.read_text().splitlines()]
+    assert steps == [0, 2] and directory.saved_steps().keys() == {4, 6} - ({4} if limit == 1 else set())
+
+
+def test_a_stage_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 2, "save_steps": 2}))
+    shutil.rmtree(directory.trl_checkpoints / "checkpoint-2")
+    with pytest.raises(CheckpointsRefused, match="checkpoint-2: it was saved here, and is gone"):
+        checkpoints_of(directory).choose()
+
+
+@pytest.mark.parametrize("when", ["steps", "epoch", "best"])
+def test_a_save_may_be_slow_whatever_made_it_due(tmp_path, monkeypatch, when):
+    found, save = [], transformers.Trainer.save_model
+    monkeypatch.setattr(
+        transformers.Trainer,
+        "save_model",
+        lambda *given, **more: (found.append(progress._own.doing), save(*given, **more)),
+    )
+    more = (
+        {"eval_strategy": "epoch", "metric_for_best_model": "loss"} if when == "best" else {"save_steps": 8}
+    )
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 10, "save_strategy": when, **more}))
+    assert found == [(progress.Pace.SLOW, b"checkpoint")] * len(directory.saved_steps()) != []
 
 
 def are_same(one: RunDirectory, other: RunDirectory, name: str) -> bool:
