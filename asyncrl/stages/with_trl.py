@@ -204,8 +204,10 @@ def stage_card(config: StageConfig, record: Mapping[str, Any], library: str) -> 
     """Return origin, rows, settings and results of the model, without paths of this machine in the head."""
     model, data = config.model.path, config.data.train.partition(":")[0]
     task = "text-classification" if config.stage == "rm" else "text-generation"
-    head = {"library_name": library, "pipeline_tag": task, "tags": ["asyncrl", "trl", config.stage]}
+    tags = ["asyncrl", "trl", config.stage, *(["lora"] if library == "peft" else [])]
+    head = {"library_name": library, "pipeline_tag": task, "tags": tags}
     head |= {} if is_local(model) else {"base_model": model}
+    head |= {"base_model_relation": "adapter"} if library == "peft" and "base_model" in head else {}
     head |= {} if is_local(data) else {"datasets": [data]}
     made = {"rows": record["fixed"]["data.train"], "trl": config.trl, "versions": record["versions"]}
     before, after = record["before"], record["after"]

@@ -50,16 +50,15 @@ def load_model(
     """
     require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     bits = base_arguments(config, device)
     attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
     try:
-        of_model = AutoConfig.from_pretrained(config.path, **options)
+        of_model = AutoConfig.from_pretrained(config.path, **config.hub_options)
         model, found = model_class(of_model).from_pretrained(
             config.path,
             dtype=dtype,
             attn_implementation=of_text(of_model, attention),
-            **options | bits,
+            **config.hub_options | bits,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
@@ -128,7 +127,4 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
         settings = peft_config(config.lora, config.path, targets)
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
-    loaded = tools.from_pretrained(
-        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    config.templated(loaded).save_pretrained(directory)
+    config.templated(tools.from_pretrained(config.path, **config.hub_options)).save_pretrained(directory)

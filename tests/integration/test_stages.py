@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load
@@ -97,10 +98,13 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     first = trained(tiny_stage(tmp_path, stage, name="first", model={"lora": lora}))
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files_of(first)
     assert "model.safetensors" not in files_of(first)
-    if stage == "rm":
-        return
+    assert ModelCard.load(first.model / "README.md").data.library_name == "peft"
     assert export_model(first, tmp_path / "merged", merge=True) == first.model
-    assert "library_name: transformers" in (tmp_path / "merged/README.md").read_text()
+    card = ModelCard.load(tmp_path / "merged/README.md").data
+    assert card.library_name == "transformers" and card.tags == ["asyncrl", "trl", stage]
+    if stage == "rm":
+        scores_are_those_of_the_adapter(tmp_path, first)
+        return
     base, merged = (
         AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tmp_path / "merged")
     )
@@ -115,6 +119,16 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     assert any(bool((old[name] != new[name]).any()) for name in old)
     if stage == "sft":
         assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
+
+
+def scores_are_those_of_the_adapter(directory: Path, stage: RunDirectory) -> None:
+    of_scores = AutoModelForSequenceClassification.from_pretrained
+    base, merged = of_scores(directory / "model", num_labels=1), of_scores(directory / "merged")
+    base.config.pad_token_id = merged.config.pad_token_id
+    tokens = torch.arange(2, 30).reshape(2, 14)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, stage.model)(tokens).logits
+        assert expected.shape == (2, 1) and torch.allclose(merged(tokens).logits, expected, atol=1e-5)
 
 
 def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that_does_not(
