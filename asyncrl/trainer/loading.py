@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -11,16 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
 from asyncrl.lora import SETTINGS, TENSORS, base_arguments, peft_config
 from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
-from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
 
 # Names of numbers by which a model computes at random while it trains, in configs and in modules.
@@ -94,6 +96,29 @@ def load_model(
     freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return without_dropout(model).to(device).train()
+
+
+def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
+    """Let the backward pass compute layers or MLPs again, by `learner.gradient_checkpointing`.
+
+    Raises ConfigError.
+    """
+    if setting == "selective":
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                _recompute_mlp(layer)
+    elif setting:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _recompute_mlp(layer: Any) -> None:
+    if not hasattr(layer, "mlp"):
+        raise ConfigError(
+            "learner.gradient_checkpointing: selective recomputes the module `mlp` of each layer, but "
+            f"{type(layer).__name__} has none; use true, or false"
+        )
+    # The module stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
+    layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
 
 
 def without_dropout(model: Any) -> Any:

@@ -51,12 +51,19 @@ class DeepSpeedTrainer:
         temperature: float,
         optimizer_steps: int,
         device: torch.device,
-        rendezvous: Rendezvous,
-        reference: ModelConfig | None,
-        critic: CriticConfig | None,
-        slots: int,
+        rendezvous: Rendezvous = Rendezvous(),  # noqa: B008 - it is frozen
+        reference: ModelConfig | None = None,
+        critic: CriticConfig | None = None,
+        slots: int = 0,
     ) -> None:
-        """See `open_trainer`. Raises ConfigError if DeepSpeed runs on another kind of device."""
+        """Load the policy, the reference's model, and the policy's again for a critic.
+
+        `temperature` divides the logits of a step; `optimizer_steps` is their number per batch. All ranks
+        meet at `rendezvous`; by default there is one. `slots` is the number of published versions that rank 0
+        will have on its GPU.
+
+        Raises DataError, RunError, and ConfigError, also if DeepSpeed runs on another kind of device.
+        """
         require_device(device)
         self._device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
         together = learner.sequence_parallel
