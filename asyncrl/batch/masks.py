@@ -54,22 +54,18 @@ def masked_shares(
     by_band = {
         band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)
     }
+    stale_T = np.concatenate([one.stale[seen.keep] for seen, one in zip(sequences, masked, strict=True)])
+    parts = {} if turn_part_T is None else {name: turn_part_T == at for at, name in enumerate(TURNS)}
+    by_turn = {
+        f"staleness/masked_share/turn/{name}": _share(torch.from_numpy(stale_T) & is_T, is_T)
+        for name, is_T in parts.items()
+    }
     return {
         "staleness/masked_share": _share(stale_S, lengths_S),
         **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},
         "completions/masked_share": _share(truncated_S, lengths_S),
-        **({} if turn_part_T is None else _by_turn(sequences, masked, turn_part_T)),
+        **by_turn,
     }
-
-
-def _by_turn(
-    sequences: Sequence[TrainSample], masked: Sequence[Masks], turn_part_T: Tensor
-) -> dict[str, float]:
-    stale_T = torch.from_numpy(
-        np.concatenate([one.stale[sequence.keep] for sequence, one in zip(sequences, masked, strict=True)])
-    )
-    of = {name: turn_part_T == index for index, name in enumerate(TURNS)}
-    return {f"staleness/masked_share/turn/{name}": _share(stale_T & is_T, is_T) for name, is_T in of.items()}
 
 
 def _share(part_S: Tensor, whole_S: Tensor) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients
-from asyncrl.batch.tracker import Tracker
+from asyncrl.batch.estimate import Tracker
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin

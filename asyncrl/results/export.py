@@ -182,7 +182,7 @@ def _front_matter(archive: Archive, *, is_adapter: bool) -> str:
     if (model := _setting(archive, "model.path")) != "?" and not is_local(model):
         values |= {"base_model": model} | ({"base_model_relation": "adapter"} if is_adapter else {})
     names = [source.partition(":")[0] for source in _sources(archive)]
-    if data := [name for name in names if _is_hub_name(name)]:
+    if data := [name for name in names if name.count("/") == 1 and not is_local(name)]:
         values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
 
@@ -195,10 +195,6 @@ def _sources(archive: Archive) -> list[str]:
 def _listed(archive: Archive) -> list[dict[str, Any]]:
     train = archive.config.get("data", {}).get("train", "?")
     return [{"path": train}] if isinstance(train, str) else train
-
-
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not is_local(name)
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

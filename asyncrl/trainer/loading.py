@@ -105,20 +105,15 @@ def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
     """
     if setting == "selective":
         for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                _recompute_mlp(layer)
+            if not isinstance(layer, GradientCheckpointingLayer):
+                continue
+            if not hasattr(layer, "mlp"):
+                found = f"recomputes the module `mlp` of each layer, but {type(layer).__name__} has none"
+                raise ConfigError(f"learner.gradient_checkpointing: selective {found}; use true, or false")
+            # It stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
+            layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
     elif setting:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _recompute_mlp(layer: Any) -> None:
-    if not hasattr(layer, "mlp"):
-        raise ConfigError(
-            "learner.gradient_checkpointing: selective recomputes the module `mlp` of each layer, but "
-            f"{type(layer).__name__} has none; use true, or false"
-        )
-    # The module stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
-    layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
 
 
 def without_dropout(model: Any) -> Any:

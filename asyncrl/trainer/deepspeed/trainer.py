@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
-from asyncrl.trainer.collectives import Ranks, Rendezvous
+from asyncrl.trainer.collectives import Ranks, Rendezvous, Writes
 from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
 from asyncrl.trainer.deepspeed.reference import Reference, StartAdapter
@@ -31,7 +31,6 @@ from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
 from asyncrl.trainer.policy import PolicyModule, run
 from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.sequence_parallel import SequenceRanks
-from asyncrl.trainer.writes import Writes
 from asyncrl.weights.base import TensorSpec
 
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
