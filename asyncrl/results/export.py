@@ -104,9 +104,8 @@ def _merge_stage(directory: RunDirectory, source: Path, to: Path) -> None:
     stage = load(StageConfig, directory.config)
     require_loadable(stage.model.path, remote_code=stage.model.trust_remote_code)
     of_scores = stage.stage == "rm"
-    kind, more = (
-        (AutoModelForSequenceClassification, {"num_labels": 1}) if of_scores else (AutoModelForCausalLM, {})
-    )
+    kind = AutoModelForSequenceClassification if of_scores else AutoModelForCausalLM
+    more = {"num_labels": 1} if of_scores else {}
     model = kind.from_pretrained(stage.model.path, dtype=stage.model.dtype, **stage.model.hub_options, **more)
     # TRL may have changed it, and scores of several texts need the token that pads.
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -104,14 +104,13 @@ class Follow(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Sign the checkpoint, once every rank has written its part, and only then remove older ones."""
         if not self._trackers:
-            # However long rank 0 writes, a rank that waits for a slow one does not count as silent.
-            begin("train", self._pace)
+            begin("train", self._pace)  # a rank that waits for one in a slow part does not count as silent
         if distributed.is_initialized():
             distributed.barrier()
         if self._trackers:
             self._store.keeps = lambda step: step == state.best_global_step
             self._store.seal(state.global_step)
-            begin("train", self._pace)
+        begin("train", self._pace)
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any

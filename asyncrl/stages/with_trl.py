@@ -98,9 +98,8 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         **({"teacher_model": teacher.path} if teacher else {}),
     )
     # Whatever made it due: a step, the end of an epoch, a better measure.
-    trainer._save_checkpoint = while_growing("checkpoint", directory.trl_checkpoints)(
-        trainer._save_checkpoint
-    )
+    watched = while_growing("checkpoint", directory.trl_checkpoints)
+    trainer._save_checkpoint = watched(trainer._save_checkpoint)
     return trainer
 
 

@@ -99,10 +99,7 @@ def load_model(
 
 
 def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
-    """Let the backward pass compute layers or MLPs again, by `learner.gradient_checkpointing`.
-
-    Raises ConfigError.
-    """
+    """Let a backward pass compute parts again, by `learner.gradient_checkpointing`. Raises ConfigError."""
     if setting == "selective":
         for layer in model.modules():
             if not isinstance(layer, GradientCheckpointingLayer):

@@ -1,6 +1,7 @@
 """The trainer on DeepSpeed: ZeRO stages 0 to 3, any number of ranks, micro-batches of any number and size."""
 
 import json
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl import lora
@@ -29,7 +32,6 @@ from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
 from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
 from asyncrl.trainer.policy import PolicyModule, run
-from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 from asyncrl.weights.base import TensorSpec
 
@@ -310,3 +312,36 @@ def _built(model: M | None, name: str) -> M:
     if model is None:
         raise RuntimeError(f"DeepSpeedTrainer was built without a {name}; pass `{name}`")
     return model
+
+
+def save_rng(path: Path) -> None:
+    """Write the state of torch's, numpy's and Python's random generators: plain tensors, and no pickle."""
+    version, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    # The layout of CPython's and numpy's global generators.
+    assert (version, numpy_state["bit_generator"]) == (3, "MT19937")
+    keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python_words": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy_keys": torch.tensor(keys.astype(np.int64)),
+        "numpy_position": torch.tensor([position, numpy_state["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    save_file(state, path)
+
+
+def load_rng(path: Path) -> None:
+    """The inverse of `save_rng`."""
+    state = load_file(path)
+    torch.set_rng_state(state["torch"])
+    gauss = next(iter(state["python_gauss"].tolist()), None)
+    random.setstate((3, tuple(state["python_words"].tolist()), gauss))
+    position, has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy_keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"][0])))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
