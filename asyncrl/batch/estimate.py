@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.batch.tracker import Tracker
+from asyncrl.batch.coefficients import Tracker
 from asyncrl.batch.turn_columns import in_time, turn_columns
 from asyncrl.types import Group, Rollout
 

@@ -1,9 +1,11 @@
 """Masks take action tokens out of the loss before it is computed; their shares are published.
 
-Axes in names:  S sequences (rollouts) of the batch.
+Columns that cost a forward pass are measured here, before any mask.
+
+Axes in names:  S sequences (rollouts), C columns, T action tokens of the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.algo.metrics import BANDS, TURNS, length_bands
-from asyncrl.batch.packing import TrainSample
+from asyncrl.batch.packing import SampleImages, TrainSample, deal, microbatch
+from asyncrl.columns import TEACHER
+from asyncrl.trainer.base import Trainer
 from asyncrl.types import Rollout
 
 
@@ -54,23 +58,62 @@ def masked_shares(
     by_band = {
         band: _share(stale_S[band_S == index], lengths_S[band_S == index]) for index, band in enumerate(BANDS)
     }
+    stale_T = np.concatenate([one.stale[seen.keep] for seen, one in zip(sequences, masked, strict=True)])
+    parts = {} if turn_part_T is None else {name: turn_part_T == at for at, name in enumerate(TURNS)}
+    by_turn = {
+        f"staleness/masked_share/turn/{name}": _share(torch.from_numpy(stale_T) & is_T, is_T)
+        for name, is_T in parts.items()
+    }
     return {
         "staleness/masked_share": _share(stale_S, lengths_S),
         **{f"staleness/masked_share/{band}": share for band, share in by_band.items()},
         "completions/masked_share": _share(truncated_S, lengths_S),
-        **({} if turn_part_T is None else _by_turn(sequences, masked, turn_part_T)),
+        **by_turn,
     }
-
-
-def _by_turn(
-    sequences: Sequence[TrainSample], masked: Sequence[Masks], turn_part_T: Tensor
-) -> dict[str, float]:
-    stale_T = torch.from_numpy(
-        np.concatenate([one.stale[sequence.keep] for sequence, one in zip(sequences, masked, strict=True)])
-    )
-    of = {name: turn_part_T == index for index, name in enumerate(TURNS)}
-    return {f"staleness/masked_share/turn/{name}": _share(stale_T & is_T, is_T) for name, is_T in of.items()}
 
 
 def _share(part_S: Tensor, whole_S: Tensor) -> float:
     return float(part_S.sum()) / max(int(whole_S.sum()), 1)
+
+
+def measure(
+    trainer: Trainer,
+    sequences: Sequence[TrainSample],
+    columns: Collection[str],
+    *,
+    budget_tokens: int,
+    device: torch.device,
+    images: SampleImages | None = None,
+) -> dict[str, Tensor]:
+    """Return the columns of all kept tokens, float32 [T] in the order of `sequences`, on every rank.
+
+    Each rank measures its share of packed micro-batches. Without columns, nothing runs and nothing is sent.
+    The reference is not measured if a teacher in scorer processes has measured it already.
+    """
+    recorded: dict[str, Tensor] = {}
+    if "reference_logprobs_T" in columns and sequences and TEACHER in sequences[0].recorded:
+        taught = [one.recorded[TEACHER][one.keep] for one in sequences]
+        recorded = {"reference_logprobs_T": torch.from_numpy(np.concatenate(taught))}
+    names = sorted(set(columns) - set(recorded))
+    if not names:
+        return recorded
+    shares = deal(sequences, budget_tokens, trainer.shares)
+    own = shares[trainer.share]
+    batches = [microbatch([sequences[i] for i in members], device, images) for members in own]
+    measured = trainer.measure(batches, names)
+    parts = trainer.gather(
+        b"".join(
+            torch.cat([part[name] for part in measured]).float().cpu().numpy().tobytes()
+            for name in names
+            if measured
+        )
+    )
+    ends = np.cumsum([int(sequence.keep.sum()) for sequence in sequences])
+    columns_CT = np.empty((len(names), int(ends[-1]) if len(ends) else 0), dtype=np.float32)
+    for part, bins in zip(parts, shares, strict=True):
+        owned = [np.arange(ends[i] - sequences[i].keep.sum(), ends[i]) for members in bins for i in members]
+        if owned:
+            part_CT = np.frombuffer(part, dtype=np.float32).reshape(len(names), -1)
+            columns_CT[:, np.concatenate(owned)] = part_CT
+    measured_T = {name: torch.from_numpy(column_T) for name, column_T in zip(names, columns_CT, strict=True)}
+    return measured_T | recorded

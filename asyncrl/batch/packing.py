@@ -225,6 +225,7 @@ def microbatch(
     def joined(columns: Iterable[NDArray[Any]], dtype: torch.dtype | None = None) -> torch.Tensor:
         return _joined([column[r] for column, r in zip(columns, kept, strict=True)], dtype, device)
 
+    of_episodes = [sequence.episode_tokens for sequence in sequences if sequence.episode_tokens is not None]
     measured, recorded = (sequences[0].columns, sequences[0].recorded) if sequences else ({}, {})
     tokens = TokenBatch(
         sequence_T=_joined([np.full(len(r), s) for s, r in enumerate(kept)], torch.int64, device),
@@ -232,7 +233,7 @@ def microbatch(
         behaviour_logprobs_T=joined((sequence.behaviour_logprobs for sequence in sequences), torch.float32),
         advantages_T=joined((sequence.advantages for sequence in sequences), torch.float32),
         lag_T=joined((sequence.lag for sequence in sequences), torch.int64),
-        episode_tokens_S=_episode_tokens(sequences, device),
+        episode_tokens_S=torch.tensor(of_episodes, device=device) if of_episodes else None,
         recorded={name: joined(sequence.recorded[name] for sequence in sequences) for name in recorded},
         **{
             name: joined((sequence.columns[name] for sequence in sequences), torch.float32)
@@ -264,11 +265,6 @@ def _kept(sequences: Sequence[TrainSample], device: torch.device) -> torch.Tenso
     kept_TK = np.full((len(count_T), count_T.max(initial=1)), NONE, dtype=np.int32)
     kept_TK[np.arange(kept_TK.shape[1]) < count_T[:, None]] = np.concatenate(ids)
     return torch.from_numpy(kept_TK).to(device)
-
-
-def _episode_tokens(sequences: Sequence[TrainSample], device: torch.device) -> torch.Tensor | None:
-    counts = [sequence.episode_tokens for sequence in sequences if sequence.episode_tokens is not None]
-    return torch.tensor(counts, device=device) if counts else None
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:

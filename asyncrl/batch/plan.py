@@ -14,8 +14,7 @@ from asyncrl.algo.aggregation import Counts
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.masks import masked_shares, masks
-from asyncrl.batch.measure import measure
+from asyncrl.batch.masks import masked_shares, masks, measure
 from asyncrl.batch.packing import SampleImages, TrainSample, counted, deal, microbatch, per_sample, samples_of
 from asyncrl.batch.turn_columns import turn_parts
 from asyncrl.trainer.base import MicroBatch, Trainer

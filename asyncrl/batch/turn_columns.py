@@ -24,7 +24,10 @@ def turn_columns(episodes: Sequence[Sequence[Rollout]], *, always: bool = False)
     owned = [(episode, rollout) for episode, rollouts in enumerate(episodes) for rollout in rollouts]
     if not always and all(rollout.turns is None for _, rollout in owned):
         return {}
-    turns = [rollout.turns or _one_turn(rollout) for _, rollout in owned]
+    turns = [
+        rollout.turns or Turns(ends=np.flatnonzero(rollout.action_mask)[-1:].astype(np.int32) + 1)
+        for _, rollout in owned
+    ]
     counts = [len(one.ends) for one in turns]
     # The turn of the action at offset t is the first one that ends behind t.
     turn_T = [
@@ -79,7 +82,3 @@ def turn_parts(rewards: GroupRewards) -> Tensor | None:
     starts_K = ends_K.roll(1)
     part_K = torch.where(starts_K, 0.0, torch.where(ends_K, 2.0, 1.0))
     return part_K[rewards.turn_T]
-
-
-def _one_turn(rollout: Rollout) -> Turns:
-    return Turns(ends=np.flatnonzero(rollout.action_mask)[-1:].astype(np.int32) + 1)

@@ -69,7 +69,7 @@ def _no_data(source: str | None) -> str:
     """Say why the source has no rows; return an empty text if it may have some, or is not set."""
     if source == "":
         return "found an empty text"
-    if source is None or not (is_local(source) or Path(source).exists()):
+    if source is None or not is_local(source):
         return ""
     path = Path(source)
     if not path.is_dir():
@@ -90,7 +90,7 @@ def local_files(source: str) -> list[Path]:
 def is_local(source: str) -> bool:
     """Return whether the source is a path or a pattern and not a hub name, which has at most one slash."""
     is_path = source.startswith(("/", ".", "~", "$")) or source.endswith("/") or source.count("/") > 1
-    return is_path or source.endswith(SUFFIXES) or bool(WILD & set(source)) or Path(source).is_file()
+    return is_path or source.endswith(SUFFIXES) or bool(WILD & set(source)) or Path(source).exists()
 
 
 def unusable(source: str) -> str:
@@ -131,7 +131,7 @@ def _misplaced(key: str, path: str) -> Iterator[Mistake]:
     directory = Path(path)
     if found := misused_stage(directory):
         yield Mistake((key,), found)
-    elif not directory.is_dir() and (is_local(path) or directory.exists()):
+    elif not directory.is_dir() and is_local(path):
         yield Mistake((key,), f"{unusable(path)}; give a Hugging Face model directory or a hub name")
 
 

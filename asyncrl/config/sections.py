@@ -97,6 +97,11 @@ class ModelConfig(Part):
         return tokenizer
 
     @property
+    def hub_options(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained` that say which files are read, and whether its code runs."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    @property
     def served_adapter(self) -> LoraConfig | None:
         """The adapter that engines apply; None if they get whole weights."""
         return self.lora if self.lora is not None and self.lora.sync == "adapter" else None

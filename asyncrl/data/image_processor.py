@@ -42,12 +42,11 @@ class ImageProcessor:
         """Load it. Raises DataError for a model without one."""
         from transformers import AutoConfig, AutoProcessor
 
-        options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         try:
-            problem = image_problem(AutoConfig.from_pretrained(model.path, **options).model_type)
+            problem = image_problem(AutoConfig.from_pretrained(model.path, **model.hub_options).model_type)
             if problem:
                 raise DataError(f"{model.path}: {problem}")
-            self._processor: Any = AutoProcessor.from_pretrained(model.path, **options)
+            self._processor: Any = AutoProcessor.from_pretrained(model.path, **model.hub_options)
             self.image_token: str = self._processor.image_token
             self._of_images: Any = self._processor.image_processor
         except (OSError, ValueError, ImportError, AttributeError) as error:

@@ -273,9 +273,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """Load the policy's `transformers` tokenizer. Raises DataError."""
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
-        return model.templated(AutoTokenizer.from_pretrained(model.path, **options))
+        return model.templated(AutoTokenizer.from_pretrained(model.path, **model.hub_options))
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
@@ -317,8 +316,7 @@ def vocabulary_size(model: ModelConfig) -> int:
     """Return the number of tokens for which the policy has an embedding."""
     from transformers import AutoConfig
 
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    config = AutoConfig.from_pretrained(model.path, **options)
+    config = AutoConfig.from_pretrained(model.path, **model.hub_options)
     return int(config.get_text_config().vocab_size)
 
 

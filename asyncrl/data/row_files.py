@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,7 +156,7 @@ def _read_csv(path: Path) -> dict[int, Row]:
 
 def _read_json(path: Path) -> list[Row]:
     allowed = "a .json dataset is one array of objects; a .jsonl dataset has one object per line; correct it"
-    rows = _parse(path.read_bytes(), str(path), allowed)
+    rows = _parse(path.read_bytes(), str(path), allowed, _object)
     if not isinstance(rows, list):
         raise DataError(f"{path}: found a JSON {type(rows).__name__}; {allowed}")
     return [_as_row(row, f"{path}, row {index}") for index, row in enumerate(rows, start=1)]
@@ -183,12 +184,27 @@ def _parse(content: bytes, where: str, expected: str, pairs: Callable[[Any], Any
         return json.loads(content, object_pairs_hook=pairs)
     except KeyError as error:
         found = f"found the key `{error.args[0]}` twice in one object, of which the last one counted so far"
-        raise DataError(f"{where}: {found}; remove the earlier one") from error
+        raise DataError(f"{where}{_row(content)}: {found}; remove the earlier one") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: found bytes that are not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         shown = content.strip()[:80].decode("utf-8", "replace")
         raise DataError(f"{where}: not JSON ({error}); {expected.format(found=shown)}") from error
+
+
+def _row(content: bytes) -> str:
+    """Name the first row of a JSON array that has a key twice in one object; empty if it is no array."""
+    text, number = content.decode(json.detect_encoding(content)).lstrip(), 0
+    if not text.startswith("["):
+        return ""
+    decoder, at = json.JSONDecoder(object_pairs_hook=_object), 1
+    with suppress(KeyError):
+        while True:
+            number += 1
+            while text[at].isspace() or text[at] == ",":
+                at += 1
+            _, at = decoder.raw_decode(text, at)
+    return f", row {number}"
 
 
 def _as_row(row: object, where: str) -> Row:

@@ -212,13 +212,12 @@ class TransformersEngine:
         if generator.threads is not None:
             torch.set_num_threads(generator.threads)
         torch.seed()  # torch begins every process with the same seed
-        options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         bits = base_arguments(model, device)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model.path, **options)
-            config = AutoConfig.from_pretrained(model.path, **options)
+            tokenizer = AutoTokenizer.from_pretrained(model.path, **model.hub_options)
+            config = AutoConfig.from_pretrained(model.path, **model.hub_options)
             loaded = model_class(config).from_pretrained(
-                model.path, dtype=getattr(torch, model.dtype), **options | bits
+                model.path, dtype=getattr(torch, model.dtype), **model.hub_options | bits
             )
             if (lora := model.served_adapter) is not None:
                 inject(loaded, lora)

@@ -15,9 +15,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Self
 
 from asyncrl.config.sections import ControlConfig
@@ -187,7 +189,38 @@ def doing() -> str:
 
 def beat() -> None:
     """Report that the main thread makes progress. Another thread, such as that of exports, has no say."""
-    if _own.memory is not None and _is_main():
+    if _is_main():
+        _report()
+
+
+@contextmanager
+def while_growing(doing: str, directory: Path, every_s: float = 1.0) -> Iterator[None]:
+    """Begin with a slow part that a library writes below `directory`; progress is that files there change."""
+    begin(doing, Pace.SLOW)
+    is_done = threading.Event()
+
+    def look() -> None:
+        before = 0
+        while not is_done.wait(every_s):
+            with suppress(OSError):  # of a file that is renamed or removed in the meantime
+                stats = [path.lstat() for path in directory.rglob("*")]
+                # Some libraries give a file its whole size first.
+                found = sum(stat.st_size + stat.st_blocks for stat in stats)
+                if found != before:
+                    _report()
+                before = found
+
+    looking = threading.Thread(target=look, name="growth", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        looking.join()
+
+
+def _report() -> None:
+    if _own.memory is not None:
         _own.count += 1
         _SIGN.pack_into(_own.memory, _own.offset, _own.count, *_own.doing)
 

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.batch.coefficients import Coefficients
-from asyncrl.batch.tracker import Tracker
+from asyncrl.batch.coefficients import Coefficients, Tracker
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin

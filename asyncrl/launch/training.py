@@ -27,8 +27,8 @@ from asyncrl.run.learner_state import resume
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.device import naming_memory
-from asyncrl.trainer.open import open_trainer
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def trainer_of(
     config: Config, columns: Collection[str], rendezvous: Rendezvous, device: torch.device
 ) -> Trainer:
     """Load model.path, with the reference and the critic that the recipe's `columns` need."""
-    return open_trainer(
+    return DeepSpeedTrainer(
         config.model,
         config.learner,
         temperature=config.sampling.temperature,

@@ -107,10 +107,10 @@ def _hub_names(config: Config) -> Iterator[tuple[str, str, str, str | None]]:
         models.append(("algorithm.reference.path", config.reference.path, config.reference.revision))
     models += [(f"scorers.{name}.model", scorer.model, None) for name, scorer in config.scorers.items()]
     for key, name, revision in models:
-        if not (is_local(name) or Path(name).exists()):
+        if not is_local(name):
             yield key, "model", name, revision
     for key, task in config.data.tasks.items():
-        if not (task.path.startswith(SEEDS) or is_local(task.path) or Path(task.path).exists()):
+        if not (task.path.startswith(SEEDS) or is_local(task.path)):
             whole, _, branch = task.path.partition("@")
             yield key, "dataset", whole.partition(":")[0], branch or None
 

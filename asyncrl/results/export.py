@@ -14,6 +14,7 @@ import jinja2
 import yaml
 
 from asyncrl.config.load import load
+from asyncrl.config.model_files import require_loadable
 from asyncrl.config.named_files import EXPORT, has_chat_template, is_local, is_stage, misused_stage
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
@@ -26,6 +27,12 @@ from asyncrl.telemetry.text import duration, visible, visible_lines
 
 CARD = "README.md"
 SHOWN = ("eval/accuracy", "eval/reward_mean", "reward/mean", "completions/length_mean")  # metrics of the card
+# What the card of an adapter, and that of the model with it, say of the directory.
+MERGED = {
+    "library_name: peft": "library_name: transformers",
+    "base_model_relation: adapter\n": "",
+    "- lora\n": "",
+}
 # Sections of the config on which the weights depend. Hosts, ports and paths, all private, are in others.
 TRAINING_PARTS = (
     "model", "data", "reward", "batch", "sampling", "staleness", "algorithm", "critic", "learner", "eval",
@@ -45,16 +52,19 @@ def export_model(directory: RunDirectory, to: Path, *, merge: bool = False, best
         raise RunError(f"{source} is a whole model and no adapter; export it without --merge")
     with write_directory(to) as writing:
         if merge:
-            _merge(directory, source, writing)
+            (_merge_stage if is_stage(directory.config) else _merge)(directory, source, writing)
         else:
             shutil.copytree(source, writing, dirs_exist_ok=True)
         if is_stage(directory.config):
             card = (source / CARD).read_text(encoding="utf-8")
-            card = card.replace("library_name: peft", "library_name: transformers") if merge else card
+            for theirs, ours in MERGED.items() if merge else ():
+                card = card.replace(theirs, ours)
         else:
             step, template = int(source.parent.name.removeprefix("step-")), has_chat_template(writing)
-            served = serve_command(writing, to.name)
-            card = model_card(read_archive(directory), step, served=served, has_template=template)
+            served, is_adapter = serve_command(writing, to.name), (writing / SETTINGS).exists()
+            card = model_card(
+                read_archive(directory), step, served=served, has_template=template, is_adapter=is_adapter
+            )
         (writing / CARD).write_text(card, encoding="utf-8")
     return source
 
@@ -75,8 +85,7 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
 
     from asyncrl.trainer import loading
 
-    kind: type[StageConfig | Config] = StageConfig if is_stage(directory.config) else Config
-    config = load(kind, directory.config).model
+    config = load(Config, directory.config).model
     if config.lora is None:
         raise RunError(
             f"{directory.config} has no model.lora, but {source} is an adapter; restore the config"
@@ -85,6 +94,24 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
     model = loading.load_model(base, torch.device("cpu"))
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     loading.export_model(model, base, dict(merged(named, load_file(source / TENSORS), config.lora)), to)
+
+
+def _merge_stage(directory: RunDirectory, source: Path, to: Path) -> None:
+    """Write the model of the stage with the adapter in `source`, which for scores has the head, too."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    stage = load(StageConfig, directory.config)
+    require_loadable(stage.model.path, remote_code=stage.model.trust_remote_code)
+    of_scores = stage.stage == "rm"
+    kind = AutoModelForSequenceClassification if of_scores else AutoModelForCausalLM
+    more = {"num_labels": 1} if of_scores else {}
+    model = kind.from_pretrained(stage.model.path, dtype=stage.model.dtype, **stage.model.hub_options, **more)
+    # TRL may have changed it, and scores of several texts need the token that pads.
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    PeftModel.from_pretrained(model, str(source)).merge_and_unload().save_pretrained(to)
+    tokenizer.save_pretrained(to)
 
 
 def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
@@ -115,7 +142,9 @@ def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
     return newest / EXPORT
 
 
-def model_card(archive: Archive, step: int, *, served: str, has_template: bool) -> str:
+def model_card(
+    archive: Archive, step: int, *, served: str, has_template: bool, is_adapter: bool = False
+) -> str:
     """Return the model's origin, training, results up to `step`, and the command by which it is `served`."""
     rewards = [*archive.config.get("reward", {}).get("functions", [])]
     rewards += [one for source in _listed(archive) for one in source.get("reward") or ()]
@@ -125,7 +154,7 @@ def model_card(archive: Archive, step: int, *, served: str, has_template: bool) 
     # In Markdown nothing is escaped.
     environment = jinja2.Environment(autoescape=False, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template).render(
-        front_matter=_front_matter(archive),
+        front_matter=_front_matter(archive, is_adapter=is_adapter),
         name=visible(archive.name),
         step=step,
         setting=lambda name: _code(_setting(archive, name)),
@@ -144,14 +173,15 @@ def model_card(archive: Archive, step: int, *, served: str, has_template: bool) 
     )
 
 
-def _front_matter(archive: Archive) -> str:
+def _front_matter(archive: Archive, *, is_adapter: bool) -> str:
     """Return metadata for the Hugging Face hub, without paths of this machine."""
-    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    values["tags"] = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
-    if _is_hub_name(model := _setting(archive, "model.path")):
-        values["base_model"] = model
+    tags = ["asyncrl", "reinforcement-learning", _setting(archive, "algorithm.advantage.name")]
+    library, more = ("peft", ["lora"]) if is_adapter else ("transformers", [])
+    values = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags + more}
+    if (model := _setting(archive, "model.path")) != "?" and not is_local(model):
+        values |= {"base_model": model} | ({"base_model_relation": "adapter"} if is_adapter else {})
     names = [source.partition(":")[0] for source in _sources(archive)]
-    if data := [name for name in names if _is_hub_name(name)]:
+    if data := [name for name in names if name.count("/") == 1 and not is_local(name)]:
         values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
 
@@ -164,10 +194,6 @@ def _sources(archive: Archive) -> list[str]:
 def _listed(archive: Archive) -> list[dict[str, Any]]:
     train = archive.config.get("data", {}).get("train", "?")
     return [{"path": train}] if isinstance(train, str) else train
-
-
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not is_local(name)
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

@@ -71,7 +71,7 @@ class CheckpointStore:
     ) -> None:
         """Keep the newest `keep` in `directory`; `key` signs and verifies manifests.
 
-        `form` gives the name of a step's directory. TRL, which writes and removes its own, has another.
+        `form` gives the name of a step's directory. TRL, which writes its own, has another.
         """
         self._directory, self._keep, self._files = directory, keep, files or FileOps()
         self._manifests = Manifests(key, self._files)
@@ -157,9 +157,10 @@ class CheckpointStore:
         self._files.replace(self._directory / NEWEST, f"{step}\n".encode())
 
     def seal(self, step: int) -> None:
-        """Sign what a library has written as the checkpoint of `step`. Raises OSError."""
+        """Sign what a library has written as the checkpoint of `step`, and prune old ones. Raises OSError."""
         self._manifests.seal(step, self._directory / self._name(step))
         self._files.fsync(self._directory)
+        self._conclude(step)
 
     def choose(self) -> Path | None:
         """Return the newest checkpoint that verifies, of those that a library wrote; None if there is none.

@@ -100,14 +100,15 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         if asked:
             self._stop.set()
             control.should_save = control.should_training_stop = True
-        if control.should_save:
-            begin("checkpoint", Pace.SLOW)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sign the checkpoint, once every rank has written its part."""
+        """Sign the checkpoint, once every rank has written its part, and only then remove older ones."""
+        if not self._trackers:
+            begin("train", self._pace)  # a rank that waits for one in a slow part does not count as silent
         if distributed.is_initialized():
             distributed.barrier()
         if self._trackers:
+            self._store.keeps = lambda step: step == state.best_global_step
             self._store.seal(state.global_step)
         begin("train", self._pace)
 

@@ -1,6 +1,7 @@
 """Trains a stage with TRL. Ours are the model's place, the trackers, checkpoints that verify, the export."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from asyncrl.config.named_files import is_local
 from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, lacks_gpu_memory
 from asyncrl.extras import from_extra
 from asyncrl.files import with_cure
-from asyncrl.hosting.progress import Pace, begin
+from asyncrl.hosting.progress import Pace, begin, while_growing
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
@@ -27,8 +28,8 @@ from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
 from asyncrl.telemetry.text import visible, visible_lines
 
-# Defaults of ours in place of TRL's, which keeps every checkpoint.
-DEFAULTS = {"save_total_limit": 2}
+# Checkpoints that are kept by default; TRL's own is all.
+KEEP = 2
 # Ends of the names that TRL adds to the measures of held-out rows.
 NOT_OF_THE_MODEL = ("runtime", "per_second", "preparation_time", "epoch", "num_tokens")
 
@@ -39,7 +40,8 @@ def train(config: StageConfig, directory: RunDirectory, *, leads: bool = True) -
     Raises ConfigError for settings that TRL refuses, RunError for a disk that cannot be written.
     """
     begin("load the model", Pace.SLOW)
-    stop, store = threading.Event(), checkpoints_of(directory)
+    stop = threading.Event()
+    store = checkpoints_of(directory, config.trl.get("save_total_limit", KEEP))
     follow = Follow(config, directory, store, stop, leads=leads)
     with follow, _as_our_errors(config, directory):
         trainer = trainer_of(config, directory, follow)
@@ -63,14 +65,14 @@ def train(config: StageConfig, directory: RunDirectory, *, leads: bool = True) -
             raise SystemExit(128 + signal.SIGTERM)
         after = _evaluated(trainer)
         if leads:
-            begin("export", Pace.SLOW)
             _finish(trainer, config, directory, after)
 
 
-def checkpoints_of(directory: RunDirectory) -> CheckpointStore:
-    """Return the checkpoints that TRL writes; it also removes old ones (`trl.save_total_limit`)."""
+def checkpoints_of(directory: RunDirectory, limit: Any = KEEP) -> CheckpointStore:
+    """Return the checkpoints that TRL writes, of which `trl.save_total_limit` stay; 0 and None: all."""
+    keep = limit if limit and limit > 0 else sys.maxsize
     key = directory.checkpoint_key()
-    return CheckpointStore(directory.trl_checkpoints, key, keep=2, form="checkpoint-{}")
+    return CheckpointStore(directory.trl_checkpoints, key, keep=keep, form="checkpoint-{}")
 
 
 def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> Any:
@@ -80,13 +82,13 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         import trl
 
     name, teacher = TRAINERS[config.stage][1], config.teacher
-    settings = DEFAULTS | config.trl | _ours(config, directory)
+    settings = config.trl | _ours(config, directory)
     try:
         arguments = getattr(trl, f"{name}Config")(**settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trl: TRL refuses these settings: {error}; correct them") from error
     train, held_out = read_rows(config)
-    return getattr(trl, f"{name}Trainer")(
+    trainer = getattr(trl, f"{name}Trainer")(
         model=_model(config, arguments),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(for_trl(train, config.stage)),
@@ -95,6 +97,10 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),
     )
+    # Whatever made it due: a step, the end of an epoch, a better measure.
+    watched = while_growing("checkpoint", directory.trl_checkpoints)
+    trainer._save_checkpoint = watched(trainer._save_checkpoint)
+    return trainer
 
 
 def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
@@ -104,6 +110,8 @@ def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
         "run_name": config.run.name,
         "report_to": "none",
         "disable_tqdm": True,
+        # TRL would remove the older one before the new one is signed; `Follow.on_save` does it after that.
+        "save_total_limit": None,
         "seed": config.run.seed,
         "bf16": model.dtype == "bfloat16",
         "trust_remote_code": model.trust_remote_code,
@@ -156,7 +164,7 @@ def _finish(trainer: Any, config: StageConfig, directory: RunDirectory, after: d
     model = trainer.accelerator.unwrap_model(trainer.model)
     settings = {name: value for name, value in trainer.args.to_dict().items() if name != "output_dir"}
     record = {"after": after, "trl": settings, "versions": versions(), "steps": trainer.state.global_step}
-    with write_directory(directory.model) as writing:
+    with write_directory(directory.model) as writing, while_growing("export", writing):
         if isinstance(model, PeftModel):
             model.save_pretrained(str(writing), selected_adapters=["default"])
         else:
@@ -195,8 +203,10 @@ def stage_card(config: StageConfig, record: Mapping[str, Any], library: str) -> 
     """Return origin, rows, settings and results of the model, without paths of this machine in the head."""
     model, data = config.model.path, config.data.train.partition(":")[0]
     task = "text-classification" if config.stage == "rm" else "text-generation"
-    head = {"library_name": library, "pipeline_tag": task, "tags": ["asyncrl", "trl", config.stage]}
+    tags = ["asyncrl", "trl", config.stage, *(["lora"] if library == "peft" else [])]
+    head = {"library_name": library, "pipeline_tag": task, "tags": tags}
     head |= {} if is_local(model) else {"base_model": model}
+    head |= {"base_model_relation": "adapter"} if library == "peft" and "base_model" in head else {}
     head |= {} if is_local(data) else {"datasets": [data]}
     made = {"rows": record["fixed"]["data.train"], "trl": config.trl, "versions": record["versions"]}
     before, after = record["before"], record["after"]

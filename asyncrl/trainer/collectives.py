@@ -2,19 +2,22 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import CheckpointError, RunError
+from asyncrl.hosting.progress import beat
 from asyncrl.hosting.route import address_towards
 
 
@@ -129,3 +132,31 @@ def _bytes_tensor(value: bytes) -> Tensor:
     if not value:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+@dataclass(slots=True)
+class Writes:
+    """The writes of one rank during a save. The others are skipped after the first failure.
+
+    A rank must not end the save early: the others would wait for it in the next collective.
+    """
+
+    # Type and text of the first failure.
+    failure: str = ""
+
+    def attempt(self, write: Callable[[], object]) -> None:
+        """Run `write`, unless one has failed already."""
+        beat()
+        if self.failure:
+            return
+        try:
+            write()
+        # torch and safetensors wrap the error of a full disk.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def conclude(self, directory: Path, ranks: Ranks) -> None:
+        """Raise CheckpointError on every rank if a write into `directory` failed on one of them."""
+        failures = enumerate(ranks.gather(self.failure.encode()))
+        if found := "; ".join(f"rank {rank}: {failure.decode()}" for rank, failure in failures if failure):
+            raise CheckpointError(f"{directory} could not be written ({found}); look at the disk under it")

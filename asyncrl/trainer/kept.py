@@ -20,8 +20,8 @@ from asyncrl.hosting.machine import model_class
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.lora import inject
 from asyncrl.trainer.attention import of_text
+from asyncrl.trainer.loading import recompute
 from asyncrl.trainer.policy import PolicyModule
-from asyncrl.trainer.recompute import recompute
 
 Setting = bool | Literal["selective"]
 # Name of `counted_attention` in transformers' registry.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -11,16 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.model_files import require_loadable
 from asyncrl.config.sections import ModelConfig
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.machine import freeze_vision, model_class, sees_images
 from asyncrl.lora import SETTINGS, TENSORS, base_arguments, peft_config
 from asyncrl.trainer.attention import choose_attention, of_text
 from asyncrl.trainer.collectives import Ranks
-from asyncrl.trainer.recompute import recompute
 from asyncrl.trainer.sequence_parallel import require_divisible
 
 # Names of numbers by which a model computes at random while it trains, in configs and in modules.
@@ -50,16 +52,15 @@ def load_model(
     """
     require_loadable(config.path, remote_code=config.trust_remote_code)
     dtype, misfit = getattr(torch, config.dtype), ""
-    options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     bits = base_arguments(config, device)
     attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
     try:
-        of_model = AutoConfig.from_pretrained(config.path, **options)
+        of_model = AutoConfig.from_pretrained(config.path, **config.hub_options)
         model, found = model_class(of_model).from_pretrained(
             config.path,
             dtype=dtype,
             attn_implementation=of_text(of_model, attention),
-            **options | bits,
+            **config.hub_options | bits,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
@@ -97,6 +98,21 @@ def load_model(
     return without_dropout(model).to(device).train()
 
 
+def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
+    """Let a backward pass compute parts again, by `learner.gradient_checkpointing`. Raises ConfigError."""
+    if setting == "selective":
+        for layer in model.modules():
+            if not isinstance(layer, GradientCheckpointingLayer):
+                continue
+            if not hasattr(layer, "mlp"):
+                found = f"recomputes the module `mlp` of each layer, but {type(layer).__name__} has none"
+                raise ConfigError(f"learner.gradient_checkpointing: selective {found}; use true, or false")
+            # It stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
+            layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    elif setting:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def without_dropout(model: Any) -> Any:
     """Return the model after setting each dropout to 0, of its modules and of its functions.
 
@@ -128,7 +144,4 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
         settings = peft_config(config.lora, config.path, targets)
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
-    loaded = tools.from_pretrained(
-        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    config.templated(loaded).save_pretrained(directory)
+    config.templated(tools.from_pretrained(config.path, **config.hub_options)).save_pretrained(directory)

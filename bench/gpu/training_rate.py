@@ -10,8 +10,8 @@ from torch import Tensor
 from asyncrl.batch.packing import TrainSample, microbatch, pack
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.trainer.base import LossSums, MicroBatch, Trainer
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.device import choose_device
-from asyncrl.trainer.open import open_trainer
 
 CLIP = 0.2
 
@@ -49,7 +49,7 @@ def lone_trainer(
     model: str, learner: LearnerConfig, *, dtype: Literal["float32", "bfloat16"], auto: str
 ) -> Trainer:
     """Open the trainer of a learner's only rank; `auto` is what `learner.device: auto` means."""
-    return open_trainer(
+    return DeepSpeedTrainer(
         ModelConfig(path=model, dtype=dtype),
         learner,
         temperature=1.0,

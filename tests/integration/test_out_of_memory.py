@@ -53,7 +53,7 @@ from asyncrl.launch.roles import run_role
 from asyncrl.launch.step_deaths import StepDeaths
 from asyncrl.learner import run_learner
 from asyncrl.trainer.collectives import Rendezvous
-from asyncrl.trainer.open import open_trainer
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from tests.support.fake_learner import SETTINGS
 from tests.support.learner_world import World
 
@@ -70,7 +70,7 @@ class Surroundings(World):
 
 def role():
     learner = LearnerConfig(device="cpu", steps=6, ranks=ranks, threads=1)
-    trainer = open_trainer(
+    trainer = DeepSpeedTrainer(
         ModelConfig(path=model, dtype="float32"), learner, temperature=1.0, optimizer_steps=1,
         device=SETTINGS.device, rendezvous=Rendezvous(rank=rank, ranks=ranks, local_rank=rank, port=port)
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -9,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.commands.down import processes_of
 from asyncrl.config.load import load
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import CheckpointsRefused, ConfigError, RunError
+from asyncrl.hosting import progress
 from asyncrl.results.export import export_model
+from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.stages.record import refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
@@ -93,10 +98,13 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     first = trained(tiny_stage(tmp_path, stage, name="first", model={"lora": lora}))
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files_of(first)
     assert "model.safetensors" not in files_of(first)
-    if stage == "rm":
-        return
+    assert ModelCard.load(first.model / "README.md").data.library_name == "peft"
     assert export_model(first, tmp_path / "merged", merge=True) == first.model
-    assert "library_name: transformers" in (tmp_path / "merged/README.md").read_text()
+    card = ModelCard.load(tmp_path / "merged/README.md").data
+    assert card.library_name == "transformers" and card.tags == ["asyncrl", "trl", stage]
+    if stage == "rm":
+        scores_are_those_of_the_adapter(tmp_path, first)
+        return
     base, merged = (
         AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tmp_path / "merged")
     )
@@ -111,6 +119,16 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     assert any(bool((old[name] != new[name]).any()) for name in old)
     if stage == "sft":
         assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
+
+
+def scores_are_those_of_the_adapter(directory: Path, stage: RunDirectory) -> None:
+    of_scores = AutoModelForSequenceClassification.from_pretrained
+    base, merged = of_scores(directory / "model", num_labels=1), of_scores(directory / "merged")
+    base.config.pad_token_id = merged.config.pad_token_id
+    tokens = torch.arange(2, 30).reshape(2, 14)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, stage.model)(tokens).logits
+        assert expected.shape == (2, 1) and torch.allclose(merged(tokens).logits, expected, atol=1e-5)
 
 
 def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that_does_not(
@@ -141,6 +159,54 @@ def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that
     assert not torn.exists()
     assert trained(killed).path == directory.path
     assert are_same(whole, directory, "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_stage_that_dies_before_a_checkpoint_is_signed_goes_on_from_the_one_before(
+    tmp_path, monkeypatch, limit
+):
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 6, "save_steps": 2, "save_total_limit": limit})
+    seal = CheckpointStore.seal
+
+    def die(self, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        seal(self, step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CheckpointStore, "seal", die)
+        trained(path)
+    directory = begun(path)[1]
+    assert (directory.trl_checkpoints / "checkpoint-4").exists() and directory.saved_steps().keys() == {2}
+    # The removal of an older one may be interrupted, too.
+    shutil.copytree(directory.trl_checkpoints / "checkpoint-2", directory.trl_checkpoints / "checkpoint-1")
+    (directory.trl_checkpoints / "checkpoint-1" / "optimizer.pt").unlink()
+    assert checkpoints_of(directory).choose() == directory.trl_checkpoints / "checkpoint-2"
+    trained(path)
+    steps = [json.loads(line)["step"] for line in directory.starts.read_text().splitlines()]
+    assert steps == [0, 2] and directory.saved_steps().keys() == {4, 6} - ({4} if limit == 1 else set())
+
+
+def test_a_stage_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 2, "save_steps": 2}))
+    shutil.rmtree(directory.trl_checkpoints / "checkpoint-2")
+    with pytest.raises(CheckpointsRefused, match="checkpoint-2: it was saved here, and is gone"):
+        checkpoints_of(directory).choose()
+
+
+@pytest.mark.parametrize("when", ["steps", "epoch", "best"])
+def test_a_save_may_be_slow_whatever_made_it_due(tmp_path, monkeypatch, when):
+    found, save = [], transformers.Trainer.save_model
+    monkeypatch.setattr(
+        transformers.Trainer,
+        "save_model",
+        lambda *given, **more: (found.append(progress._own.doing), save(*given, **more)),
+    )
+    more = (
+        {"eval_strategy": "epoch", "metric_for_best_model": "loss"} if when == "best" else {"save_steps": 8}
+    )
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 10, "save_strategy": when, **more}))
+    assert found == [(progress.Pace.SLOW, b"checkpoint")] * len(directory.saved_steps()) != []
 
 
 def are_same(one: RunDirectory, other: RunDirectory, name: str) -> bool:

@@ -42,7 +42,6 @@ from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
-from asyncrl.trainer.open import open_trainer
 from asyncrl.types import Group, Rollout, VersionSpan
 from tests.support.fake_trainer import save_whole
 from tests.support.vlm_models import images_of, with_pictures
@@ -168,7 +167,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         lora=scenario.get("lora"),
         router_replay=scenario.get("experts", False),
     )
-    trainer = open_trainer(
+    trainer = DeepSpeedTrainer(
         model,
         learner,
         temperature=0.7,

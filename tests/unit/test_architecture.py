@@ -48,7 +48,7 @@ OWNERS = {
 }
 # An adapter's package, and the module that chooses it.
 OPENS = {
-    "trainer.deepspeed": "trainer.open",
+    "trainer.deepspeed": "launch.training",
     "engine.vllm": "engine.open",
     "engine.transformers": "engine.open",
     "addons.endpoint": "launch.players",

@@ -18,9 +18,9 @@ from asyncrl.algo.shaping import soft_overlong
 from asyncrl.algo.token_advantages import value_targets
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.algo.turn_advantages import turn_value_targets
+from asyncrl.batch.coefficients import Tracker
 from asyncrl.batch.estimate import Estimator
 from asyncrl.batch.plan import Plan, Planner
-from asyncrl.batch.tracker import Tracker
 from asyncrl.batch.turn_columns import turn_columns, turn_parts
 from asyncrl.buffer.intake import Collected
 from asyncrl.buffer.judge import make_judge

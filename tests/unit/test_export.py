@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from asyncrl.errors import RunError
 from asyncrl.results.archive import read_archive
@@ -67,6 +68,27 @@ def test_the_hub_can_read_its_front_matter(tmp_path: Path) -> None:
         _, front, text = card_of(run_with(tmp_path / name, local)).split("---\n", 2)
         assert name != "mixed" or "on `data/rows.csv`, `a/b:main`, `c/d`.\n" in text
         assert "base_model" not in (found := yaml.safe_load(front)) and found.get("datasets") == datasets
+
+
+def test_the_card_of_an_adapter_names_its_base_as_peft_and_the_hub_read_it(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    for number, (path, base) in enumerate(
+        (("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"), ("gpt2", "gpt2"), (str(tmp_path / "here"), None))
+    ):
+        run = run_with(tmp_path / str(number), CONFIG | {"model": {"path": path, "lora": {}}})
+        data = ModelCard(card_of(run, is_adapter=True)).data
+        assert (data.library_name, data.base_model) == ("peft", base) and "lora" in data.tags
+        assert data.get("base_model_relation") == (base and "adapter")
+        merged = ModelCard(card_of(run)).data
+        assert (merged.library_name, merged.base_model) == ("transformers", base)
+        assert merged.get("base_model_relation") is None and "lora" not in merged.tags
+
+
+def test_a_directory_of_this_machine_is_no_base_on_the_hub(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    run = run_with(tmp_path / "run", CONFIG | {"model": {"path": "models/base"}})
+    assert ModelCard(card_of(run)).data.base_model is None
 
 
 def test_it_says_how_to_serve_and_with_what_it_was_made(tmp_path: Path) -> None:

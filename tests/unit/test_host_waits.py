@@ -14,8 +14,8 @@ from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.sections import LearnerConfig, LoraConfig, ModelConfig
 from asyncrl.trainer.base import LossFunction, MicroBatch, Trainer
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.device import choose_device
-from asyncrl.trainer.open import open_trainer
 from tests.support.dispatches import Dispatches, samples_of
 
 CPU = torch.device("cpu")
@@ -45,7 +45,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     device = choose_device(learner, local_rank=0, auto="cpu")
     lora = LoraConfig(**request.param) if hasattr(request, "param") else None
     model = ModelConfig(path=str(path), dtype="float32", lora=lora)
-    with closing(open_trainer(model, learner, temperature=1.0, optimizer_steps=1, device=device)) as opened:
+    with closing(
+        DeepSpeedTrainer(model, learner, temperature=1.0, optimizer_steps=1, device=device)
+    ) as opened:
         yield opened
 
 

@@ -1,7 +1,9 @@
 """Images of rows: read, rendered, and compared by both sides; the model's own processor is the oracle."""
 
+import errno
 import json
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig, ModelConfig
+from asyncrl.data import images
 from asyncrl.data.image_processor import DIGESTS, LearnerImages
 from asyncrl.data.images import MOST_BYTES
 from asyncrl.data.prompts import PromptSource
@@ -132,10 +135,47 @@ def test_a_system_message_stands_before_the_images(task: Path, model: Path) -> N
     assert prompts.prompt(1).text.startswith("system:be short<end_of_utterance>user:<image>what")
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_an_error_that_passes_is_met_again_and_one_that_stays_names_the_row(
+    task: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    monkeypatch.setattr(images, "PAUSES_S", (0.0, 0.0))
+    opened, failures = Path.open, [2]
+
+    def failing(path: Path, *given: Any, **more: Any) -> Any:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(number, "gone for now")
+        return opened(path, *given, **more)
+
+    monkeypatch.setattr(Path, "open", failing)
+    read = partial(images.image_bytes, {"images": ["a.png"]}, "images", "row 7", task)
+    assert read() == (picture_bytes(1),)
+    tried = [record.message for record in caplog.records if "tried again" in record.message]
+    assert len(tried) == 2 and all("row 7" in one and "gone for now" in one for one in tried)
+    failures[0] = 3
+    with pytest.raises(DataError, match=r"row 7: image .*a.png cannot be read \(gone for now\)"):
+        read()
+    assert failures == [0]
+    failures[0], number = 1, errno.EACCES
+    with pytest.raises(DataError, match="gone for now"):
+        read()
+
+
 @pytest.mark.parametrize(
     ("row", "found"),
     [
         ({"question": "x", "images": ["none.png"]}, "none.png cannot be read"),
+        (
+            {"question": "x", "images": ["/nowhere/a.png"]},
+            "image /nowhere/a.png cannot be read (No such file",
+        ),
+        ({"question": "x", "images": ["."]}, "cannot be read (it is a directory); give a file"),
+        ({"question": "x", "images": ["/dev/zero"]}, "cannot be read (it is no regular file); give a file"),
+        (
+            {"question": "x", "images": ["empty.png"]},
+            "empty.png cannot be read (it has 0 bytes); give a file",
+        ),
         ({"question": "x", "images": ["train.jsonl"]}, "not one that PIL can read"),
         ({"question": "x", "images": [7]}, "holds a int"),
         (
@@ -159,6 +199,7 @@ def test_a_row_whose_images_cannot_be_used_is_named(
     task: Path, model: Path, row: dict[str, Any], found: str
 ) -> None:
     write(task, [ROWS[0], row])
+    (task / "empty.png").touch()
     (task / "huge.png").write_bytes(bytes(MOST_BYTES + 1))
     Image.new("1", (8192, 4097)).save(task / "wide.png")
     text = config(task, model).model_dump_json()

@@ -11,7 +11,7 @@ import torch
 from asyncrl.algo.advantages import grpo
 from asyncrl.algo.preferences import distill
 from asyncrl.batch.estimate import Estimator
-from asyncrl.batch.measure import measure
+from asyncrl.batch.masks import measure
 from asyncrl.batch.packing import per_sample
 from asyncrl.batch.plan import Planner
 from asyncrl.batch.resolve import make_recipe

@@ -26,8 +26,8 @@ from asyncrl.trainer.attention import SEGMENTS
 from asyncrl.trainer.deepspeed import engine_settings
 from asyncrl.trainer.device import limit_memory
 from asyncrl.trainer.kept import Setting, counted, kept_per_token
+from asyncrl.trainer.loading import recompute
 from asyncrl.trainer.policy import PolicyModule
-from asyncrl.trainer.recompute import recompute
 from tests.support.sequence_ranks import OneRank
 from tests.support.task_config import config_of
 

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from asyncrl.hosting import progress
 from asyncrl.hosting.progress import Attention, Board, Limits, Pace, Watch
+from tests.support.waiting import wait_until
 
 LIMITS = Limits(hang_s=100.0, slow_s=1000.0)
 RANKS = ("rank 0", "rank 1")
@@ -174,3 +176,22 @@ def test_attention_follows_its_clock():
     now_s = 100.0
     assert attention.look() == 1.5
     assert Attention().look() <= time.monotonic()
+
+
+def test_what_a_library_writes_slowly_is_progress_as_long_as_its_files_change(board, tmp_path, monkeypatch):
+    looks, rglob = [], Path.rglob
+    monkeypatch.setattr(progress, "_own", Worker(board, 0).place)
+    monkeypatch.setattr(Path, "rglob", lambda path, what: (looks.append(what), rglob(path, what))[1])
+    read, file = lambda: board.signs()["rank 0"], tmp_path / "checkpoint-4" / "model.safetensors"
+    file.parent.mkdir()
+    with progress.while_growing("checkpoint", tmp_path, every_s=0.001):
+        for size_bytes in range(3):
+            before = read().count
+            file.write_bytes(b"x" * size_bytes)
+            wait_until(lambda before=before: read().count > before or not file.stat().st_size, 60.0)
+        assert (read().pace, read().doing) == (Pace.SLOW, "checkpoint")
+        seen = len(looks)
+        wait_until(lambda: len(looks) > seen + 2, 60.0)
+        settled, seen = read().count, len(looks)
+        wait_until(lambda: len(looks) > seen + 9, 60.0)
+        assert read().count == settled, "a write that stands still is none"

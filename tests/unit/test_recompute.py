@@ -13,8 +13,8 @@ from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.hosting.memory_use import DTYPE_BYTES, ModelShape, kept_at_peak
 from asyncrl.trainer.attention import SEGMENTS
+from asyncrl.trainer.loading import recompute
 from asyncrl.trainer.policy import hidden_states
-from asyncrl.trainer.recompute import recompute
 from tests.support.models import SIZES
 
 Setting = bool | Literal["selective"]

@@ -15,9 +15,9 @@ from asyncrl.hosting.machine import read_shape
 from asyncrl.hosting.memory_use import ModelShape, Rank, weights_bytes
 from asyncrl.report.step_metrics import usage_metrics
 from asyncrl.trainer.base import LossSums, Usage
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.meter import Meter, forward_flops, step_flops
-from asyncrl.trainer.open import open_trainer
 from tests.support.steps import rollout, step
 
 SHAPE = ModelShape(
@@ -51,7 +51,7 @@ def model(tmp_path_factory) -> Iterator[ModelConfig]:
 
 def test_a_trainer_counts_each_pass_of_each_model(model):
     learner = LearnerConfig(device="cpu", threads=1, tokens_per_microbatch=64)
-    trainer = open_trainer(
+    trainer = DeepSpeedTrainer(
         model,
         learner,
         temperature=1.0,

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from asyncrl.trainer.collectives import Writes
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.trained_model import whole_parameters
 from asyncrl.trainer.policy import PolicyModule
-from asyncrl.trainer.writes import Writes
 
 FILE = "model.safetensors"
 

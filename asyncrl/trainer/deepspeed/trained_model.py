@@ -22,11 +22,10 @@ from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
-from asyncrl.trainer.collectives import Ranks
+from asyncrl.trainer.collectives import Ranks, Writes
 from asyncrl.trainer.deepspeed.engine_settings import engine_settings
 from asyncrl.trainer.deepspeed.optimizers import make_optimizer
 from asyncrl.trainer.rates import rate_share
-from asyncrl.trainer.writes import Writes
 
 # Numbers of sharded parameters that are whole on every rank at the same time: about a layer of 8B parameters.
 # A gather for each parameter would spend its time on starting collectives.

@@ -1,6 +1,7 @@
 """The trainer on DeepSpeed: ZeRO stages 0 to 3, any number of ranks, micro-batches of any number and size."""
 
 import json
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from asyncrl import lora
@@ -18,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
-from asyncrl.trainer.collectives import Ranks, Rendezvous
+from asyncrl.trainer.collectives import Ranks, Rendezvous, Writes
 from asyncrl.trainer.critic import ValueModule
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
 from asyncrl.trainer.deepspeed.reference import Reference, StartAdapter
@@ -29,9 +32,7 @@ from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
 from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
 from asyncrl.trainer.policy import PolicyModule, run
-from asyncrl.trainer.rng import load_rng, save_rng
 from asyncrl.trainer.sequence_parallel import SequenceRanks
-from asyncrl.trainer.writes import Writes
 from asyncrl.weights.base import TensorSpec
 
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
@@ -51,12 +52,19 @@ class DeepSpeedTrainer:
         temperature: float,
         optimizer_steps: int,
         device: torch.device,
-        rendezvous: Rendezvous,
-        reference: ModelConfig | None,
-        critic: CriticConfig | None,
-        slots: int,
+        rendezvous: Rendezvous = Rendezvous(),  # noqa: B008 - it is frozen
+        reference: ModelConfig | None = None,
+        critic: CriticConfig | None = None,
+        slots: int = 0,
     ) -> None:
-        """See `open_trainer`. Raises ConfigError if DeepSpeed runs on another kind of device."""
+        """Load the policy, the reference's model, and the policy's again for a critic.
+
+        `temperature` divides the logits of a step; `optimizer_steps` is their number per batch. All ranks
+        meet at `rendezvous`; by default there is one. `slots` is the number of published versions that rank 0
+        will have on its GPU.
+
+        Raises DataError, RunError, and ConfigError, also if DeepSpeed runs on another kind of device.
+        """
         require_device(device)
         self._device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
         together = learner.sequence_parallel
@@ -304,3 +312,36 @@ def _built(model: M | None, name: str) -> M:
     if model is None:
         raise RuntimeError(f"DeepSpeedTrainer was built without a {name}; pass `{name}`")
     return model
+
+
+def save_rng(path: Path) -> None:
+    """Write the state of torch's, numpy's and Python's random generators: plain tensors, and no pickle."""
+    version, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    # The layout of CPython's and numpy's global generators.
+    assert (version, numpy_state["bit_generator"]) == (3, "MT19937")
+    keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python_words": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy_keys": torch.tensor(keys.astype(np.int64)),
+        "numpy_position": torch.tensor([position, numpy_state["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    save_file(state, path)
+
+
+def load_rng(path: Path) -> None:
+    """The inverse of `save_rng`."""
+    state = load_file(path)
+    torch.set_rng_state(state["torch"])
+    gauss = next(iter(state["python_gauss"].tolist()), None)
+    random.setstate((3, tuple(state["python_words"].tolist()), gauss))
+    position, has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy_keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"][0])))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
