@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import document
 from asyncrl.config.load import load_config
-from asyncrl.config.resolved import config_hash, config_json, dump_config
+from asyncrl.config.resolved import config_hash, config_json, dump_config, eval_digest, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import ConfigError
@@ -432,6 +432,37 @@ def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
     assert base == config_hash(load_config(path, ["eval.samples=1"]))
     hashes = [config_hash(load_config(path, [text])) for text in other if text != "eval.samples=1"]
     assert base not in hashes and len(set(hashes)) == len(hashes)
+
+
+def test_hashes_know_the_models_that_score(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+        run: {name: first}
+        model: {path: some/model}
+        data: {train: train.jsonl, eval: [{path: a.jsonl, name: a}, {path: b.jsonl, name: b, reward: [math]}]}
+        reward: {functions: [{function: model_score, params: {scorer: preferred}}]}
+        scorers: {preferred: {model: some/reward-model}}
+        sampling: {temperature: 1.0}
+        algorithm: {kl: {coefficient: 0.1}, reference: {path: some/teacher, scorers: 1}}
+        """,
+    )
+    base = load_config(path)
+
+    def hashes(*overrides: str) -> tuple[bool, bool, list[bool]]:
+        config = load_config(path, overrides)
+        sets = [eval_digest(config, one) != eval_digest(base, one) for one in config.data.eval]
+        return config_hash(config) != config_hash(base), host_digest(config) != host_digest(base), sets
+
+    assert hashes("scorers.preferred.model=some/other") == (True, True, [True, False])
+    assert hashes("algorithm.reference.path=some/other") == (True, True, [False, False])
+    assert hashes("algorithm.reference.template='{prompt} {answer}'")[0]
+    # Where they run is each host's own affair.
+    assert not hashes("scorers.preferred.count=2", "scorers.preferred.gpus=[1]")[0]
+    assert not hashes("algorithm.reference.scorers=2")[0]
+    # A teacher of the learner is not of the generators.
+    held, other = (["algorithm.reference.scorers=0", f"algorithm.reference.path={one}"] for one in "ab")
+    assert config_hash(load_config(path, held)) == config_hash(load_config(path, other))
 
 
 def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
