@@ -191,7 +191,10 @@ def _scorers(config: Config) -> Iterator[Mistake]:
         if not kind.endswith("ForSequenceClassification") or len(labels) != 1:
             found = f"found {kind} with {len(labels)} labels in {directory}"
             yield Mistake((key,), f"{found}; needed is a sequence classifier with one, of `asyncrl stage` rm")
-        elif vocabulary(directory) != vocabulary(Path(config.model.path)):
+            continue
+        # A model of the hub has its tokenizer there.
+        theirs, ours = vocabulary(directory), vocabulary(Path(config.model.path))
+        if any(theirs) and any(ours) and theirs != ours:
             text = f"has another tokenizer than model.path ({config.model.path}), but reads its token ids"
             yield Mistake((key, "model.path"), f"{directory} {text}; use a reward model trained from it")
 

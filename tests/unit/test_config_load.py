@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import document
 from asyncrl.config.load import load_config
+from asyncrl.config.named_files import file_problems
 from asyncrl.config.resolved import config_hash, config_json, dump_config, eval_digest, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
@@ -463,6 +464,20 @@ def test_hashes_know_the_models_that_score(tmp_path: Path) -> None:
     # A teacher of the learner is not of the generators.
     held, other = (["algorithm.reference.scorers=0", f"algorithm.reference.path={one}"] for one in "ab")
     assert config_hash(load_config(path, held)) == config_hash(load_config(path, other))
+
+
+def test_a_reward_model_of_a_directory_scores_a_policy_of_the_hub(tmp_path: Path) -> None:
+    model_files(tmp_path / "policy", vocab_size=9)
+    rewarding = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
+    model_files(tmp_path / "rm", **rewarding)
+    (tmp_path / "policy" / "tokenizer.json").write_text('{"model": {"vocab": {"other": 0}}}')
+    asks = "reward.functions=[{function: model_score, params: {scorer: rm}}]"
+    overrides = [asks, f"scorers.rm.model={tmp_path / 'rm'}"]
+    path = write(tmp_path, GOOD)
+    assert not [*file_problems(load_config(path, [*overrides, f"data.train={path}"]))]
+    held = [*overrides, f"data.train={path}", f"model.path={tmp_path / 'policy'}"]
+    found = {one.keys[0]: one.text for one in file_problems(load_config(path, held))}
+    assert "another tokenizer than model.path" in found["scorers.rm.model"]
 
 
 def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
