@@ -1,7 +1,9 @@
 """Checks that need no model in memory: files exist, sizes fit, required packages are installed."""
 
+import errno
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
 from glob import glob
 from itertools import chain
@@ -10,7 +12,7 @@ from typing import Any
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig, EvalSet
-from asyncrl.config.document import read
+from asyncrl.config.document import Node, read
 from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
@@ -110,6 +112,17 @@ def unusable(source: str) -> str:
     hint = f" (did you mean `{path.parent / close}`?)" if close else ""
     written = ", where ~ and variables are not expanded: write them out" if {"~", "$"} & set(source) else ""
     return f"found no {source}{written}{hint}"
+
+
+def too_long(error: OSError, root: Node) -> Mistake:
+    """Return the mistake of the value that names a file with too long a name; raise any other error."""
+    named = os.fsdecode(error.filename or b"")
+    values = [(one.value, keys) for keys, one in root.walk() if isinstance(one.value, str) and one.value]
+    found = [(len(value), keys) for value, keys in values if value in named or named in value]
+    if error.errno != errno.ENAMETOOLONG or not (named and found):
+        raise error
+    text = f"found {named:.40}..., which is too long for a path: a name has at most 255 bytes, a path 4,095"
+    return Mistake((".".join(map(str, max(found)[1])),), f"{text}; choose a shorter one")
 
 
 def policy_problems(model: ModelConfig) -> Iterator[Mistake]:

@@ -113,7 +113,7 @@ def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
             tokenizer = FileTokenizer(Path(model.path))
     except Exception:  # noqa: BLE001 - loading the model says what is wrong with its files
         return None
-    require_template(model, tokenizer)
+    _require_template(model, tokenizer)
     return RowRenderer(PromptReader(data, bool(model.chat_template)), TemplateRenderer(tokenizer), tokenizer)
 
 
@@ -187,7 +187,7 @@ class PromptSource:
         `teacher` is the template of what a teacher reads in place of the prompts of data.train.
         """
         self.tokenizer = tokenizer or load_tokenizer(model)
-        require_template(model, self.tokenizer)
+        _require_template(model, self.tokenizer)
         self.renderer = TemplateRenderer(self.tokenizer, () if tokenizer else stop_ids(model))
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, bool(model.chat_template))
@@ -281,7 +281,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
 
 
-def require_template(model: ModelConfig, tokenizer: Any) -> None:
+def _require_template(model: ModelConfig, tokenizer: Any) -> None:
     """Raise DataError unless the tokenizer has the chat template that the config asks for."""
     found = tokenizer.chat_template
     if model.chat_template and not found:

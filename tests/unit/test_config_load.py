@@ -466,6 +466,41 @@ def test_hashes_know_the_models_that_score(tmp_path: Path) -> None:
     assert config_hash(load_config(path, held)) == config_hash(load_config(path, other))
 
 
+@pytest.mark.parametrize("given", ["n" * 300, "/".join(["n" * 200] * 30), "n" * 300 + "*.py"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train", "{}"),
+        ("model.path", "{}"),
+        ("run.root", "{}"),
+        ("data.map", "{}.py:f"),
+        ("environment.python", "{}"),
+        ("reward.functions.0.function", "{}.py:f"),
+    ],
+)
+def test_a_name_that_is_too_long_is_a_mistake_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, key: str, value: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_files(tmp_path / "model")
+    write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
+    path = write(tmp_path, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        validated_config(
+            path, ["model.path=model", "environment.uses=game.py:Game", f"{key}={value.format(given)}"]
+        )
+    assert f"  {key}: found nnn" in str(caught.value) and "at most 255 bytes" in str(caught.value)
+
+
+def test_a_socket_that_is_too_long_is_a_mistake_and_a_config_too(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert load_config(path, [f"store.url=unix:///{'n' * 106}"])
+    assert "a path of 108 bytes; a socket has at most 107" in complaint(
+        path, f"store.url=unix:///{'n' * 107}"
+    )
+    assert "File name too long" in complaint(tmp_path / ("n" * 300))
+
+
 def test_a_reward_model_of_a_directory_scores_a_policy_of_the_hub(tmp_path: Path) -> None:
     model_files(tmp_path / "policy", vocab_size=9)
     rewarding = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
