@@ -258,11 +258,11 @@ def override(model: type[Part], text: str) -> Node:
     node, problems = parse(value, file=place, line_numbers=False)
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-    if "#" in value:
-        read = yaml.compose(value, Loader=_Loader)
-        if read is None or read.end_mark.index < len(value.rstrip()):
-            cure = f"put the value in quotes, in those of the shell: {path}='\"...\"'"
-            raise ConfigError(f"{place}  `#` begins a comment, which would drop the rest; {cure}")
+    read = yaml.compose(value, Loader=_Loader) if "#" in value else None
+    if value.lstrip()[:1] == "#" or (read and read.end_mark.index < len(value.rstrip())):
+        if read and not (isinstance(read, yaml.ScalarNode) and read.style is None):
+            raise ConfigError(f"{place}  found text behind the value, beginning with `#`; leave it out")
+        node = Node(value.strip(), place)  # a command line has no comments
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
     return _spelled_out(model, node)

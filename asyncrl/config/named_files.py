@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig, EvalSet
 from asyncrl.config.document import Node, read
-from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
+from asyncrl.config.model_files import AGAIN, SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
@@ -48,6 +48,9 @@ def file_problems(config: Config) -> Iterator[Mistake]:
         if not is_hub and (own or value != DataConfig.model_fields[name].default):
             text = f"is {value}, but {task.path} has no splits; write the rows into a file of their own,"
             yield Mistake((key,), f"{text} or set `limit`, and drop {key}")
+        if is_hub and importlib.util.find_spec("datasets") is None:
+            text = f"{task.path} is no file of rows, so it needs the package datasets, which is not installed"
+            yield Mistake((place,), f"{text}; {install_command('data')}, or give a file")
     yield from policy_problems(config.model)
     yield from _sizes(config)
     yield from _teacher(config)
@@ -137,6 +140,12 @@ def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     if model.chat_template is True and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
+    elif model.chat_template is True and (own := directory / "chat_template.jinja").is_file():
+        try:
+            own.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            text = f"is true, but {own} is not UTF-8 from byte {error.start} on; {AGAIN}"
+            yield Mistake(("model.chat_template",), text)
 
 
 def _misplaced(key: str, path: str) -> Iterator[Mistake]:

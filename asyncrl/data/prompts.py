@@ -291,12 +291,14 @@ def _require_template(model: ModelConfig, tokenizer: Any) -> None:
         text = f"the tokenizer of {model.path} has the chat templates {', '.join(sorted(found))}"
         cure = "set model.chat_template to the file of the one to use"
         raise DataError(f"{text}, of which none is called `default`; {cure}")
-    if isinstance(model.chat_template, str):
+    if model.chat_template:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
+            is_own = isinstance(model.chat_template, str)
+            where = "" if is_own else f" true, but that of the tokenizer in {model.path} is"
             found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
-            raise DataError(f"model.chat_template is not a template: {found}; correct it") from error
+            raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
         except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
             log.debug("the chat template refuses a message of the user: %s", error)
 

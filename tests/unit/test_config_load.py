@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -289,8 +290,7 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("reward.functions.0.wieght=2", "did you mean `weight`?"),
         ("batch={groups: 1, groups: 2}", "found the key twice"),
         ("algorithm.advantage=grppo", "did you mean `grpo`?"),
-        ("data.template=### {question}", "`#` begins a comment, which would drop the rest; put the value in"),
-        ("data.system=Use # marks", "data.system='\"...\"'"),
+        ("data.template='a' # b", "found text behind the value, beginning with `#`; leave it out"),
         ("telemetry.prometheus_port=false", "found false; allowed is a whole number"),
         ("checkpoint.keep_every=true", "found true; allowed is a whole number"),
         ("batch.groups=!!int many", "found the tag"),
@@ -303,8 +303,8 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
     assert named.startswith(f"  override `{override}`")
 
 
-@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  '])
-def test_a_hash_in_a_word_or_in_quotes_is_text(value: str) -> None:
+@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  ', "### {x}", "a # b", "a #b #c "])
+def test_a_hash_of_an_override_is_text(value: str) -> None:
     found = document.override(Config, f"data.system={value}").plain()
     assert found == {"data": {"system": value.strip().strip("'\"")}}
 
@@ -499,6 +499,17 @@ def test_a_socket_that_is_too_long_is_a_mistake_and_a_config_too(tmp_path: Path)
         path, f"store.url=unix:///{'n' * 107}"
     )
     assert "File name too long" in complaint(tmp_path / ("n" * 300))
+
+
+def test_a_data_set_of_the_hub_needs_the_library_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, GOOD)
+    config = load_config(path, ["data.train=openai/gsm8k"])
+    assert not [*file_problems(config)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (found,) = file_problems(config)
+    assert found.keys == ("data.train",) and "asyncrl[data]" in found.text
 
 
 def test_a_reward_model_of_a_directory_scores_a_policy_of_the_hub(tmp_path: Path) -> None:
