@@ -25,6 +25,7 @@ from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
+from asyncrl.rewards.builtin import BUILTINS
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 LOWEST_LR = 1e-10  # in a million steps, a weight moves by at most 0.0001
@@ -34,6 +35,7 @@ HIGHEST_PROBE_LIMIT = 10.0  # about ln of a vocabulary
 HIGHEST_TEMPERATURE = 3.0  # from there on, language models write no words
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
 REPEATED = 0.2  # share of rows that are repetitions of others
+LONG_ANSWER = 5  # characters; shorter answers are in a prompt by chance
 ODD = 0.1  # share of rows whose value in a column may be of another type by mistake
 
 
@@ -44,7 +46,13 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     other hosts, too, but which one this is, is not known.
     """
     root = read_draft(Config, path, overrides).root
-    found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
+    found = (
+        *_evaluation(config, root),
+        *_limits(config, root, path),
+        *_rates(config),
+        *_weights(config),
+        *_solved(config),
+    )
     found += (
         *_endless(config),
         *_numbers(config),
@@ -178,6 +186,19 @@ def _weights(config: Config) -> Iterator[str]:
             yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
 
 
+def _solved(config: Config) -> Iterator[str]:
+    """Warn of a curriculum that counts no prompt as solved; built-in rewards give at most 1."""
+    solved = config.data.curriculum
+    for one in config.training if solved.floor is not None else ():
+        functions = one.reward.functions
+        is_known = not one.environment.is_used and all(part.function in BUILTINS for part in functions)
+        most = sum(max(part.weight, 0.0) for part in functions)
+        if is_known and 0 < most < solved.solved:
+            found = f"data.curriculum.solved is {solved.solved:g}, but the reward is at most {most:g}"
+            yield f"{found}: no prompt ever counts as solved; set at most {most:g}"
+            return
+
+
 def _imports(config: Config, *, generators: bool) -> Iterator[str]:
     """Warn of what files of rewards and environments import, and this machine does not have."""
     if not generators or config.cluster.kind is not None:
@@ -234,6 +255,11 @@ def _rows(config: Config) -> Iterator[str]:
             with_messages(row, data, taken)
         if said := taken_answers(taken, len(rows)):
             yield f"{key} ({source}): {said}; set data.last_answer: continue to have it continued"
+        answers = [(str(row.get("answer", "")), str(row.get(data.prompt_field, ""))) for row in rows]
+        shown = sum(len(answer) >= LONG_ANSWER and answer in prompt for answer, prompt in answers)
+        if shown > REPEATED * len(rows) and data.map is None and data.template is None:
+            found = f"{key} ({source}) has its `answer` in the text of the prompt in {shown / len(rows):.0%}"
+            yield f"{found} of the rows: copying it earns the reward; leave it out, unless that is the task"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)
 
