@@ -44,7 +44,11 @@ def outside_problems(config: Config, *, resumes: bool, generators: bool) -> Iter
     if generators:
         for key, environment in config.environments.items():
             yield from _program_problems(key, environment)
-        yield from _key_problems(config)
+        for key, one in config.reward_functions.items():
+            try:
+                key_of(one.remote) if isinstance(one.remote, HttpReward) else None
+            except RewardError as error:
+                yield Mistake((f"{key}.params.key_env",), str(error))
     if config.checkpoint.hub is not None:
         from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
@@ -120,15 +124,6 @@ def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mist
         found = f"{unusable(first)}; paths are relative to {Path.cwd()}; give the path of the script"
     if found:
         yield Mistake((f"{key}.command",), found)
-
-
-def _key_problems(config: Config) -> Iterator[Mistake]:
-    """Find keys of services that the environment lacks."""
-    for key, one in config.reward_functions.items():
-        try:
-            key_of(one.remote) if isinstance(one.remote, HttpReward) else None
-        except RewardError as error:
-            yield Mistake((f"{key}.params.key_env",), str(error))
 
 
 def absent_names(config: Config) -> Iterator[Mistake]:
