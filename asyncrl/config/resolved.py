@@ -101,9 +101,7 @@ def config_hash(config: Config) -> str:
 
 
 def host_digest(config: Config) -> str:
-    """Hash the code, models, sandbox and environment that a config gives to a generator's host, to 16 hex
-    digits.
-    """
+    """Hash the code, models and environment that a config gives to a generator's host, to 16 hex digits."""
     parts = config.model_dump(mode="json", include=HOST)
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 

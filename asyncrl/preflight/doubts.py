@@ -46,13 +46,7 @@ def doubts(config: Config, path: Path, overrides: Sequence[str], *, generators: 
     other hosts, too, but which one this is, is not known.
     """
     root = read_draft(Config, path, overrides).root
-    found = (
-        *_evaluation(config, root),
-        *_limits(config, root, path),
-        *_rates(config),
-        *_weights(config),
-        *_solved(config),
-    )
+    found = (*_evaluation(config, root), *_limits(config, root, path), *_rates(config), *_weights(config))
     found += (
         *_endless(config),
         *_numbers(config),
@@ -175,7 +169,7 @@ def _numbers(config: Config) -> Iterator[str]:
 
 
 def _weights(config: Config) -> Iterator[str]:
-    """Warn of a sum of rewards that is always 0."""
+    """Warn of a sum of rewards that is always 0, or never reaches what counts as solved."""
     lists = {tuple(config.functions_of(key)): config.of(task) for key, task in config.data.tasks.items()}
     for keys, one in lists.items():
         weights = {f"{key}.weight": config.reward_functions[key].weight for key in keys}
@@ -184,10 +178,7 @@ def _weights(config: Config) -> Iterator[str]:
         if weights and not any(weights.values()):
             found = f"{', '.join(weights)} {'is' if len(weights) == 1 else 'are all'} 0"
             yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
-
-
-def _solved(config: Config) -> Iterator[str]:
-    """Warn of a curriculum that counts no prompt as solved; built-in rewards give at most 1."""
+    # Built-in rewards give at most 1.
     solved = config.data.curriculum
     for one in config.training if solved.floor is not None else ():
         functions = one.reward.functions
