@@ -7,32 +7,36 @@ from asyncrl.builds import hide_foreign_builds
 from asyncrl.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from asyncrl.algo.corrections import Correction
-    from asyncrl.algo.filters import GroupOutcome
-    from asyncrl.algo.group_rewards import GroupRewards
-    from asyncrl.algo.losses import TokenLoss
-    from asyncrl.algo.tokens import TokenBatch
-    from asyncrl.api import Result, Run, open, start, train
-    from asyncrl.batch.plan import Plan
-    from asyncrl.config.schema import Config
-    from asyncrl.errors import (
-        AsyncRLError,
-        CheckpointError,
-        ConfigError,
-        ControlError,
-        DataError,
-        EngineError,
-        MissingLibrary,
-        RewardError,
-        RunError,
-        RunNotUp,
-        StoreError,
-        TransferError,
-    )
-    from asyncrl.learner import Step
-    from asyncrl.telemetry.base import SampleRecord
-    from asyncrl.telemetry.status import StatusSnapshot
-    from asyncrl.types import Group, Rollout, VersionSpan
+    from asyncrl.algo.corrections import Correction as Correction
+    from asyncrl.algo.filters import GroupOutcome as GroupOutcome
+    from asyncrl.algo.group_rewards import GroupRewards as GroupRewards
+    from asyncrl.algo.losses import TokenLoss as TokenLoss
+    from asyncrl.algo.tokens import TokenBatch as TokenBatch
+    from asyncrl.api import Result as Result
+    from asyncrl.api import Run as Run
+    from asyncrl.api import open as open
+    from asyncrl.api import start as start
+    from asyncrl.api import train as train
+    from asyncrl.batch.plan import Plan as Plan
+    from asyncrl.config.schema import Config as Config
+    from asyncrl.errors import AsyncRLError as AsyncRLError
+    from asyncrl.errors import CheckpointError as CheckpointError
+    from asyncrl.errors import ConfigError as ConfigError
+    from asyncrl.errors import ControlError as ControlError
+    from asyncrl.errors import DataError as DataError
+    from asyncrl.errors import EngineError as EngineError
+    from asyncrl.errors import MissingLibrary as MissingLibrary
+    from asyncrl.errors import RewardError as RewardError
+    from asyncrl.errors import RunError as RunError
+    from asyncrl.errors import RunNotUp as RunNotUp
+    from asyncrl.errors import StoreError as StoreError
+    from asyncrl.errors import TransferError as TransferError
+    from asyncrl.learner import Step as Step
+    from asyncrl.telemetry.base import SampleRecord as SampleRecord
+    from asyncrl.telemetry.status import StatusSnapshot as StatusSnapshot
+    from asyncrl.types import Group as Group
+    from asyncrl.types import Rollout as Rollout
+    from asyncrl.types import VersionSpan as VersionSpan
 
 # The public names by module: runs and their results, errors, and the types that a user's own functions see.
 _PLACES = {
@@ -52,38 +56,7 @@ _PLACES = {
     "asyncrl.algo.group_rewards": "GroupRewards",
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names.split()}
-__all__ = [
-    "AsyncRLError",
-    "CheckpointError",
-    "Config",
-    "ConfigError",
-    "ControlError",
-    "Correction",
-    "DataError",
-    "EngineError",
-    "Group",
-    "GroupOutcome",
-    "GroupRewards",
-    "MissingLibrary",
-    "Plan",
-    "Result",
-    "RewardError",
-    "Rollout",
-    "Run",
-    "RunError",
-    "RunNotUp",
-    "SampleRecord",
-    "StatusSnapshot",
-    "Step",
-    "StoreError",
-    "TokenBatch",
-    "TokenLoss",
-    "TransferError",
-    "VersionSpan",
-    "open",
-    "start",
-    "train",
-]
+__all__ = list(_MODULES)
 
 hide_foreign_builds()  # here, because every process imports this before it imports transformers
 

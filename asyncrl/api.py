@@ -184,7 +184,7 @@ def start(
     reward: Reward | None = None,
     fresh: bool = False,
 ) -> Run:
-    """Start or resume a run on this machine, as `asyncrl up` does, and return immediately.
+    """Start or resume a run on this machine, as `asyncrl up` does, and return when its supervisor is up.
 
     Args:
         config: a YAML file, or its content as a dictionary or `Config`; None if other arguments say all.
@@ -198,6 +198,7 @@ def start(
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them.
+        RunError: the supervisor could not start; the message is the end of its output.
     """
     if isinstance(config, str) and "=" in config and not os.path.isfile(config):
         overrides, config = (config, *overrides), None
@@ -209,7 +210,16 @@ def start(
         checked = validated_config(path, overrides, resumes=not fresh)
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
-    return Run(RunDirectory(checked.run.directory), process)
+    directory = RunDirectory(checked.run.directory)
+    try:
+        while process.is_alive and not is_up(directory):
+            time.sleep(_POLL_S)
+    except BaseException:
+        process.terminate()  # nobody else knows of it
+        raise
+    if message := process.failure():
+        raise RunError(message)
+    return Run(directory, process)
 
 
 def _given(
@@ -264,10 +274,13 @@ class _Process:
         self._popen.terminate()
 
     def failure(self) -> str:
-        """Return the end of its output if it has failed; empty if it finished or was stopped."""
-        if self._popen.returncode in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
+        """Return how it has failed, with the end of its output; empty if it is up, over or was stopped."""
+        status, stops = self._popen.poll(), (signal.SIGTERM, signal.SIGINT)
+        # A signal that comes before there is anything to save ends it without its own exit status.
+        if status in (None, 0, *(128 + stop for stop in stops), *(-stop for stop in stops)):
             return ""
-        return self._output.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
+        output = self._output.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
+        return output or f"`asyncrl up` ended with status {status} and no output; try it in a shell"
 
 
 def _as_file(config: ConfigSource, scratch: Path) -> Path:

@@ -5,6 +5,7 @@ error. PyYAML parses and gives the lines; its scalars follow YAML 1.1, so they a
 """
 
 import functools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -257,17 +258,17 @@ def override(model: type[Part], text: str) -> Node:
     node, problems = parse(value, file=place, line_numbers=False)
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-    if "#" in value:
-        read = yaml.compose(value, Loader=_Loader)
-        if read is None or read.end_mark.index < len(value.rstrip()):
-            cure = f"put the value in quotes, in those of the shell: {path}='\"...\"'"
-            raise ConfigError(f"{place}  `#` begins a comment, which would drop the rest; {cure}")
+    read = yaml.compose(value, Loader=_Loader) if "#" in value else None
+    if value.lstrip()[:1] == "#" or (read and read.end_mark.index < len(value.rstrip())):
+        if read and not (isinstance(read, yaml.ScalarNode) and read.style is None):
+            raise ConfigError(f"{place}  found text behind the value, beginning with `#`; leave it out")
+        node = Node(value.strip(), place)  # a command line has no comments
     for part in reversed(path.split(".")):
         node = Node({int(part) if part.isdecimal() else part: node}, place)
-    return spelled_out(model, node)
+    return _spelled_out(model, node)
 
 
-def spelled_out(model: type[Part], root: Node) -> Node:
+def _spelled_out(model: type[Part], root: Node) -> Node:
     """Return the document with names as sections.
 
     `advantage: rloo` becomes `advantage: {name: rloo}`, and a reward function `math` `{function: math}`.
@@ -322,7 +323,7 @@ def _read(
         raise ConfigError(f"{path}:1  found {found}; {allowed}")
     own = dict(node.value)
     extends = own.pop("extends", None)
-    layers = [spelled_out(model, Node(own, str(path)))]
+    layers = [_spelled_out(model, Node(own, str(path)))]
     asked_by, above = extends.place if extends else "", (*above, path.resolve())
     for base_path in reversed(_paths(extends)):
         base, more = _read(model, _base(path.parent, base_path), asked_by=asked_by, above=above)
@@ -341,7 +342,7 @@ def _base(directory: Path, given: str) -> Path:
 
 def _reason(path: Path, error: OSError | ValueError) -> str:
     """Say why a config cannot be read, and what to do."""
-    if path.is_dir():
+    if os.path.isdir(path):  # it takes a name that is too long
         inside = path / "config.yaml"
         wanted = f"its config, {inside}" if inside.is_file() else "the path of a YAML file"
         return f"it is a directory; give {wanted}"

@@ -1,7 +1,9 @@
 """Checks that need no model in memory: files exist, sizes fit, required packages are installed."""
 
+import errno
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
 from glob import glob
 from itertools import chain
@@ -10,8 +12,8 @@ from typing import Any
 
 from asyncrl.config.base import Mistake
 from asyncrl.config.data_section import DataConfig, EvalSet
-from asyncrl.config.document import read
-from asyncrl.config.model_files import SHOWN, Unusable, model_problems, read_settings
+from asyncrl.config.document import Node, read
+from asyncrl.config.model_files import AGAIN, SHOWN, Unusable, model_problems, read_settings
 from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, TelemetryConfig
@@ -46,6 +48,9 @@ def file_problems(config: Config) -> Iterator[Mistake]:
         if not is_hub and (own or value != DataConfig.model_fields[name].default):
             text = f"is {value}, but {task.path} has no splits; write the rows into a file of their own,"
             yield Mistake((key,), f"{text} or set `limit`, and drop {key}")
+        if is_hub and importlib.util.find_spec("datasets") is None:
+            text = f"{task.path} is no file of rows, so it needs the package datasets, which is not installed"
+            yield Mistake((place,), f"{text}; {install_command('data')}, or give a file")
     yield from policy_problems(config.model)
     yield from _sizes(config)
     yield from _teacher(config)
@@ -112,6 +117,17 @@ def unusable(source: str) -> str:
     return f"found no {source}{written}{hint}"
 
 
+def too_long(error: OSError, root: Node) -> Mistake:
+    """Return the mistake of the value that names a file with too long a name; raise any other error."""
+    named = os.fsdecode(error.filename or b"")
+    values = [(one.value, keys) for keys, one in root.walk() if isinstance(one.value, str) and one.value]
+    found = [(len(value), keys) for value, keys in values if value in named or named in value]
+    if error.errno != errno.ENAMETOOLONG or not (named and found):
+        raise error
+    text = f"found {named:.40}..., which is too long for a path: a name has at most 255 bytes, a path 4,095"
+    return Mistake((".".join(map(str, max(found)[1])),), f"{text}; choose a shorter one")
+
+
 def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     """Find mistakes in the files of the model that is trained."""
     directory = Path(model.path)
@@ -124,6 +140,12 @@ def policy_problems(model: ModelConfig) -> Iterator[Mistake]:
     if model.chat_template is True and not has_chat_template(directory):
         text = f"is true, but the tokenizer in {directory} has no template; set it to false or add one"
         yield Mistake(("model.chat_template",), text)
+    elif model.chat_template is True and (own := directory / "chat_template.jinja").is_file():
+        try:
+            own.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            text = f"is true, but {own} is not UTF-8 from byte {error.start} on; {AGAIN}"
+            yield Mistake(("model.chat_template",), text)
 
 
 def _misplaced(key: str, path: str) -> Iterator[Mistake]:
@@ -191,7 +213,10 @@ def _scorers(config: Config) -> Iterator[Mistake]:
         if not kind.endswith("ForSequenceClassification") or len(labels) != 1:
             found = f"found {kind} with {len(labels)} labels in {directory}"
             yield Mistake((key,), f"{found}; needed is a sequence classifier with one, of `asyncrl stage` rm")
-        elif vocabulary(directory) != vocabulary(Path(config.model.path)):
+            continue
+        # A model of the hub has its tokenizer there.
+        theirs, ours = vocabulary(directory), vocabulary(Path(config.model.path))
+        if any(theirs) and any(ours) and theirs != ours:
             text = f"has another tokenizer than model.path ({config.model.path}), but reads its token ids"
             yield Mistake((key, "model.path"), f"{directory} {text}; use a reward model trained from it")
 

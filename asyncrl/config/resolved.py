@@ -12,6 +12,7 @@ from asyncrl.config.base import Part
 from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import SCALARS
 from asyncrl.config.registry import needs
+from asyncrl.config.reward_section import OfScorer
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import SamplingConfig
 
@@ -36,9 +37,13 @@ _SHARED = {
 }
 SHARED = {section: set(keys.split()) for section, keys in _SHARED.items()}
 
-# The code and the variables that a config brings to a generator's host.
+# What a scorer answers follows from these; where its processes run is each host's own affair.
+_SCORER = {"model", "max_tokens"}
+
+# The code, models and variables that a config brings to a generator's host.
 HOST: dict[str, Any] = {"run": {"environment"}, "data": {"train", "eval", "filter", "map"}}
-HOST |= dict.fromkeys(("model", "reward", "environment"), True)
+HOST |= dict.fromkeys(("model", "reward", "scorers", "environment"), True)
+HOST["algorithm"] = {"reference"}
 
 BREAKS = set("\x85\u2028\u2029\ufeff")  # line breaks that only YAML knows
 
@@ -81,16 +86,22 @@ def config_json(config: Part) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Hash `SHARED` and `wants_greedy` to 16 hex digits, which all processes of a run must agree on."""
+    """Hash `SHARED`, `wants_greedy`, and the models that score, to 16 hex digits.
+
+    All processes of a run must agree on it. A teacher that the learner holds is the learner's alone.
+    """
     shared: dict[str, Any] = {
         part: getattr(config, part).model_dump(mode="json", include=keys) for part, keys in SHARED.items()
     }
     shared["greedy"] = wants_greedy(config)
+    shared["scorers"] = {name: one.model_dump(include=_SCORER) for name, one in config.scorers.items()}
+    if config.teacher and (teacher := config.algorithm.reference):
+        shared["teacher"] = teacher.model_dump(include={"path", "revision", "template"})
     return hashlib.sha256(_canonical(shared).encode()).hexdigest()[:16]
 
 
 def host_digest(config: Config) -> str:
-    """Hash the code, sandbox and environment that a config gives to a generator's host, to 16 hex digits."""
+    """Hash the code, models and environment that a config gives to a generator's host, to 16 hex digits."""
     parts = config.model_dump(mode="json", include=HOST)
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
@@ -107,6 +118,9 @@ def eval_digest(config: Config, task: EvalSet) -> str:
         "environment": config.environment.model_dump(mode="json", include=SHARED["environment"]),
     }
     asked["data"] |= {key: name for key in ("filter", "map") if (name := getattr(data, key))}
+    remotes = (one.remote for one in config.reward.functions)
+    if names := {remote.scorer for remote in remotes if isinstance(remote, OfScorer)}:
+        asked["scorers"] = {name: config.scorers[name].model_dump(include=_SCORER) for name in names}
     if isinstance(config.model.chat_template, str):
         asked["template"] = config.model.chat_template
     return hashlib.sha256(_canonical(asked).encode()).hexdigest()[:8]

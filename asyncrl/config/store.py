@@ -1,5 +1,6 @@
 """The section of the store: its address and its protection."""
 
+import os
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -10,6 +11,8 @@ from asyncrl.config.addresses import one_address
 from asyncrl.config.base import Part
 from asyncrl.config.resume import refused
 
+MOST_SOCKET_BYTES = 107  # of a socket's path in Linux
+
 
 def holds_password(url: str) -> bool:
     """Return whether a store's URL contains a password."""
@@ -17,12 +20,16 @@ def holds_password(url: str) -> bool:
     return parts.password is not None or "password=" in parts.query
 
 
-def _without_password(url: str) -> str:
+def _usable(url: str) -> str:
     if holds_password(url):
         raise ValueError(
             "holds a password, which the saved config and process lists would show; remove it, and put it "
             "into the environment variable that store.password_env names"
         )
+    path = url.removeprefix("unix://").partition("?")[0]
+    if path != url and len(os.fsencode(path)) > MOST_SOCKET_BYTES:
+        found = f"has a path of {len(os.fsencode(path))} bytes"
+        raise ValueError(f"{found}; a socket has at most {MOST_SOCKET_BYTES}; let the store listen elsewhere")
     return url
 
 
@@ -33,7 +40,7 @@ class StoreConfig(Part):
         Annotated[
             str,
             Field(pattern=r"^(redis|rediss|unix)://.", examples=["redis://HOST:6379/0"]),
-            AfterValidator(_without_password),
+            AfterValidator(_usable),
         ]
         | None
     ) = None

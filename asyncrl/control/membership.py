@@ -176,8 +176,8 @@ class Membership:
         if hello.host_digest not in ("", self._run.host_digest):
             return (
                 "generator has read a record of this run that is out of date: the run was resumed with other "
-                "keys of reward, model or run.environment, or the store returned an old record; start the "
-                "generator again, and if that does not help, find out what else writes to the store"
+                "keys of reward, scorers, model or run.environment, or the store returned an old record; "
+                "start the generator again, and if that does not help, find out what else writes to the store"
             )
         if len(self.members) >= MAX_MEMBERS and hello.generator_id not in self.members:
             return f"the run has {MAX_MEMBERS} generators, the most allowed"

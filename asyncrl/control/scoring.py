@@ -17,7 +17,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from asyncrl.control.listening import listen
+from asyncrl.control.listening import listen, socket_path
 from asyncrl.control.messages import set_options
 from asyncrl.errors import EngineError
 from asyncrl.rewards.base import Question, RewardInput, Unanswered, number
@@ -38,7 +38,7 @@ Score = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 def endpoint_of(directory: Path, name: str, index: int) -> str:
     """Return where a scorer of this host listens."""
-    return f"ipc://{directory.absolute()}/{name}.{index}.sock"
+    return f"ipc://{socket_path(directory / f'{name}.{index}.sock')}"
 
 
 class ScorerService:

@@ -113,7 +113,7 @@ def light_renderer(data: DataConfig, model: ModelConfig) -> RowRenderer | None:
             tokenizer = FileTokenizer(Path(model.path))
     except Exception:  # noqa: BLE001 - loading the model says what is wrong with its files
         return None
-    require_template(model, tokenizer)
+    _require_template(model, tokenizer)
     return RowRenderer(PromptReader(data, bool(model.chat_template)), TemplateRenderer(tokenizer), tokenizer)
 
 
@@ -187,7 +187,7 @@ class PromptSource:
         `teacher` is the template of what a teacher reads in place of the prompts of data.train.
         """
         self.tokenizer = tokenizer or load_tokenizer(model)
-        require_template(model, self.tokenizer)
+        _require_template(model, self.tokenizer)
         self.renderer = TemplateRenderer(self.tokenizer, () if tokenizer else stop_ids(model))
         processor = ImageProcessor(model) if data.images_key is not None else None
         reader = PromptReader(data, bool(model.chat_template))
@@ -280,7 +280,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
 
 
-def require_template(model: ModelConfig, tokenizer: Any) -> None:
+def _require_template(model: ModelConfig, tokenizer: Any) -> None:
     """Raise DataError unless the tokenizer has the chat template that the config asks for."""
     found = tokenizer.chat_template
     if model.chat_template and not found:
@@ -290,12 +290,14 @@ def require_template(model: ModelConfig, tokenizer: Any) -> None:
         text = f"the tokenizer of {model.path} has the chat templates {', '.join(sorted(found))}"
         cure = "set model.chat_template to the file of the one to use"
         raise DataError(f"{text}, of which none is called `default`; {cure}")
-    if isinstance(model.chat_template, str):
+    if model.chat_template:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
+            is_own = isinstance(model.chat_template, str)
+            where = "" if is_own else f" true, but that of the tokenizer in {model.path} is"
             found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
-            raise DataError(f"model.chat_template is not a template: {found}; correct it") from error
+            raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
         except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
             log.debug("the chat template refuses a message of the user: %s", error)
 

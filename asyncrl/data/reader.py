@@ -62,7 +62,7 @@ class PromptReader:
         if (key := self.data.images_key) is not None:
             given = value if isinstance(value, list) else [{"role": "user", "content": value}]
             _require_unicode(json.dumps(given, ensure_ascii=False, default=str), where=where)
-            messages = self._with_system(self._messages(given, where, in_parts))
+            messages = self._with_system(self._messages(given, where, _in_parts))
             return with_images(messages, len(image_sources(row, key, where)), where)
         if self.chat_template and not isinstance(value, str):
             messages = self._messages(value, where)
@@ -108,7 +108,7 @@ class PromptReader:
         if has_own:
             return messages
         first = {"role": "system", "content": system}
-        return [in_parts(first) if self.data.images_key else first, *messages]
+        return [_in_parts(first) if self.data.images_key else first, *messages]
 
     def _value(self, row: Row, where: str) -> Any:
         template = self.data.template
@@ -164,7 +164,7 @@ def _renamed(message: Any) -> Any:
     return {"role": role, "content": message.get("value")} if role else message
 
 
-def in_parts(message: Message) -> dict[str, Any]:
+def _in_parts(message: Message) -> dict[str, Any]:
     """Return the message with its content as parts of type `image` and `text`, as models with images need.
 
     Raises ValueError for other parts.

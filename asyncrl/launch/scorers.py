@@ -72,6 +72,9 @@ def started_scorers(config: Config) -> Iterator[Path]:
 
     Raises RunError if they die while they load their models.
     """
+
+    from asyncrl.control.listening import socket_path
+
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as place:
         directory = RunDirectory(Path(place))
         if not config.scorers:
@@ -92,7 +95,7 @@ def started_scorers(config: Config) -> Iterator[Path]:
         # This thread must not end before the processes, which the kernel kills with it.
         watching = threading.Thread(target=watch)
         watching.start()
-        sockets = [directory.path / f"{spec.name}.sock" for spec in specs]
+        sockets = [socket_path(directory.path / f"{spec.name}.sock") for spec in specs]
         try:
             while watching.is_alive() and not all(socket.exists() for socket in sockets):
                 watching.join(0.1)

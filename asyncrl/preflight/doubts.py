@@ -25,6 +25,7 @@ from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import idle_gpus, placement_of
 from asyncrl.preflight.definitions import absent_imports
 from asyncrl.preflight.idle_keys import idle_keys
+from asyncrl.rewards.builtin import BUILTINS
 
 LIMITS = ("max_prompt_tokens", "max_response_tokens")
 LOWEST_LR = 1e-10  # in a million steps, a weight moves by at most 0.0001
@@ -34,6 +35,7 @@ HIGHEST_PROBE_LIMIT = 10.0  # about ln of a vocabulary
 HIGHEST_TEMPERATURE = 3.0  # from there on, language models write no words
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
 REPEATED = 0.2  # share of rows that are repetitions of others
+LONG_ANSWER = 5  # characters; shorter answers are in a prompt by chance
 ODD = 0.1  # share of rows whose value in a column may be of another type by mistake
 
 
@@ -167,7 +169,7 @@ def _numbers(config: Config) -> Iterator[str]:
 
 
 def _weights(config: Config) -> Iterator[str]:
-    """Warn of a sum of rewards that is always 0."""
+    """Warn of a sum of rewards that is always 0, or never reaches what counts as solved."""
     lists = {tuple(config.functions_of(key)): config.of(task) for key, task in config.data.tasks.items()}
     for keys, one in lists.items():
         weights = {f"{key}.weight": config.reward_functions[key].weight for key in keys}
@@ -176,6 +178,16 @@ def _weights(config: Config) -> Iterator[str]:
         if weights and not any(weights.values()):
             found = f"{', '.join(weights)} {'is' if len(weights) == 1 else 'are all'} 0"
             yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
+    # Built-in rewards give at most 1.
+    solved = config.data.curriculum
+    for one in config.training if solved.floor is not None else ():
+        functions = one.reward.functions
+        is_known = not one.environment.is_used and all(part.function in BUILTINS for part in functions)
+        most = sum(max(part.weight, 0.0) for part in functions)
+        if is_known and 0 < most < solved.solved:
+            found = f"data.curriculum.solved is {solved.solved:g}, but the reward is at most {most:g}"
+            yield f"{found}: no prompt ever counts as solved; set at most {most:g}"
+            return
 
 
 def _imports(config: Config, *, generators: bool) -> Iterator[str]:
@@ -234,6 +246,11 @@ def _rows(config: Config) -> Iterator[str]:
             with_messages(row, data, taken)
         if said := taken_answers(taken, len(rows)):
             yield f"{key} ({source}): {said}; set data.last_answer: continue to have it continued"
+        answers = [(str(row.get("answer", "")), str(row.get(data.prompt_field, ""))) for row in rows]
+        shown = sum(len(answer) >= LONG_ANSWER and answer in prompt for answer, prompt in answers)
+        if shown > REPEATED * len(rows) and data.map is None and data.template is None:
+            found = f"{key} ({source}) has its `answer` in the text of the prompt in {shown / len(rows):.0%}"
+            yield f"{found} of the rows: copying it earns the reward; leave it out, unless that is the task"
         for column in dict.fromkeys(name for row in rows for name in row):
             yield from _odd_values(rows, column, key)
 

@@ -126,8 +126,8 @@ class _ScriptedTalk:
 def _names(file: Path) -> str | tuple[str, ...]:
     """What a file without a name means: its one class or rollout, else all functions, which are tools."""
     try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError) as error:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError(f"{file}: {error}; name a Python file as FILE or FILE:NAME") from error
     public = [one for one in body if not getattr(one, "name", "_").startswith("_")]
     classes = [one.name for one in public if isinstance(one, ast.ClassDef)]

@@ -1,15 +1,21 @@
-"""What only libraries and services know of a config: arguments of a schedule, names and rights on the hub."""
+"""What a config needs besides its files: programs, keys, what libraries take, names and rights on the hub."""
 
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config.algorithm_rules import optimizers
 from asyncrl.config.base import Mistake
-from asyncrl.config.named_files import SEEDS, is_local
+from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.named_files import SEEDS, is_local, unusable
+from asyncrl.config.reward_section import HttpReward
 from asyncrl.config.schema import Config
+from asyncrl.errors import RewardError
 from asyncrl.extras import install_command
 from asyncrl.hosting.gpus import count_gpus
+from asyncrl.plugins import package_spec
+from asyncrl.rewards.endpoints import key_of
 from asyncrl.trainer.rates import rate_share
 
 # Schedules that need no arguments, which transformers would check, but takes seconds to import.
@@ -28,11 +34,21 @@ REFUSALS = {
 def outside_problems(config: Config, *, resumes: bool, generators: bool) -> Iterator[Mistake]:
     """Find what the optimizers' libraries refuse, and a hub to which this machine may not push.
 
+    With `generators` these are on this machine, which then must have the programs and keys that they use.
+
     With `resumes`, a run that has saved something goes on without its hub, of which its learner warns.
     """
     yield from _optimizer_problems(config)
     if config.model.has_4bit_base:
         yield from _bits_problems(config, generators=generators)
+    if generators:
+        for key, environment in config.environments.items():
+            yield from _program_problems(key, environment)
+        for key, one in config.reward_functions.items():
+            try:
+                key_of(one.remote) if isinstance(one.remote, HttpReward) else None
+            except RewardError as error:
+                yield Mistake((f"{key}.params.key_env",), str(error))
     if config.checkpoint.hub is not None:
         from asyncrl.run.directory import RunDirectory
         from asyncrl.run.pushes import refusal  # it imports huggingface_hub
@@ -80,6 +96,34 @@ def _bits_problems(config: Config, *, generators: bool) -> Iterator[Mistake]:
         elif generators and find_spec("vllm_bnb_plugin") is None:
             text = "vLLM needs a package for weights in 4 bits; run: pip install vllm-bnb-plugin, or"
             yield Mistake((key, "generator.engine"), f"{text} {cure}")
+
+
+def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mistake]:
+    """Find programs of the environment that this machine, where generators run, lacks."""
+    python = environment.python
+    if python is not None and shutil.which(python) is None:
+        found = f"found {python}, which is no program" if python.is_file() else unusable(str(python))
+        cure = "give the path of a Python interpreter that may be executed, or a name on PATH"
+        yield Mistake((f"{key}.python",), f"{found}; {cure}")
+    elif environment.command and shutil.which(environment.program) is None:
+        text = f"found no program `{environment.program}`; give its path, or a name on PATH"
+        yield Mistake((f"{key}.command",), text)
+    program, *words = environment.command or ("",)
+    # What the arguments of another program mean, such as the script of a shell, only that program knows.
+    if not Path(program).name.startswith("python"):
+        return
+    values = {at + 1 for at, word in enumerate(words) if word in ("-W", "-X")}
+    begins = (n for n, one in enumerate(words) if n not in values and (one[:1] != "-" or one in ("-c", "-m")))
+    first, *others = words[next(begins, len(words)) :] or [""]
+    found = ""
+    if first == "" or (first in ("-c", "-m") and not others):
+        found = "found python without a script; add its path"
+    elif first == "-m" and python is None and package_spec(module := others[0].partition(".")[0]) is None:
+        found = f"found no module `{module}`; install it, or give the path of a script"
+    elif first not in ("-c", "-m") and not Path(first).exists():
+        found = f"{unusable(first)}; paths are relative to {Path.cwd()}; give the path of the script"
+    if found:
+        yield Mistake((f"{key}.command",), found)
 
 
 def absent_names(config: Config) -> Iterator[Mistake]:

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import shutil
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.base import Mistake
+from asyncrl.config.data_section import EvalSet
 from asyncrl.config.document import Node
-from asyncrl.config.environment_section import EnvironmentConfig, is_rollout
+from asyncrl.config.environment_section import is_rollout
 from asyncrl.config.load import checked, read_draft
-from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, unusable
+from asyncrl.config.named_files import SEEDS, file_problems, is_stage, local_files, too_long
 from asyncrl.config.outline import kind_at
-from asyncrl.config.reward_section import REMOTE, HttpReward, Judge, RewardFunctionConfig
+from asyncrl.config.reward_section import REMOTE, Judge, RewardFunctionConfig
 from asyncrl.config.rules import lacking_room
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
@@ -31,7 +31,6 @@ from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
 from asyncrl.hosting.placement import misplaced
 from asyncrl.lora import require_usable
-from asyncrl.plugins import package_spec
 from asyncrl.preflight.architectures import architecture_problems, teacher_problems
 from asyncrl.preflight.definitions import (
     Definition,
@@ -45,7 +44,7 @@ from asyncrl.preflight.definitions import (
 from asyncrl.preflight.outside import absent_names, outside_problems
 from asyncrl.rewards.base import EPISODE_COLUMNS
 from asyncrl.rewards.builtin import BUILTINS, obstacle
-from asyncrl.rewards.endpoints import columns_of, key_of
+from asyncrl.rewards.endpoints import columns_of
 from asyncrl.rewards.forms import Form, form_of
 from asyncrl.rewards.sandbox import sandbox_of
 
@@ -78,33 +77,40 @@ def validated_config(
         raise ConfigError(f"{path} is the config of a stage; `asyncrl stage {path}` trains it")
     draft = read_draft(Config, path, overrides)
     if draft.config:
-        config, root = draft.config, draft.root
-        generators = generators and config.cluster.kind is None
-        found = [*architecture_problems(config.model, images_key=config.data.images_key)]
-        found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
-        found += [*_function_problems(config, root, generators=generators), *_row_problems(config)]
-        found += outside_problems(config, resumes=resumes, generators=generators)
-        is_here = config.cluster.kind != "kubernetes"
-        if is_here:
-            found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
-        else:
-            from asyncrl.cluster import kubernetes  # it imports what keys are made with
-
-            found += kubernetes.problems(config)
-        if generators:
-            found += [one for pair in config.environments.items() for one in _program_problems(*pair)]
-            found += _key_problems(config)
-        sandbox = sandbox_of(config.reward, config.run.root)
-        if is_here and sandbox and (problem := sandbox.problem()):
-            found.append(Mistake(("reward.sandbox",), problem))
-        if resumes:
-            reported = {mistake.keys for mistake in found}  # for example a missing file
-            found += [one for one in _resume_problems(path, config, root) if one.keys not in reported]
+        try:
+            found = _problems(path, draft.config, draft.root, resumes=resumes, generators=generators)
+        except OSError as error:
+            found = [too_long(error, draft.root)]
         for mistake in found:
             draft.add(mistake)
-        for mistake in absent_names(config) if asks_hub and is_here and not draft.problems else ():
+        is_here = draft.config.cluster.kind != "kubernetes"
+        for mistake in absent_names(draft.config) if asks_hub and is_here and not draft.problems else ():
             draft.add(mistake)
     return checked(draft)
+
+
+def _problems(path: Path, config: Config, root: Node, *, resumes: bool, generators: bool) -> list[Mistake]:
+    """Return the mistakes of a config on this machine. Raises OSError for a name that is too long."""
+    generators = generators and config.cluster.kind is None
+    found = [*architecture_problems(config.model, images_key=config.data.images_key)]
+    found += [*file_problems(config), *teacher_problems(config), *_model_problems(config)]
+    found += [*_function_problems(config, root, generators=generators), *_row_problems(config)]
+    found += outside_problems(config, resumes=resumes, generators=generators)
+    is_here = config.cluster.kind != "kubernetes"
+    if is_here:
+        found += misplaced(config, count_gpus(), generators=generators, instances=has_instances())
+    else:
+        from asyncrl.cluster import kubernetes  # it imports what keys are made with
+
+        found += kubernetes.problems(config)
+    sandbox = sandbox_of(config.reward, config.run.root)
+    if is_here and sandbox and (problem := sandbox.problem()):
+        found.append(Mistake(("reward.sandbox",), problem))
+    if config.run.directory.exists() or path.name == "config.yaml":
+        reported = {mistake.keys for mistake in found}  # for example a missing file
+        others = _resume_problems(path, config, root) if resumes else ()
+        found += [one for one in others if one.keys not in reported]
+    return found
 
 
 def _model_problems(config: Config) -> Iterator[Mistake]:
@@ -132,8 +138,6 @@ def _model_problems(config: Config) -> Iterator[Mistake]:
 
 
 def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
-    if path.name != "config.yaml" and not config.run.directory.exists():
-        return []
     # Heavy libraries, which a first run need not load.
     from asyncrl.run.directory import RunDirectory
     from asyncrl.run.saved import changes, moved, read_saved
@@ -217,43 +221,6 @@ def _unshown_tools(config: Config, key: str, name: str, node: Definition | None)
         yield Mistake((key, "model.chat_template"), text)
 
 
-def _program_problems(key: str, environment: EnvironmentConfig) -> Iterator[Mistake]:
-    """Find programs of the environment that this machine, where generators run, lacks."""
-    python = environment.python
-    if python is not None and shutil.which(python) is None:
-        found = f"found {python}, which is no program" if python.is_file() else unusable(str(python))
-        cure = "give the path of a Python interpreter that may be executed, or a name on PATH"
-        yield Mistake((f"{key}.python",), f"{found}; {cure}")
-    elif environment.command and shutil.which(environment.program) is None:
-        text = f"found no program `{environment.program}`; give its path, or a name on PATH"
-        yield Mistake((f"{key}.command",), text)
-    program, *words = environment.command or ("",)
-    # What the arguments of another program mean, such as the script of a shell, only that program knows.
-    if not Path(program).name.startswith("python"):
-        return
-    values = {at + 1 for at, word in enumerate(words) if word in ("-W", "-X")}
-    begins = (n for n, one in enumerate(words) if n not in values and (one[:1] != "-" or one in ("-c", "-m")))
-    first, *others = words[next(begins, len(words)) :] or [""]
-    found = ""
-    if first == "" or (first in ("-c", "-m") and not others):
-        found = "found python without a script; add its path"
-    elif first == "-m" and python is None and package_spec(module := others[0].partition(".")[0]) is None:
-        found = f"found no module `{module}`; install it, or give the path of a script"
-    elif first not in ("-c", "-m") and not Path(first).exists():
-        found = f"{unusable(first)}; paths are relative to {Path.cwd()}; give the path of the script"
-    if found:
-        yield Mistake((f"{key}.command",), found)
-
-
-def _key_problems(config: Config) -> Iterator[Mistake]:
-    """Find keys of services that the environment lacks."""
-    for key, one in config.reward_functions.items():
-        try:
-            key_of(one.remote) if isinstance(one.remote, HttpReward) else None
-        except RewardError as error:
-            yield Mistake((f"{key}.params.key_env",), str(error))
-
-
 def _reward_form(function: RewardFunctionConfig) -> Form | None:
     """Return the call form of a reward function, or None if only running it would tell.
 
@@ -300,11 +267,12 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         if not (task.path.startswith(SEEDS) or local_files(task.path)):
             continue
         asked, forms = config.of(task), _forms(config.functions_of(key))
+        teacher = None if isinstance(task, EvalSet) else config.teacher_template
         section, found = config.data.of(task), dict[tuple[str, ...], list[str]]()
         try:
             rows = load_part(section, task.path, section.split_of(task), task.limit)
-            without = _without_prompt(asked.model_copy(update={"data": section}), key, rows, chat)
-            for keys, text in (*_lacking(asked, key, rows, forms), *without):
+            without = _without_prompt(asked.model_copy(update={"data": section}), key, rows, chat, teacher)
+            for keys, text in (*_lacking(asked, key, rows, forms, teacher), *without):
                 found.setdefault(keys, []).append(text)
         except DataError as error:
             yield Mistake((key,), str(error))
@@ -325,7 +293,9 @@ def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:
     return found
 
 
-def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) -> Iterator[Mistake]:
+def _lacking(
+    config: Config, key: str, rows: Rows, forms: Mapping[str, Form], teacher: str | None
+) -> Iterator[Mistake]:
     """Find missing columns. If no row has one, the mistake concerns the key that wants it, else the data."""
     played = dict.fromkeys(EPISODE_COLUMNS) if config.environment.is_used else {}
     wants: dict[str, Callable[[Row], list[str]]] = {
@@ -334,8 +304,8 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
     prompt = _prompt_columns(config)
     prompt_key = "data.prompt_field" if config.data.template is None else "data.template"
     wants[prompt_key] = lambda row: [column for column in prompt if column not in row]
-    if config.teacher_template is not None and key.startswith("data.train"):
-        columns = _columns_of(config.teacher_template)
+    if teacher is not None:
+        columns = _columns_of(teacher)
         wants["algorithm.reference.template"] = lambda row: [one for one in columns if one not in row]
     if (images := config.data.images_key) is not None:
         wants["data.images_key"] = lambda row: [] if images in row else [images]
@@ -357,13 +327,15 @@ def _lacking(config: Config, key: str, rows: Rows, forms: Mapping[str, Form]) ->
                 yield Mistake((key,), f"{text}: {places}; add it there, or remove the rows")
 
 
-def _without_prompt(config: Config, key: str, rows: Rows, chat: "RowRenderer | None") -> Iterator[Mistake]:
+def _without_prompt(
+    config: Config, key: str, rows: Rows, chat: "RowRenderer | None", teacher: str | None
+) -> Iterator[Mistake]:
     """Find rows whose prompt column holds no prompt, or messages that the chat template refuses."""
     reader, columns = PromptReader(config.data, bool(config.model.chat_template)), _prompt_columns(config)
     chat, readers = chat and replace(chat, reader=reader), [reader]
-    if config.teacher_template is not None and key.startswith("data.train"):
-        readers.append(reader.for_teacher(config.teacher_template))
-        columns += _columns_of(config.teacher_template)
+    if teacher is not None:
+        readers.append(reader.for_teacher(teacher))
+        columns += _columns_of(teacher)
     rendered: set[object] = set()  # roles and keys, by which templates refuse: one row of each is enough
     found: dict[str, None] = {}  # each message once: a mistake in the template recurs in every row
     for index in rows.checked:

@@ -85,16 +85,6 @@ def careless_sum(prompt: str) -> str:
     return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character and <bos> in front of every text."""
-    return make_tokenizer(CHARACTERS)
-
-
-def build_model(settings: WarmupSettings) -> Qwen2ForCausalLM:
-    """Make a model initialised from the seed."""
-    return make_model(settings, CHARACTERS)
-
-
 def greedy_accuracy(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]
 ) -> float:
@@ -115,7 +105,7 @@ def _warm_up(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train, save model and tokenizer in `target`, and return the accuracy of the saved model."""
-    tokenizer, model = build_tokenizer(), build_model(settings)
+    tokenizer, model = make_tokenizer(CHARACTERS), make_model(settings, CHARACTERS)
 
     def judged() -> str:
         return f", held-out accuracy {greedy_accuracy(model, tokenizer, test):.0%}"

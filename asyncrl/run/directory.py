@@ -1,12 +1,10 @@
 """The run directory: the paths of a run's files, its secret, and the record of its processes."""
 
-import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -240,19 +238,6 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             tell_unreadable(path, error)
             return None
-
-    def socket_path(self, name: str) -> Path:
-        """Return a path for a unix socket: in the run directory, or in a private one if that is too long."""
-        path = (self.path / name).resolve()
-        # The kernel allows 107 bytes.
-        if len(str(path)) < 100:
-            return path
-        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        private = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}-{digest}"
-        private.mkdir(mode=0o700, exist_ok=True)
-        if private.stat().st_uid != os.getuid():
-            raise RunError(f"{private} belongs to another user; choose a shorter run.root")
-        return private / name
 
 
 @contextmanager

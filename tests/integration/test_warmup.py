@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.errors import DataError, RunError
 from asyncrl.quickstart import warmup
 from asyncrl.quickstart.shipped import SHIPPED, place
+from asyncrl.quickstart.tiny import make_model, make_tokenizer
 from asyncrl.quickstart.warmup import (
+    CHARACTERS,
     EOS,
     IGNORED,
     WarmupSettings,
     build,
-    build_model,
-    build_tokenizer,
     careless_sum,
     split_sums,
 )
@@ -60,7 +60,7 @@ def test_a_careless_sum_is_right_exactly_where_nothing_is_carried():
 def test_the_warm_up_sees_right_and_careless_answers_and_is_judged_by_answers_only():
     train, _ = split_sums(0, 16)
     settings = replace(TINY, batch=500, steps=4)
-    tokenizer = build_tokenizer()
+    tokenizer = make_tokenizer(CHARACTERS)
     rights = answers = 0
     for tokens_BT, labels_BT in warmup._batches(tokenizer, train, settings):
         for tokens, labels in zip(tokens_BT, labels_BT, strict=True):
@@ -77,7 +77,7 @@ def test_the_warm_up_sees_right_and_careless_answers_and_is_judged_by_answers_on
 
 
 def test_greedy_accuracy_is_that_of_greedy_decoding():
-    tokenizer, model = build_tokenizer(), build_model(TINY).eval()
+    tokenizer, model = make_tokenizer(CHARACTERS), make_model(TINY, CHARACTERS).eval()
     train, _ = split_sums(0, 16)
     # Half trained on eight sums, so that some are right and some are not.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -150,7 +150,7 @@ def test_it_is_an_ordinary_hugging_face_directory(tmp_path):
 
 
 def test_the_default_model_has_a_head_size_that_vllm_takes_on_cpus():
-    model = build_model(WarmupSettings())
+    model = make_model(WarmupSettings(), CHARACTERS)
     assert model.config.hidden_size // model.config.num_attention_heads == 32
     assert 0.5e6 < model.num_parameters() < 0.7e6
 

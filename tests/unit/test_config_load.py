@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config import document
 from asyncrl.config.load import load_config
-from asyncrl.config.resolved import config_hash, config_json, dump_config
+from asyncrl.config.named_files import file_problems
+from asyncrl.config.resolved import config_hash, config_json, dump_config, eval_digest, host_digest
 from asyncrl.config.schema import Config
 from asyncrl.config.wording import did_you_mean
 from asyncrl.errors import ConfigError
@@ -288,8 +290,7 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("reward.functions.0.wieght=2", "did you mean `weight`?"),
         ("batch={groups: 1, groups: 2}", "found the key twice"),
         ("algorithm.advantage=grppo", "did you mean `grpo`?"),
-        ("data.template=### {question}", "`#` begins a comment, which would drop the rest; put the value in"),
-        ("data.system=Use # marks", "data.system='\"...\"'"),
+        ("data.template='a' # b", "found text behind the value, beginning with `#`; leave it out"),
         ("telemetry.prometheus_port=false", "found false; allowed is a whole number"),
         ("checkpoint.keep_every=true", "found true; allowed is a whole number"),
         ("batch.groups=!!int many", "found the tag"),
@@ -302,8 +303,8 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> 
     assert named.startswith(f"  override `{override}`")
 
 
-@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  '])
-def test_a_hash_in_a_word_or_in_quotes_is_text(value: str) -> None:
+@pytest.mark.parametrize("value", ["a#b", '"### {x}"', "'a # b'", '"#"  ', "### {x}", "a # b", "a #b #c "])
+def test_a_hash_of_an_override_is_text(value: str) -> None:
     found = document.override(Config, f"data.system={value}").plain()
     assert found == {"data": {"system": value.strip().strip("'\"")}}
 
@@ -432,6 +433,97 @@ def test_the_hash_is_of_what_both_sides_must_agree_on(tmp_path: Path) -> None:
     assert base == config_hash(load_config(path, ["eval.samples=1"]))
     hashes = [config_hash(load_config(path, [text])) for text in other if text != "eval.samples=1"]
     assert base not in hashes and len(set(hashes)) == len(hashes)
+
+
+def test_hashes_know_the_models_that_score(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+        run: {name: first}
+        model: {path: some/model}
+        data: {train: train.jsonl, eval: [{path: a.jsonl, name: a}, {path: b.jsonl, name: b, reward: [math]}]}
+        reward: {functions: [{function: model_score, params: {scorer: preferred}}]}
+        scorers: {preferred: {model: some/reward-model}}
+        sampling: {temperature: 1.0}
+        algorithm: {kl: {coefficient: 0.1}, reference: {path: some/teacher, scorers: 1}}
+        """,
+    )
+    base = load_config(path)
+
+    def hashes(*overrides: str) -> tuple[bool, bool, list[bool]]:
+        config = load_config(path, overrides)
+        sets = [eval_digest(config, one) != eval_digest(base, one) for one in config.data.eval]
+        return config_hash(config) != config_hash(base), host_digest(config) != host_digest(base), sets
+
+    assert hashes("scorers.preferred.model=some/other") == (True, True, [True, False])
+    assert hashes("algorithm.reference.path=some/other") == (True, True, [False, False])
+    assert hashes("algorithm.reference.template='{prompt} {answer}'")[0]
+    # Where they run is each host's own affair.
+    assert not hashes("scorers.preferred.count=2", "scorers.preferred.gpus=[1]")[0]
+    assert not hashes("algorithm.reference.scorers=2")[0]
+    # A teacher of the learner is not of the generators.
+    held, other = (["algorithm.reference.scorers=0", f"algorithm.reference.path={one}"] for one in "ab")
+    assert config_hash(load_config(path, held)) == config_hash(load_config(path, other))
+
+
+@pytest.mark.parametrize("given", ["n" * 300, "/".join(["n" * 200] * 30), "n" * 300 + "*.py"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train", "{}"),
+        ("model.path", "{}"),
+        ("run.root", "{}"),
+        ("data.map", "{}.py:f"),
+        ("environment.python", "{}"),
+        ("reward.functions.0.function", "{}.py:f"),
+    ],
+)
+def test_a_name_that_is_too_long_is_a_mistake_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, key: str, value: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_files(tmp_path / "model")
+    write(tmp_path, '{"prompt": "a", "answer": "b"}\n', "train.jsonl")
+    path = write(tmp_path, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        validated_config(
+            path, ["model.path=model", "environment.uses=game.py:Game", f"{key}={value.format(given)}"]
+        )
+    assert f"  {key}: found nnn" in str(caught.value) and "at most 255 bytes" in str(caught.value)
+
+
+def test_a_socket_that_is_too_long_is_a_mistake_and_a_config_too(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert load_config(path, [f"store.url=unix:///{'n' * 106}"])
+    assert "a path of 108 bytes; a socket has at most 107" in complaint(
+        path, f"store.url=unix:///{'n' * 107}"
+    )
+    assert "File name too long" in complaint(tmp_path / ("n" * 300))
+
+
+def test_a_data_set_of_the_hub_needs_the_library_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, GOOD)
+    config = load_config(path, ["data.train=openai/gsm8k"])
+    assert not [*file_problems(config)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (found,) = file_problems(config)
+    assert found.keys == ("data.train",) and "asyncrl[data]" in found.text
+
+
+def test_a_reward_model_of_a_directory_scores_a_policy_of_the_hub(tmp_path: Path) -> None:
+    model_files(tmp_path / "policy", vocab_size=9)
+    rewarding = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
+    model_files(tmp_path / "rm", **rewarding)
+    (tmp_path / "policy" / "tokenizer.json").write_text('{"model": {"vocab": {"other": 0}}}')
+    asks = "reward.functions=[{function: model_score, params: {scorer: rm}}]"
+    overrides = [asks, f"scorers.rm.model={tmp_path / 'rm'}"]
+    path = write(tmp_path, GOOD)
+    assert not [*file_problems(load_config(path, [*overrides, f"data.train={path}"]))]
+    held = [*overrides, f"data.train={path}", f"model.path={tmp_path / 'policy'}"]
+    found = {one.keys[0]: one.text for one in file_problems(load_config(path, held))}
+    assert "another tokenizer than model.path" in found["scorers.rm.model"]
 
 
 def test_files_are_checked_without_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,3 +336,27 @@ def test_keys_of_verl_and_trl_are_known(key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         said_of(f"{OWN}{key}\n")
     assert meant in str(caught.value)
+
+
+def test_a_curriculum_that_no_reward_solves_is_named():
+    floor = "data.curriculum.floor=0.5"
+    (said,) = said_of(OWN, floor, "data.curriculum.solved=1.5")
+    assert said.startswith("data.curriculum.solved is 1.5, but the reward is at most 1:")
+    assert not said_of(OWN, floor, "data.curriculum.solved=1.5", "reward.functions.0.weight=2")
+    own = "reward.functions=['reward.py:any']"
+    Path("reward.py").write_text("def any(prompt, response): return 9.0")
+    assert not said_of(OWN, floor, "data.curriculum.solved=1.5", own)
+
+
+def test_answers_in_the_text_of_prompts_are_named_with_their_share():
+    rows = [
+        {"prompt": f"{n}: is it {'elephant' if n % 2 else 'a horse'}?", "answer": "elephant"}
+        for n in range(8)
+    ]
+    write_rows("train", rows)
+    (said,) = said_of(OWN)
+    assert said.startswith(
+        "data.train (train.jsonl) has its `answer` in the text of the prompt in 50% of the rows"
+    )
+    write_rows("train", [row | {"answer": "is"} for row in rows])
+    assert not said_of(OWN)

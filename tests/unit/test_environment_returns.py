@@ -13,7 +13,8 @@ from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.json_frames import LENGTH, MAX_MESSAGE_BYTES, packed, take_frames
 from asyncrl.environments.loops import play_text
 from asyncrl.environments.returned import Step, read_reset, read_step
-from asyncrl.errors import EnvironmentFault
+from asyncrl.errors import ConfigError, EnvironmentFault
+from asyncrl.preflight.environment_trial import try_environment
 from tests.support.talks import ScriptedTalk
 
 MESSAGES = [{"role": "user", "content": "higher"}]
@@ -225,3 +226,9 @@ def test_the_prompt_of_a_row_is_not_changed():
     row = [{"role": "user", "content": "play"}]
     asyncio.run(spoken(row, "go", "on"))
     assert row == [{"role": "user", "content": "play"}]
+
+
+def test_a_file_that_is_not_utf8_is_named_before_its_environment_starts(tmp_path):
+    (tmp_path / "game.py").write_bytes(b'def tool() -> str:\n    return "\xe9"\n')
+    with pytest.raises(ConfigError, match=r"game\.py: .*name a Python file"):
+        try_environment(str(tmp_path / "game.py"), {}, row={}, prompt="", answers=())

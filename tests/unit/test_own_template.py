@@ -115,6 +115,20 @@ def test_a_wrong_one_is_named_by_validate(task, content, message):
     assert "1 problem" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{{ 1 }}\n{% frobnicate %}", r"model.chat_template: is true, but that of the .* in model .* in its line 2"),
+        (b"{{ 1 }}\n\xff", r"model.chat_template: is true, but model/chat_template.jinja is not UTF-8 from byte 8 on"),
+    ],
+)  # fmt: skip
+def test_a_wrong_one_of_the_model_is_named_by_validate(task, content, message):
+    Path("model/chat_template.jinja").write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        validated_config(Path("run.yaml"), ("model.chat_template=true",))
+    assert "1 problem" in str(caught.value)
+
+
 def test_a_generator_refuses_a_wrong_one(task):
     model = ModelConfig(path="model", chat_template="{% if %}")
     with pytest.raises(DataError, match=r"model.chat_template is not a template: .* in its line 1"):

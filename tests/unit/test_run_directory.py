@@ -1,12 +1,16 @@
 """What a run directory must hold before a run begins again in it, and who is known to look after it."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
+from asyncrl.control.listening import listen
+from asyncrl.control.scoring import endpoint_of
 from asyncrl.errors import RunError
 from asyncrl.results.recorded import evaluated_steps
 from asyncrl.run.directory import RunDirectory, needing
@@ -170,3 +174,13 @@ def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> Non
                 RunLock(lock).release()
         finally:
             watcher.kill()
+
+
+def test_a_scorer_of_a_run_deep_in_the_file_system_listens(tmp_path: Path) -> None:
+    directory = tmp_path / ("n" * 120)
+    directory.mkdir()
+    with zmq.Context() as context:
+        listener, _ = listen(context, endpoint_of(directory, "judge", 0), None)
+        with listener, socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(endpoint_of(directory, "judge", 0).removeprefix("ipc://"))
+    assert endpoint_of(directory, "judge", 0) != endpoint_of(directory, "judge", 1)

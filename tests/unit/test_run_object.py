@@ -1,6 +1,8 @@
 """The Python interface, up to the process that it starts: tests/integration/test_api.py starts one."""
 
+import ast
 import functools
+import inspect
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from datasets import Dataset
 
 import asyncrl
 from asyncrl import api
-from asyncrl.config.load import read_draft
+from asyncrl.config.load import load_config, read_draft
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import CodeChanged
@@ -40,7 +42,12 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_the_public_names_are_few_and_each_says_what_it_is():
-    assert len(asyncrl.__all__) <= 40 and sorted(asyncrl.__all__) == sorted(asyncrl._MODULES)
+    imports = [
+        one for one in ast.walk(ast.parse(inspect.getsource(asyncrl))) if isinstance(one, ast.ImportFrom)
+    ]
+    seen_by_tools = {one.names[0].asname: one.module for one in imports if one.names[0].asname}
+    assert seen_by_tools == asyncrl._MODULES | {"__version__": "asyncrl.version"}
+    assert len(asyncrl.__all__) <= 40
     for name in asyncrl.__all__:
         public = getattr(asyncrl, name)
         assert public.__module__ == asyncrl._MODULES[name] and len(public.__doc__.split()) > 1, name
@@ -247,3 +254,38 @@ def test_a_run_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(asyncrl.RunError, match="no run found at runs"):
         asyncrl.open()
+
+
+# What the command does in place of a supervisor, with the run's lock as LOCK.
+FAILS = "print('the port is taken'); sys.exit(2)"
+IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+IS_STARTING = "print('a warning', flush=True)\nwith RunLock(LOCK): signal.pause()"
+
+
+def started(tmp_path, monkeypatch, program):
+    """Start a run whose supervisor is this program."""
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    begin = "import os, signal, sys; from pathlib import Path; from asyncrl.run.lock import RunLock\n"
+    code = (
+        f"{begin}LOCK = Path({str(directory.supervisor_lock)!r})\nLOCK.parent.mkdir(parents=True)\n{program}"
+    )
+    monkeypatch.setattr(api, "module_argv", lambda *arguments: [sys.executable, "-c", code])
+    monkeypatch.setattr(
+        api, "validated_config", lambda path, overrides, **options: load_config(path, overrides)
+    )
+    run = {"name": "a", "root": tmp_path / "runs"}
+    return api.start({**LEAST, "run": run, "reward": {"functions": ["math"]}})
+
+
+def test_a_supervisor_that_cannot_start_is_an_error_with_the_end_of_its_output(tmp_path, monkeypatch):
+    with pytest.raises(asyncrl.RunError, match="the port is taken"):
+        started(tmp_path / "a", monkeypatch, FAILS)
+    with pytest.raises(asyncrl.RunError, match="ended with status -9 and no output"):
+        started(tmp_path / "b", monkeypatch, IS_KILLED)
+
+
+def test_a_run_that_is_still_starting_is_stopped(tmp_path, monkeypatch):
+    run = started(tmp_path, monkeypatch, IS_STARTING)
+    assert run.is_up
+    assert run.stop() == api.Result(directory=run.directory, is_finished=False, step=0)
+    assert not run.is_up
