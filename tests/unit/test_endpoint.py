@@ -1102,7 +1102,7 @@ async def many_repetitions_of_a_call(endpoint: Endpoint, episode: OpenEpisode) -
 NARROW = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-from asyncrl.endpoint.agent_server import Endpoint
+from asyncrl.addons.endpoint.agent_server import Endpoint
 from asyncrl.environments.base import Answer
 from tests.support.agent_talks import ScriptedTalk
 
