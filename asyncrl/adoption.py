@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from asyncrl.control.base import GeneratorControl, Stop
 from asyncrl.engine.base import Engine
@@ -121,8 +120,10 @@ class Adoption:
             self.clock.pause(False)
             self.newest = order.weights
             self.on_version(order.version)
-            measured = await self._probe(order)
+            measured = self.agreement.judge(await self._scores(order), order)
         except ProbeRefused as error:
+            self.engine.distrust()
+            await self._discard_running()
             log.warning("version %d is refused: %s", order.version, error)
             return report(applied=False, reason=str(error), **error.measured)
         except TransferError as error:
@@ -140,15 +141,6 @@ class Adoption:
             transfer_gb_per_s=order.size_bytes / 1e9 / max(moved_s, 1e-6),
             **measured,
         )
-
-    async def _probe(self, order: UpdateOrder) -> dict[str, Any]:
-        """Score the probe and judge the scores. Return fields of the report. Raises ProbeRefused."""
-        try:
-            return self.agreement.judge(await self._scores(order), order)
-        except ProbeRefused:
-            self.engine.distrust()
-            await self._discard_running()
-            raise
 
     async def _scores(self, order: UpdateOrder) -> list[float]:
         """The engine's log-probabilities of the probe, in nats, one sequence after the other."""

@@ -27,7 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections import ControlConfig
 from asyncrl.control.base import Heartbeat, Hello, Leave, MemberStatus, Refused, Stop, Welcome
 from asyncrl.control.curve import LearnerKeys
-from asyncrl.control.listening import listen
+from asyncrl.control.listening import listen, socket_path
 from asyncrl.control.membership import AlreadyMember, Joined, Membership, RunIdentity, holder_name
 from asyncrl.control.messages import CODEC, FromLearner, Rejections, UnknownMember
 from asyncrl.control.peers import Peers
@@ -377,7 +377,7 @@ def open_hub(
     config: Config,
     publisher: Publisher,
     *,
-    socket_path: Path,
+    place: Path,
     rows: str,
     code: tuple[str, ...],
     wire_key: bytes,
@@ -385,9 +385,9 @@ def open_hub(
     on_dead: Callable[[str], object],
     on_report: Callable[[str, UpdateReport], None],
 ) -> ControlHub:
-    """Open the control plane where the config says, by default at `socket_path`. See `ControlHub`."""
+    """Open the control plane where the config says, by default at `place`. See `ControlHub`."""
     return ControlHub(
-        config.control.bind or f"ipc://{socket_path}",
+        config.control.bind or f"ipc://{socket_path(place)}",
         publisher,
         config.control,
         RunIdentity.of(config, rows=rows, code=code),

@@ -10,7 +10,6 @@ from asyncrl.batch.recipe import Recipe
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.run_record import claim_store, key_id
 from asyncrl.config.schema import Config
-from asyncrl.control.listening import socket_path
 from asyncrl.control.zmq import open_hub
 from asyncrl.data.data_files import DataFiles
 from asyncrl.launch.learner_runs import LeadRun
@@ -81,7 +80,7 @@ def open_lead_run(
     hub = open_hub(
         config,
         publisher,
-        socket_path=socket_path(directory.path / "control.sock"),
+        place=directory.path / "control.sock",
         rows=data.fingerprint,
         code=code,
         wire_key=wire_key,

@@ -364,7 +364,7 @@ MUTANTS = [
     Mutant("batch/packing", "<= budget_tokens)", "<= 2 * budget_tokens)"),
     Mutant("config/algorithm_rules", "side * (bound - 1) <= 0", "side * (bound - 1) < 0"),
     Mutant("session/tree", "if rule in (_ROOT, RENDERED):", "if rule == _ROOT:"),
-    Mutant("session/tree", "said if parent else breaker.broken", "breaker.broken"),
+    Mutant("session/tree", "broken if parent else breaker.broken", "breaker.broken"),
     Mutant("session/tree", 'own="" if parent else self._own_text', "own=self._own_text"),
     Mutant("session/tree", "inside=parent is not None", "inside=True"),
     Mutant("session/tree", "parent is None and ids[: len(opening)] != opening", "parent is None"),

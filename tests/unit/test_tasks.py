@@ -20,7 +20,7 @@ from asyncrl.evaluation import Rounds, summarise
 from asyncrl.launch.players import Players
 from asyncrl.preflight.validate import validated_config
 from asyncrl.run.starts import code_of
-from asyncrl.telemetry.history import History, of_sets
+from asyncrl.telemetry.history import History, of_sets, score
 from asyncrl.types import Group, Prompt
 from tests.support.task_config import config_of
 
@@ -230,7 +230,7 @@ def test_metrics_of_a_set_are_those_of_the_only_set_under_its_name() -> None:
     history.add({"step": 3, "time": 1.0, **named})
     assert of_sets("eval/accuracy", history.names) == ["eval/math/accuracy"]
     assert of_sets("eval/pass@*", history.names) == ["eval/math/pass@2"]
-    assert history.score("eval/math/accuracy", 3) == "0.75 ± 0.25 (n 2)"
+    assert score(history.rows[3], "eval/math/accuracy") == "0.75 ± 0.25 (n 2)"
 
 
 class Player:
