@@ -87,7 +87,7 @@ def run_up(
             raise ConfigError(f"found --dry-run, but {file} sets no cluster.kind; set it, or leave it out")
         return _run(file, overrides, fresh=fresh, generators=True, plain=plain, back_to=back_to)
     from asyncrl.cli.foreground import run_on_hosts
-    from asyncrl.cluster.engines import wants_gpus
+    from asyncrl.cluster.driver import wants_gpus
     from asyncrl.cluster.plans import LEARNER, described
     from asyncrl.cluster.slurm_jobs import allocation, run_script
     from asyncrl.commands.hosts import become_host, is_node, manifests

@@ -15,8 +15,11 @@ from pathlib import Path
 
 from asyncrl.cluster.base import LEARNER_ADDRESS, Cluster, HostPlan, HostState
 from asyncrl.cluster.plans import GENERATORS, LEARNER
+from asyncrl.cluster.slurm_jobs import allocation
+from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import Process, ProcessSpec, ThisHost
+from asyncrl.hosting.gpus import count_gpus
 from asyncrl.hosting.progress import Pace, Sign
 from asyncrl.hosting.supervisor import USER_ERROR
 
@@ -25,6 +28,32 @@ log = logging.getLogger(__name__)
 GRACE_S = 30.0  # seconds in which generators give their tickets back
 SIGNALS = 128  # shells add it to the number of the signal that ended a command
 NOT_STARTED = HostState(phase="pending", why="it waits for the address of the learner's host")
+
+
+def wants_gpus(config: Config) -> bool:
+    """Return whether hosts ask for GPUs. Those of other machines do so also if this one has none."""
+    kind = config.cluster.kind
+    is_elsewhere = kind == "ray" or (kind == "slurm" and not allocation())
+    return config.learner.device != "cpu" and (is_elsewhere or count_gpus() > 0)
+
+
+def open_cluster(config: Config) -> Cluster:
+    """Return the engine of a config. Raises RunError."""
+    match config.cluster.kind:
+        case "local":
+            from asyncrl.cluster.local import LocalCluster
+
+            return LocalCluster(range(count_gpus()))
+        case "ray":
+            from asyncrl.cluster.ray import RayCluster
+
+            return RayCluster()
+        case "slurm":
+            from asyncrl.cluster.slurm import SlurmCluster
+
+            return SlurmCluster(config)
+        case "kubernetes" | None:
+            raise ValueError("a run without hosts that we start has no engine")
 
 
 def host_spec(plan: HostPlan, logs: Path, *, is_extra: bool = False, grace_s: float = GRACE_S) -> ProcessSpec:

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
-from asyncrl.cluster.driver import Hosts, host_spec
-from asyncrl.cluster.engines import open_cluster, wants_gpus
+from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import (
     GENERATORS,

@@ -78,12 +78,7 @@ async def play_tools(conversation: Conversation, toolbox: Toolbox, ask: Ask, *, 
 
 
 async def play_tool_class(
-    conversation: Conversation,
-    toolbox: Toolbox,
-    ask: Ask,
-    start: Mapping[str, Any],
-    *,
-    rewards: bool,
+    conversation: Conversation, toolbox: Toolbox, ask: Ask, start: Mapping[str, Any], *, rewards: bool
 ) -> Outcome:
     """Play with the methods of one object as tools: calls run in order, and a lost object is a fault.
 

@@ -16,8 +16,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.engine.answers import AnswerReader
 from asyncrl.engine.base import Engine
 from asyncrl.engine.episodes import EpisodeSampler, require_same_start
-from asyncrl.engine.sampler import GroupSampler, Sampler, TaskSampler
-from asyncrl.engine.taught import TaughtSampler
+from asyncrl.engine.sampler import GroupSampler, Sampler, TaskSampler, TaughtSampler
 from asyncrl.environments.environments import Environments
 from asyncrl.errors import EnvironmentFault
 from asyncrl.launch.scorers import scorers_in

@@ -41,12 +41,7 @@ class Trial:
 
 
 def try_environment(
-    target: str,
-    settings: Mapping[str, Any],
-    *,
-    row: Mapping[str, Any],
-    prompt: str,
-    answers: Sequence[str],
+    target: str, settings: Mapping[str, Any], *, row: Mapping[str, Any], prompt: str, answers: Sequence[str]
 ) -> Trial:
     """Start `FILE[:NAME]`, begin it twice, and play one episode. Raises ConfigError for a wrong target."""
     uses = target if ":" in target or target in TOOLS else _names(Path(target))

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import EnvironmentFault
-from asyncrl.sandbox.box import OUTPUT_BYTES, Result
-from asyncrl.sandbox.programs import python_result
+from asyncrl.sandbox.box import OUTPUT_BYTES, Result, python_result
 
 # Limit of math-verify, by the clock.
 _DECISION_S = 5.0

@@ -19,8 +19,7 @@ from asyncrl.rewards.base import RewardInput
 from asyncrl.rewards.builtin import obstacle
 from asyncrl.rewards.library import code
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.sandbox.box import Box, Result
-from asyncrl.sandbox.programs import python_result
+from asyncrl.sandbox.box import Box, Result, python_result
 from tests.support.machine import skip_for
 from tests.support.waiting import HANG, until
 
@@ -301,7 +300,7 @@ def test_no_sandbox_is_a_fault_that_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 REWARD = """
-from asyncrl.sandbox.programs import python_result
+from asyncrl.sandbox.box import python_result
 
 def passes(prompt, response, stdin, expected):
     return float(python_result(response, stdin=stdin, seconds=1).stdout.strip() == expected)

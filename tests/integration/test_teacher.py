@@ -21,7 +21,7 @@ from asyncrl.control import scoring
 from asyncrl.control.scoring import ScorerService, endpoint_of, serve_scores
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.clock import Clock
-from asyncrl.engine.taught import TaughtSampler
+from asyncrl.engine.sampler import TaughtSampler
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch.scorers import scorer_specs

@@ -38,8 +38,7 @@ from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
 from asyncrl.trainer.collectives import Ranks, Rendezvous
 from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed
 from asyncrl.trainer.deepspeed.trained_model import size_of, whole_parameters
-from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer
-from asyncrl.trainer.deepspeed.zero_init import load_in_shards
+from asyncrl.trainer.deepspeed.trainer import DeepSpeedTrainer, load_in_shards
 from asyncrl.trainer.device import choose_device
 from asyncrl.trainer.loading import load_model
 from asyncrl.types import Group, Rollout, VersionSpan

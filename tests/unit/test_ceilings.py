@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55699,
-    "modules": 408,
-    "public functions and classes": 1502,
+    "lines of the package": 55695,
+    "modules": 395,
+    "public functions and classes": 1492,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 637,
+    "private functions that are used once": 619,
 }
 
 

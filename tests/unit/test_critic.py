@@ -12,9 +12,8 @@ from transformers import AutoModel
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
 from asyncrl.trainer.base import MicroBatch
-from asyncrl.trainer.critic import ValueHead, ValueModule
 from asyncrl.trainer.loading import load_model
-from asyncrl.trainer.policy import run
+from asyncrl.trainer.policy import ValueHead, ValueModule, run
 from tests.support.models import tiny_qwen2
 
 CPU = torch.device("cpu")

@@ -150,11 +150,7 @@ class _Program:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        *,
-        memory_gib: float | None,
+        self, command: Sequence[str], variables: Mapping[str, str], *, memory_gib: float | None
     ) -> None:
         self.printed = Printed()
         self.status = 0

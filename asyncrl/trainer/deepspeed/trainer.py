@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from asyncrl import lora
 from asyncrl.config.algorithm import CriticConfig
@@ -22,16 +24,14 @@ from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
 from asyncrl.trainer.collectives import Ranks, Rendezvous, Writes
-from asyncrl.trainer.critic import ValueModule
-from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device
+from asyncrl.trainer.deepspeed.engine_settings import join_deepspeed, require_device, shard_settings
 from asyncrl.trainer.deepspeed.reference import Reference, StartAdapter
 from asyncrl.trainer.deepspeed.trained_model import TrainedModel, size_of, whole_parameters
-from asyncrl.trainer.deepspeed.zero_init import load_in_shards
 from asyncrl.trainer.kept import counted
 from asyncrl.trainer.loading import export_model, load_model
 from asyncrl.trainer.meter import Meter
 from asyncrl.trainer.plain import packed_logprobs, plain_logprobs
-from asyncrl.trainer.policy import PolicyModule, run
+from asyncrl.trainer.policy import PolicyModule, ValueModule, run
 from asyncrl.trainer.sequence_parallel import SequenceRanks
 from asyncrl.weights.base import TensorSpec
 
@@ -345,3 +345,37 @@ def load_rng(path: Path) -> None:
     np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"][0])))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def load_in_shards(config: ModelConfig, device: torch.device, ranks: Ranks, **how: Any) -> Any:
+    """Load a model as `load_model` does, but with a part of every parameter on each rank."""
+    with built_in_shards(config.dtype):
+        return load_model(config, device, sharers=ranks, **how)
+
+
+class _Shards:
+    """What transformers asks of its own HfDeepSpeedConfig, which needs accelerate."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def built_in_shards(dtype: str) -> Iterator[None]:
+    """Let transformers share out each module's parameters for ZeRO 3, as soon as the module is constructed.
+
+    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what
+    constructors compute to `dtype`, such as the float32 frequencies of rotary embeddings; `tensor_overrides`
+    prevents this.
+    """
+    shards, init = _Shards(shard_settings(dtype)), deepspeed.zero.Init
+    set_hf_deepspeed_config(shards)  # transformers keeps a weak reference
+    deepspeed.zero.Init = partial(init, tensor_overrides=())
+    try:
+        yield
+    finally:
+        deepspeed.zero.Init = init
+        unset_hf_deepspeed_config()
