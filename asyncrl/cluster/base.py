@@ -13,6 +13,7 @@ from asyncrl.run.keys import JoinKeys
 
 # In the command of a host: the address of the learner's host, known when that has started.
 LEARNER_ADDRESS = "{learner}"
+SIGNALS = 128  # shells add it to the number of the signal that ended a command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

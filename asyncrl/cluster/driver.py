@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from asyncrl.cluster.base import LEARNER_ADDRESS, Cluster, HostPlan, HostState
+from asyncrl.cluster.base import LEARNER_ADDRESS, SIGNALS, Cluster, HostPlan, HostState
 from asyncrl.cluster.plans import GENERATORS, LEARNER
 from asyncrl.cluster.slurm_jobs import allocation
 from asyncrl.config.schema import Config
@@ -26,7 +26,6 @@ from asyncrl.hosting.supervisor import USER_ERROR
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # seconds in which generators give their tickets back
-SIGNALS = 128  # shells add it to the number of the signal that ended a command
 NOT_STARTED = HostState(phase="pending", why="it waits for the address of the learner's host")
 
 

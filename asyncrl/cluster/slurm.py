@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from asyncrl.cluster.base import HostPlan, HostState
-from asyncrl.cluster.driver import SIGNALS
+from asyncrl.cluster.base import SIGNALS, HostPlan, HostState
 from asyncrl.cluster.plans import LEARNER
 from asyncrl.cluster.slurm_jobs import (
     FOLLOW,
