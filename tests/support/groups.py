@@ -181,9 +181,10 @@ def _skipped(config: pytest.Config) -> list[Any]:
 
 def _told(ran: Iterable[str]) -> Iterator[str]:
     """What `.ci/run` says of each group."""
-    ran = set(ran)
+    ran, due = set(ran), set(stale())
     for name in GROUPS:
-        why = "its sources are not those it passed with" if name in ran else "it passed with these sources"
+        why = "its sources are not those it passed with" if name in due else "it passed with these sources"
+        why += ", and no time was left" if name in due - ran else ""
         yield f"group {name:<16} {'ran' if name in ran else 'not run'}: {why} (make test-group GROUP={name})"
 
 
