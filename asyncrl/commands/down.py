@@ -34,8 +34,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
 
     `report` gets what the supervisor announces. A Ctrl-C is passed on to it.
     """
-    is_over = _Patience(directory, report).is_over
-    was_up = directory.job.exists() and end_jobs(directory.path, is_over, report)
+    was_up = directory.job.exists() and end_jobs(directory.path, _Patience(directory, report).is_over, report)
     if was_up and not directory.was_up:
         return Ended(was_up, 0)  # its jobs had not begun, or ran on other machines
     supervisor = _leader(directory)
