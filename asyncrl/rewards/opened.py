@@ -123,9 +123,10 @@ class Asker:
                 failures.append(failure)
                 unreadable = sum(one.reason == "unreadable" for one in failures)
                 pause_s = failure.pause_s or AGAIN.pause_s(len(failures)) * random.uniform(0.5, 1.0)
-                # The first outage takes no time: a scorer that died had the call, and another one gets it.
+                left_s -= pause_s
+                # The call of a first outage takes no time: a scorer that died had it, and another gets it.
                 if [one.reason for one in failures].count("unavailable") != 1:
-                    left_s -= loop.time() - began_s + pause_s
+                    left_s -= loop.time() - began_s
                 if not failure.may_pass or unreadable >= self._config.attempts or left_s < 0.0:
                     raise
             self.counts["reward_retries"] += 1
