@@ -115,8 +115,8 @@ class Hosts(ThisHost):
         learners = {name for name, plan in self.plans.items() if plan.role != "generators"}
         self._may_wait |= {name for name, state in states.items() if state.phase == "running"} - learners
         # A host of the learner stays lost where there is no other place for it.
-        awaited = {(name, "lost") for name in learners} | {(name, "pending") for name in states}
-        waiting = {name: state for name, state in states.items() if (name, state.phase) in awaited}
+        lost = {name for name, state in states.items() if state.phase == "lost"} & learners
+        waiting = {name: state for name, state in states.items() if state.phase == "pending" or name in lost}
         waiting = {name: state for name, state in waiting.items() if name not in self._may_wait}
         self._pending_since_s = {name: self._pending_since_s.get(name, now_s) for name in waiting}
         for name, since_s in self._pending_since_s.items():

@@ -18,9 +18,9 @@ from asyncrl.run.keys import SECRET_VARIABLE
 # Slurm sends it to `asyncrl up` before the time limit. `scancel` sends others, so the two are not confused.
 LIMIT, LIMIT_S = signal.SIGUSR1, 300
 ASK_S, AGAIN_S = 60.0, 0.5
-# States of a job whose command Slurm has ended.
-# A job whose command has ended, while Slurm ends what remains on its nodes: at most `COMPLETING_S` count.
+# State of a job whose command has ended, while Slurm clears its nodes; `down` waits for that so long.
 COMPLETING, COMPLETING_S = "COMPLETING", 120.0
+# States of a job whose command Slurm has ended.
 LOST = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 # Runs on all nodes of a job but its first. Everything that ends the job runs on its first node, and
 # `--no-kill` keeps a job that has lost it.
