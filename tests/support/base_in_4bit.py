@@ -27,7 +27,8 @@ def of_peft(base: Path, adapter: Path, ids: list[int], out: Path) -> dict[str, T
 def main(base: str, adapter: str, sequence: str, out: str) -> None:
     settings = BitsAndBytesConfig(**SETTINGS, bnb_4bit_compute_dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=settings)
-    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    # In eval mode bitsandbytes rounds to bfloat16 on a CPU with AVX-512 BF16; `lora.inject` keeps it from that.
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
     plain_loss(model).backward()
     found = {
         name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None
