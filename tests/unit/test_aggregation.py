@@ -55,6 +55,13 @@ def test_aggregation_is_the_formula_written_out(name, seed):
     )
 
 
+@given(seed=st.integers(0, 10_000))
+def test_the_mean_of_a_sequence_is_the_formula_and_0_without_tokens(seed):
+    case = make_case(seed)
+    expected = [sum(row) / len(row) if row else 0.0 for row in loss_rows(case)]
+    assert case.batch.mean_S(case.logprobs_T).tolist() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", registry.names("aggregation"))
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_micro_batches_add_up_to_the_whole(name, seed, data):
