@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,9 @@ def test_a_standard_error_is_the_spread_of_the_mean_over_draws_of_prompts(sample
     for name, spread in expected.items():
         assert metrics[f"eval/se/{name}"] == pytest.approx(spread * math.sqrt(12 / 11), rel=0.03)
     assert {name.removeprefix("eval/se/") for name in metrics if "/se/" in name} >= expected.keys()
+    two = summarise(groups[:2], 0).metrics
+    apart = abs(rewards[0].mean() - rewards[1].mean())
+    assert two["eval/se/reward_mean"] == pytest.approx(apart / 2)
     alone = summarise(groups[:1], 0).metrics
     assert not any("/se/" in name for name in alone), "one prompt has no spread"
     dead = Group.dead(9, "timed out", generator_id="g", version=0)
@@ -159,18 +163,32 @@ def test_a_round_is_reported_once_with_its_version():
     buffer = MemoryBuffer(BufferRules(groups=N))
     one = evaluation(buffer)
     assert one.poll() == []
+    assert one.missing == 1
     assert answer(buffer.peer(), 1.0) == [1, 2, 3]
     (result,) = one.poll()
+    assert one.missing == 0
     assert (result.version, result.metrics["eval/accuracy"]) == (0, pytest.approx(2 / 3))
     assert one.poll() == []
     one.open(1)
     assert answer(buffer.peer(), 1.0) == []
     one.open(2)
     one.open(5)
+    assert one.missing == 3
     assert answer(buffer.peer(), 0.5) == list(range(4, 13))
     assert [(r.version, r.metrics["eval/reward_mean"]) for r in one.poll()] == [
         (v, pytest.approx(1 / 3)) for v in (2, 4, 5)
     ]
+
+
+def test_the_end_waits_for_rounds_that_are_open_and_for_nothing_else(monkeypatch):
+    buffer = MemoryBuffer(BufferRules(groups=N))
+    one = evaluation(buffer)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: answer(buffer.peer(), 1.0))
+    monkeypatch.setattr("asyncrl.evaluation.time", clock)
+    assert one.wait(0.0) == []
+    assert [result.version for result in one.wait(1.0)] == [0]
+    clock.sleep = pytest.fail
+    assert one.wait(1.0) == []
 
 
 def test_a_wiped_store_only_costs_asking_again():
