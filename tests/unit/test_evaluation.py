@@ -167,6 +167,7 @@ def test_a_round_is_reported_once_with_its_version():
     assert answer(buffer.peer(), 1.0) == [1, 2, 3]
     (result,) = one.poll()
     assert one.missing == 0
+    assert (buffer.audit().done, buffer.audit().payload_bytes) == (3, 0), "the store has let go of the round"
     assert (result.version, result.metrics["eval/accuracy"]) == (0, pytest.approx(2 / 3))
     assert one.poll() == []
     one.open(1)
