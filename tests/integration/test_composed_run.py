@@ -1,40 +1,49 @@
-"""deploy/compose.yaml without containers: its commands with its environment, each in a session of its own, in
-its order.
+"""deploy/compose.yaml by podman-compose and runc, its services as containers.
 
-bubblewrap stands in for Docker: the services of our image see the system, this Python, their volumes and
-their own processes.
+An image has the lines of its Dockerfile that say how it starts; its file system is this machine's, read-only.
+GPUs and limits that this machine does not give are left out.
 """
 
 import json
 import os
+import re
+import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import yaml
 
-import asyncrl
 from asyncrl.buffer.server import find_server
-from asyncrl.commands.down import processes_of
-from asyncrl.rewards.sandbox import reward_sandbox
 from tests.support.command import ASYNCRL
-from tests.support.compose import DEPLOY, compose, env_file, mounts, words
+from tests.support.compose import DEPLOY, env_file
+from tests.support.libraries import ROOT, python_with
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
-PROBLEM = reward_sandbox((), Path("runs")).problem()
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+    pytest.mark.skipif(
+        not (shutil.which("podman") and shutil.which("runc")),
+        reason="needs containers: apt-get install podman runc catatonit",
+    ),
 ]
+
+SERVICES = ("store", "learner", "generators")
+SYSTEM = [*dict.fromkeys(["/usr", "/bin", "/sbin", "/lib", "/lib64", sys.base_prefix, sys.prefix, str(ROOT)])]
+LIMITS = {
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+    "memlock": resource.RLIMIT_MEMLOCK,
+}
+MOST = 1 << 14  # where the machine knows no limit; podman itself runs with a lower one of processes than we
 
 CLIENT = f"""#!{sys.executable}
 import os, sys, redis
@@ -66,7 +75,7 @@ def project(tmp_path: Path) -> Path:
         "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
         "staleness": {"max_lag": 2},
         "learner": {"steps": 500, "device": "cpu", "threads": 1, "optimizer": {"lr": 1e-3}},
-        "generator": {"threads": 1, "max_running": 16, "kv_cache_gib": 0.25},
+        "generator": {"engine": "transformers", "threads": 1, "max_running": 16},
         "checkpoint": {"every": 2},
     }
     (project / "task.yaml").write_text(yaml.safe_dump(config))
@@ -75,144 +84,143 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
-class Box:
-    """The services of a Compose file as processes of this machine."""
+def container(name: str) -> str:
+    return f"asyncrl_{name}_1"
 
-    def __init__(self, project: Path, variables: dict[str, str]) -> None:
+
+class Box:
+    """The containers of a Compose file, with a storage of their own."""
+
+    def __init__(self, project: Path, variables: dict[str, str], compose: Path) -> None:
         self.project = project
-        self.services: dict[str, Any] = compose(variables)["services"]
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.aside = project.parent
-        tools = self.aside / "bin"
-        tools.mkdir()
-        (tools / "valkey-server").symlink_to(find_server("bundled"))
-        (tools / "valkey-cli").write_text(CLIENT)
-        (tools / "valkey-cli").chmod(0o700)
-        (self.aside / "data").mkdir()
-        self._tools = f"{tools}:{os.environ['PATH']}"
+        self._compose, self._aside = compose, project.parent
+        conf = {name: self._aside / f"{name}.conf" for name in ("containers", "storage")}
+        # More than a hard limit nobody can give without the right to change it.
+        hard = {name: min(MOST, resource.getrlimit(number)[1] % (1 << 63)) for name, number in LIMITS.items()}
+        limits = json.dumps([f"{name}={limit}:{limit}" for name, limit in hard.items()])
+        conf["containers"].write_text(
+            f"[containers]\ndefault_ulimits = {limits}\n[engine]\nruntime = 'runc'\n"
+            "cgroup_manager = 'cgroupfs'\nevents_logger = 'file'\n"
+        )
+        conf["storage"].write_text(
+            f"[storage]\ndriver = 'vfs'\ngraphroot = '{self._aside}/storage'\nrunroot = '{self._aside}/run'\n"
+        )
+        self._environment = os.environ | {f"{name.upper()}_CONF": str(path) for name, path in conf.items()}
+        self._environment["CONTAINERS_STORAGE_CONF"] = self._environment.pop("STORAGE_CONF")
+        file = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+        self.services = {name: file["services"][name] for name in SERVICES}
+        for service in self.services.values():
+            del service["deploy"]["resources"]["limits"]["pids"]
+            service["deploy"]["resources"].pop("reservations", None)
+            service["ulimits"] = hard
+            service["volumes"] += [f"{path}:{path}:ro" for path in SYSTEM]
+        self.services["store"]["user"] = self.services["learner"]["user"]
+        (self._aside / "compose.yaml").write_text(yaml.safe_dump({**file, "services": self.services}))
+        (self._aside / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
+
+    def podman(self, *words: str, check: bool = True, told: str = "") -> subprocess.CompletedProcess[str]:
+        return self._call("podman", *words, check=check, told=told)
+
+    def compose(self, *words: str) -> None:
+        self._call(str(self._compose), "--profile", "split", *words)
+
+    def _call(self, *argv: str, check: bool = True, told: str = "") -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            argv,
+            cwd=self._aside,
+            env=self._environment,
+            input=told,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, f"{argv}: {done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        return done
+
+    def build(self) -> None:
+        """Both images. They begin with nothing, and see this machine's programs."""
+        image = self._aside / "image"
+        (image / "tools").mkdir(parents=True)
+        (image / "cache").mkdir()
+        (image / "cache").chmod(0o1777)
+        server = f'#!/bin/sh\nexec {find_server("bundled")} "$@"\n'
+        for name, text in {"valkey-server": server, "valkey-cli": CLIENT}.items():
+            (image / "tools" / name).write_text(text)
+            (image / "tools" / name).chmod(0o755)
+        lines = (DEPLOY / "Dockerfile").read_text()
+        own = [
+            re.search(rf"^{first}(?:.*\\\n)*.*\n", lines, re.MULTILINE)[0] for first in ("ENV HOME", "HEALTH")
+        ]
+        path = f"ENV PATH=/tools:{Path(sys.executable).parent}:/usr/bin:/bin PYTHONPATH={ROOT}\n"
+        files = {
+            self.services["learner"]["image"]: [
+                "COPY cache /cache\nCOPY cache /tmp\n",
+                *own,
+                f"ENTRYPOINT {json.dumps(ASYNCRL)}\n",
+            ],
+            self.services["store"]["image"]: ["COPY tools /tools\n"],
+        }
+        for name, said in files.items():
+            (image / "Dockerfile").write_text("".join(["FROM scratch\n", path, *said]))
+            self.podman("build", "--format", "docker", "-q", "-t", name, str(image))
 
     def start(self, name: str) -> None:
+        """What it depends on is healthy before: without systemd podman looks at nobody's health by itself."""
         for needed in self.services[name].get("depends_on", {}):
             self.wait(lambda needed=needed: self.is_healthy(needed))
-        command = [word.replace("dir /data", f"dir {self.aside}/data") for word in words(self.services[name])]
-        argv = command if command[0] == "sh" else [*self.container(name), *ASYNCRL, *command]
-        with (self.aside / f"{name}.out").open("ab") as output:
-            self.running[name] = subprocess.Popen(
-                argv,
-                cwd=self.project,
-                env=self.environment(name),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def container(self, name: str) -> list[str]:
-        """What begins a command in a view of the file system that has the image, as far as it is here, and
-        the volumes.
-
-        The project lies at its own place instead of /work, and the caches of this user stand in for the
-        volume.
-        """
-        own = [
-            "/sys",
-            "/usr",
-            "/bin",
-            "/sbin",
-            "/lib",
-            "/lib64",
-            "/etc",
-            sys.base_prefix,
-            sys.prefix,
-            str(Path(asyncrl.__file__).parent),
-        ]
-        argv = [
-            "bwrap",
-            "--die-with-parent",
-            "--unshare-pid",
-            "--proc",
-            "/proc",
-            "--dev-bind",
-            "/dev",
-            "/dev",
-            "--tmpfs",
-            "/tmp",
-        ]
-        for path in own:
-            argv += ["--ro-bind-try", path, path]
-        for source, target, read_only in mounts(self.services[name]):
-            here = target.replace("/work", str(self.project), 1)
-            if target == "/cache":
-                source = here = str(Path.home() / ".cache")
-            argv += ["--ro-bind" if read_only else "--bind", source, here]
-        return [*argv, "--chdir", str(self.project), "--"]
-
-    def environment(self, name: str) -> dict[str, str]:
-        own = {
-            key: str(value) for key, value in self.services[name]["environment"].items() if value is not None
-        }
-        return os.environ | {"PATH": self._tools} | own
+        self.compose("up", "--detach", "--no-deps", name)
 
     def is_healthy(self, name: str) -> bool:
-        if "healthcheck" in self.services[name]:
-            command = self.services[name]["healthcheck"]["test"][1]
-        else:
-            (line,) = [
-                line
-                for line in (DEPLOY / "Dockerfile").read_text().splitlines()
-                if line.startswith('    CMD ["bash"')
-            ]
-            command = json.loads(line.removeprefix("    CMD "))[-1]
-        argv = [*([] if name == "store" else self.container(name)), "bash", "-c", command]
-        done = subprocess.run(
-            argv, cwd=self.project, env=self.environment(name), capture_output=True, check=False
-        )
-        return done.returncode == 0
+        return self.podman("healthcheck", "run", container(name), check=False).returncode == 0
 
-    def wait(self, condition: Callable[[], bool], wait_s: float = 400.0) -> None:
+    def wait(self, condition: Callable[[], object], wait_s: float = 400.0) -> None:
         def said() -> str:
-            return "\n".join(
-                f"{name}:\n{(self.aside / f'{name}.out').read_text()[-2000:]}" for name in self.running
-            )
+            found = [self.podman("logs", "--tail", "30", container(name), check=False) for name in SERVICES]
+            return "\n".join(f"{done.args[-1]}:\n{done.stdout}{done.stderr}" for done in found)
 
-        def is_so() -> bool:
-            assert all(process.poll() is None for process in self.running.values()), said()
-            return condition()
-
-        wait_until(is_so, wait_s, said)
+        wait_until(condition, wait_s, said)
 
     def stop(self, name: str) -> int:
-        """As Docker stops a container: its command gets the signal, which bubblewrap would keep to itself."""
-        process = self.running.pop(name)
-        inner = [
-            one
-            for one in psutil.Process(process.pid).children(recursive=True)
-            if one.cmdline()[: len(ASYNCRL)] == ASYNCRL
-        ]
-        os.kill(inner[0].pid if inner else process.pid, signal.SIGTERM)
-        return process.wait(timeout=120)
-
-    def close(self) -> None:
-        for process in self.running.values():
-            process.kill()
-        for process in processes_of(self.project / "runs" / "composed"):
-            process.kill()
+        self.compose("stop", name)
+        return int(self.podman("inspect", "--format", "{{.State.ExitCode}}", container(name)).stdout)
 
 
 @pytest.fixture
-def box(project: Path) -> Iterator[Box]:
+def box(project: Path, tmp_path: Path) -> Iterator[Box]:
     variables = env_file() | {
         "ASYNCRL_PROJECT": str(project),
         "ASYNCRL_CONFIG": "task.yaml",
-        "GENERATORS_ALLOW": "--allow task.py",
+        "GENERATORS_ALLOW": "--allow=task.py",
         "ASYNCRL_STORE_PASSWORD": secrets.token_hex(32),
         "ASYNCRL_GENERATOR_PASSWORD": secrets.token_hex(32),
+        "ASYNCRL_UID": str(os.getuid()),
+        "ASYNCRL_GID": str(os.getgid()),
         **dict(zip(("STORE_PORT", "CONTROL_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True)),
         "GRAFANA_PASSWORD": "unused",
         "GENERATORS": "2",
     }
-    box = Box(project, variables)
-    yield box
-    box.close()
+    python = python_with(tmp_path / "tools", ["podman-compose>=1.6,<2"], ["podman_compose"])
+    box = Box(project, variables, python.parent / "podman-compose")
+    box.build()
+    volumes = [word for path in SYSTEM for word in ("--volume", f"{path}:{path}:ro")]
+    tried = box.podman(
+        "run",
+        "--rm",
+        "--init",
+        "--network=host",
+        *volumes,
+        box.services["store"]["image"],
+        "true",
+        check=False,
+    )
+    if tried.returncode:
+        pytest.skip(f"this machine runs no container: {tried.stderr[-500:]}")
+    try:
+        yield box
+    finally:
+        box.compose("down", "--volumes")
+        box.podman("rmi", "--all", "--force", check=False)
 
 
 def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
@@ -232,19 +240,14 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
 
     for name in ("store", "learner", "generators"):
         box.start(name)
-    sessions = [process.pid for process in box.running.values()]
     box.wait(lambda: steps() >= 4 and members() == 2)
     assert box.is_healthy("generators")
     check_what_generators_see(box, run)
 
-    audit = [*ASYNCRL, "audit", str(run)]
-    done = subprocess.run(
-        audit, cwd=box.project, env=box.environment("learner"), capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)["missing"] == 0
-    refused = subprocess.run(
-        audit, cwd=box.project, env=os.environ, capture_output=True, text=True, check=False
-    )
+    audit = [*ASYNCRL, "audit", "runs/composed"]
+    assert json.loads(box.podman("exec", container("learner"), *audit).stdout)["missing"] == 0
+    without = ("--env", "ASYNCRL_STORE_PASSWORD=", container("learner"))
+    refused = box.podman("exec", *without, *audit, check=False)
     assert refused.returncode == 2 and refused.stderr.startswith("StoreRefused"), (
         "the store answers who knows its password"
     )
@@ -255,16 +258,17 @@ def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
 
     ended = 128 + signal.SIGTERM  # what Docker stops it does not restart, whatever the status
     assert [box.stop(name) for name in ("generators", "learner", "store")] == [ended, ended, 0]
-    assert processes_of(run) == []
-    # The kernel ends what bubblewrap has left behind.
-    wait_until(lambda: not any(_session(pid) in sessions for pid in psutil.pids()))
+    assert box.podman("ps", "--quiet").stdout == ""
     assert sorted((run / "checkpoints").glob("step-*"))
 
 
 LOOK = """
 import json, os, pathlib, sys
-project, *secrets = json.load(sys.stdin)
-paths = [path for top in (project, "/join") for path in [pathlib.Path(top), *pathlib.Path(top).rglob("*")]]
+image, *secrets = json.load(sys.stdin)
+paths = []
+for top, directories, names in (found for top in ("/work", "/join") for found in os.walk(top)):
+    directories[:] = [name for name in directories if os.path.join(top, name) not in image]
+    paths += [pathlib.Path(top), *(pathlib.Path(top, name) for name in names)]
 files = [path for path in paths if path.is_file()]
 def writable(directory):
     try:
@@ -279,32 +283,23 @@ print(json.dumps({
     "files": sorted(map(str, files)),
     "leaks": [str(path) for path in files + environments if any(secret.encode() in path.read_bytes() for secret in secrets)],
     "writable": sorted(str(path) for path in paths if path.is_dir() and writable(path)),
-    "processes": len(processes),
+    "processes": [(path / "cmdline").read_text() for path in processes],
 }))
 """
 
 
 def check_what_generators_see(box: Box, run: Path) -> None:
     """While the run is up: only the user's project and join.key, and no other container's process."""
-    runs, learner = box.project / "runs", box.services["learner"]["environment"]
-    secrets_of_others = [(run / "run.key").read_text().strip(), learner["ASYNCRL_STORE_PASSWORD"]]
-    argv = [*box.container("generators"), sys.executable, "-c", LOOK]
-    told = json.dumps([str(box.project), *secrets_of_others])
-    done = subprocess.run(
-        argv, input=told, env=box.environment("generators"), capture_output=True, text=True, check=True
-    )
-    seen = json.loads(done.stdout)
-    own = {path for path in seen["files"] if Path(path).is_relative_to(runs)}
-    given = {str(path) for path in box.project.rglob("*") if path.is_file() and not path.is_relative_to(runs)}
-    assert {*seen["files"]} - own == given | {"/join/join.key"}
-    assert own and all((runs / "generators" / Path(path).relative_to(runs)).exists() for path in own)
-    assert seen["writable"] and all(Path(path).is_relative_to(runs) for path in seen["writable"])
-    assert (seen["leaks"], seen["processes"]) == ([], 2), "bubblewrap and this"
-
-
-def _session(pid: int) -> int | None:
-    """Of a process that lives."""
-    try:
-        return None if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE else os.getsid(pid)
-    except (OSError, psutil.NoSuchProcess):
-        return None  # gone
+    store = box.podman("exec", container("learner"), "printenv", "ASYNCRL_STORE_PASSWORD").stdout.strip()
+    told = json.dumps([SYSTEM, (run / "run.key").read_text().strip(), store])
+    look = ("exec", "--interactive", container("generators"), sys.executable, "-c", LOOK)
+    seen = json.loads(box.podman(*look, told=told).stdout)
+    own = {path for path in seen["files"] if path.startswith("/work/runs/")}
+    project, runs = box.project, box.project / "runs"
+    files = [path for path in project.rglob("*") if path.is_file() and not path.is_relative_to(runs)]
+    assert {*seen["files"]} - own == {f"/work/{path.relative_to(project)}" for path in files} | {
+        "/join/join.key"
+    }
+    assert own and all((runs / "generators" / Path(path).relative_to("/work/runs")).exists() for path in own)
+    assert seen["writable"] and all(path.startswith("/work/runs") for path in seen["writable"])
+    assert seen["leaks"] == [] and not any("learner" in line for line in seen["processes"])

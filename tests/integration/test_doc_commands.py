@@ -58,8 +58,7 @@ NOT_TYPED = {
     "asyncrl warmup": "a minute each: tests/unit/test_games.py has what these models are shown",
     "cd /shared/task": "a directory that nodes share: tests/integration/test_ray.py has one",
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
-    "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, without "
-    "containers",
+    "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, by podman",
     "environments/bin/pip": "network; tests/integration/test_adapters.py installs the library by pip",
     "git": "network",
     "time asyncrl validate": "here runs/quickstart is a copy of another run, and is refused: tests/unit/test_validate.py",
