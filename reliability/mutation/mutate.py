@@ -72,7 +72,7 @@ TESTS = {
     "data/image_processor": "images",
     "config/algorithm_rules": "config_schema",
     "config/registry": "registry",
-    "session/tree": "session",
+    "session/tree": "session chat_rows",
     "session/sequences": "session",
     "trainer/policy": "logprobs sequence_parallel models memory_use",
     "trainer/head": "head logprobs kept_tokens",

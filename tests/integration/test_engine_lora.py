@@ -52,6 +52,22 @@ def test_it_begins_as_its_base(world):
         np.testing.assert_allclose(rollout.behaviour_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("world", ["vllm"], indirect=True)
+def test_each_request_names_the_adapter(world, monkeypatch):
+    """On a GPU the base answers a request that does not; on a CPU the one adapter is added to all."""
+    runner, engine = world
+    generate, named = engine._llm.generate, []
+
+    def noted(*args, lora_request, **settings):
+        named.append(lora_request.lora_name)
+        return generate(*args, lora_request=lora_request, **settings)
+
+    monkeypatch.setattr(engine._llm, "generate", noted)
+    runner.run(engine.score(PROBE))
+    runner.run(engine.sample([1, 403], 1, SPEC))
+    assert named == ["policy", "policy"]
+
+
 @pytest.mark.parametrize("transport", ["slot", "tcp"])
 def test_it_computes_with_each_adapter_in_turn(world, transport):
     """The first that it gets may be of any version: it was started late."""
