@@ -434,6 +434,7 @@ def test_what_a_template_writes_behind_a_stop_token_has_the_ids_of_the_whole_tex
         behind = len(whole) - whole[::-1].index(eos)
         assert list(session.request(messages).delta_ids) == whole[behind:]
     assert session.counts["stable"] == 3 and session.counts["roots"] == 1
+    assert session.counts["rewritten"] == 0
 
 
 def test_an_engine_that_samples_behind_other_ids_is_drift():
