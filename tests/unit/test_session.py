@@ -437,6 +437,19 @@ def test_what_a_template_writes_behind_a_stop_token_has_the_ids_of_the_whole_tex
     assert session.counts["rewritten"] == 0
 
 
+def test_text_that_would_join_a_stop_token_keeps_ids_of_its_own():
+    tokenizer = sentencepiece_tokenizer("never")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (four,), answer = tokenizer("4")["input_ids"], {"role": "assistant", "content": "4"}
+    renderer = TemplateRenderer(tokenizer, stop_ids=[four])
+    assert len(renderer.encode("42")) == 1
+    session = Session(renderer, history="template")
+    request = session.request([user("foo")])
+    session.record(request, rollout_of(request.prompt_ids, [four]), answer)
+    behind = session.request([user("foo"), answer, user("2")])
+    assert (behind.rule, list(behind.delta_ids)) == ("stable", renderer.encode("2"))
+
+
 def test_an_engine_that_samples_behind_other_ids_is_drift():
     renderer = renderer_of("qwen2_5")
     session = Session(renderer)
