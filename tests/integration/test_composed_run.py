@@ -94,26 +94,25 @@ class Box:
     def __init__(self, project: Path, variables: dict[str, str], compose: Path) -> None:
         self.project = project
         self._compose, self._aside = compose, project.parent
-        conf = {name: self._aside / f"{name}.conf" for name in ("containers", "storage")}
         # More than a hard limit nobody can give without the right to change it.
         hard = {name: min(MOST, resource.getrlimit(number)[1] % (1 << 63)) for name, number in LIMITS.items()}
-        limits = json.dumps([f"{name}={limit}:{limit}" for name, limit in hard.items()])
-        conf["containers"].write_text(
-            f"[containers]\ndefault_ulimits = {limits}\n[engine]\nruntime = 'runc'\n"
-            "cgroup_manager = 'cgroupfs'\nevents_logger = 'file'\n"
+        limits = [f"{name}={limit}:{limit}" for name, limit in hard.items()]
+        containers, storage = self._aside / "containers.conf", self._aside / "storage.conf"
+        containers.write_text(
+            f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n"
+            f"volumes = {json.dumps([f'{path}:{path}:ro' for path in SYSTEM])}\n"
+            "[engine]\nruntime = 'runc'\ncgroup_manager = 'cgroupfs'\nevents_logger = 'file'\n"
         )
-        conf["storage"].write_text(
+        storage.write_text(
             f"[storage]\ndriver = 'vfs'\ngraphroot = '{self._aside}/storage'\nrunroot = '{self._aside}/run'\n"
         )
-        self._environment = os.environ | {f"{name.upper()}_CONF": str(path) for name, path in conf.items()}
-        self._environment["CONTAINERS_STORAGE_CONF"] = self._environment.pop("STORAGE_CONF")
+        own = {"CONTAINERS_CONF": str(containers), "CONTAINERS_STORAGE_CONF": str(storage)}
+        self._environment = os.environ | own
         file = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
         self.services = {name: file["services"][name] for name in SERVICES}
         for service in self.services.values():
-            del service["deploy"]["resources"]["limits"]["pids"]
             service["deploy"]["resources"].pop("reservations", None)
-            service["ulimits"] = hard
-            service["volumes"] += [f"{path}:{path}:ro" for path in SYSTEM]
+            service.pop("ulimits", None)
         self.services["store"]["user"] = self.services["learner"]["user"]
         (self._aside / "compose.yaml").write_text(yaml.safe_dump({**file, "services": self.services}))
         (self._aside / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
@@ -203,24 +202,14 @@ def box(project: Path, tmp_path: Path) -> Iterator[Box]:
     python = python_with(tmp_path / "tools", ["podman-compose>=1.6,<2"], ["podman_compose"])
     box = Box(project, variables, python.parent / "podman-compose")
     box.build()
-    volumes = [word for path in SYSTEM for word in ("--volume", f"{path}:{path}:ro")]
-    tried = box.podman(
-        "run",
-        "--rm",
-        "--init",
-        "--network=host",
-        *volumes,
-        box.services["store"]["image"],
-        "true",
-        check=False,
-    )
+    image = box.services["store"]["image"]
+    tried = box.podman("run", "--rm", "--init", "--network=host", image, "true", check=False)
     if tried.returncode:
         pytest.skip(f"this machine runs no container: {tried.stderr[-500:]}")
     try:
         yield box
     finally:
         box.compose("down", "--volumes")
-        box.podman("rmi", "--all", "--force", check=False)
 
 
 def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
