@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class Rounds(NamedTuple):
     """The rules of all rounds. Learner and generators must use the same."""
 
-    prompts: int  # N; 0 without held-out data, and then no round is due
+    prompts: int  # N
     every: int
     steps: int
     asked: str  # identifies the prompts and how answers are sampled and scored
@@ -62,7 +62,7 @@ class Rounds(NamedTuple):
     def due(self, version: int) -> int:
         """Return the number of rounds that are open once the learner has reached `version`."""
         is_last = version == self.steps and self.steps % self.every != 0
-        return version // self.every + 1 + is_last if self.prompts else 0
+        return version // self.every + 1 + is_last
 
 
 def resume_ledger(state: Mapping[str, Any], rounds: Rounds, *, version: int) -> Ledger:
@@ -185,7 +185,7 @@ class Evaluation:
     @property
     def _done(self) -> int:
         """Number of rounds that are over: the index of the current round."""
-        return self.ledger.consumed // self.rounds.prompts if self.rounds.prompts else 0
+        return self.ledger.consumed // self.rounds.prompts
 
     @property
     def missing(self) -> int:

@@ -58,15 +58,15 @@ def _construct(choice: Choice) -> object:
 def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> dict[str, float]:
     try:
         returned = function(argument)
+        if returned is None:
+            return {}
+        if isinstance(returned, Mapping) and all(
+            isinstance(value, Real) and not isinstance(value, bool) for value in returned.values()
+        ):
+            return {f"hook/{name}": float(value) for name, value in returned.items()}
     except Exception as error:
         message = f"{where} failed: {described(error)}; fix it, or remove it from learner.hooks"
         raise ConfigError(message) from error
-    if returned is None:
-        return {}
-    if not isinstance(returned, Mapping) or not all(
-        isinstance(value, Real) and not isinstance(value, bool) for value in returned.values()
-    ):
-        raise ConfigError(
-            f"{where} returned {str(returned)[:80]!r}; it may return None or a mapping of names to numbers"
-        )
-    return {f"hook/{name}": float(value) for name, value in returned.items()}
+    raise ConfigError(
+        f"{where} returned {str(returned)[:80]!r}; it may return None or a mapping of names to numbers"
+    )

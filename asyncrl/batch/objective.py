@@ -14,6 +14,7 @@ from asyncrl.algo.metrics import policy_metrics
 from asyncrl.algo.ratios import sums
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.config import registry
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import LOSS, LossFunction, LossSums, MicroBatch
 
 
@@ -53,7 +54,6 @@ class Objective:
             metrics = policy_metrics(
                 tokens, logprobs_T, entropy_T.detach(), left_out_T=left_out_T, max_response_tokens=limit
             )
-            of_loss = {f"policy/{name}": value for name, value in token_loss.metrics.items()}
             totals: dict[str, Tensor] = {}
             if tokens.reference_logprobs_T is not None:
                 kl_T = self.kl(logprobs_T, tokens.reference_logprobs_T)
@@ -70,7 +70,11 @@ class Objective:
                 totals |= {"tokens/solved": tokens.solved_T, "policy/nll/solved": nll_T}
                 loss = loss + self.imitation * nll_T.sum() / max(counts.solved, 1)
             of_step = sums(**totals, **{LOSS: loss})
-            return LossSums(loss=loss, metrics={**metrics, **of_loss, **weight_metrics, **of_step})
+            theirs = {f"policy/{name}": value for name, value in token_loss.metrics.items()} | weight_metrics
+            if taken := theirs.keys() & {*metrics, *of_step}:
+                found = f"the loss or the correction returns a metric that is {min(taken)} here"
+                raise ConfigError(f"{found}, which is measured in every run; give it another name")
+            return LossSums(loss=loss, metrics={**metrics, **theirs, **of_step})
 
         return loss_of
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engine.base import EngineStats, PromptImages, SamplingSpec, aborted
+from asyncrl.engine.base import EngineStats, SamplingSpec, aborted
 from asyncrl.errors import EngineError, TransferError
 from asyncrl.lineage import Weights
 from asyncrl.types import Rollout, version_spans
@@ -70,13 +70,7 @@ class FakeEngine:
         return str(self._updates)
 
     async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        count: int,
-        spec: SamplingSpec,
-        *,
-        salt: str | None = None,
-        images: PromptImages | None = None,
+        self, prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: object
     ) -> list[Rollout]:
         self._require_alive()  # `salt` and `images` have no effect: nothing is cached or seen
         task = asyncio.ensure_future(self._sample(prompt_ids, count, spec))

@@ -1,7 +1,7 @@
 """The environment of a config: the user's code in processes of its own, behind the interface of `base`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
@@ -16,21 +16,17 @@ from asyncrl.environments.tool_schemas import Toolbox
 from asyncrl.errors import EnvironmentFault
 
 
+@dataclass(eq=False)
 class Environments:
     """Plays the episodes of a generator."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        variables: Sequence[str] = (),
-        loaded: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`variables` are patterns of environment variables, `run.environment`, that user code gets.
+    config: EnvironmentConfig
+    # `run.environment`, and what `ForkServer` says.
+    variables: Sequence[str] = ()
+    loaded: Callable[[], None] = lambda: None
 
-        `loaded` is called when a process has imported the user's file, and raises if it must not be used.
-        """
-        self._config = config
-        self._server = ForkServer(config, variables, loaded)
+    def __post_init__(self) -> None:
+        self._server = ForkServer(self.config, self.variables, self.loaded)
         # What the user's file has: kind, columns, tools.
         self.description: Mapping[str, Any] = {}
         self._toolbox = Toolbox([])
@@ -46,13 +42,13 @@ class Environments:
         self.description = await self._server.start()
         self._toolbox = Toolbox(self.description["tools"])
         if self.description["kind"] == "tools":
-            self._shared = ToolPool(self._server, self._config.workers, self._config.step_s)
+            self._shared = ToolPool(self._server, self.config.workers, self.config.step_s)
             await self._shared.start()
         elif self.description["kind"] == "rollout":
             # The last turn ends after `episode_s`, and then the rollout may still score.
-            step_s = self._config.step_s
-            limits = {"step_s": step_s, "episode_s": self._config.episode_s + step_s}
-            self._shared = Rollouts(self._server, self._config.workers, **limits)
+            step_s = self.config.step_s
+            limits = {"step_s": step_s, "episode_s": self.config.episode_s + step_s}
+            self._shared = Rollouts(self._server, self.config.workers, **limits)
 
     async def play(
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
@@ -62,12 +58,12 @@ class Environments:
         columns = self._columns({"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt})
         if isinstance(self._shared, Rollouts):
             return await self._shared.play(talk, columns, seed=seed, place=episode)
-        conversation = Conversation(talk, prompt, self._config.max_observation_characters)
+        conversation = Conversation(talk, prompt, self.config.max_observation_characters)
         if isinstance(self._shared, ToolPool):
-            pool, step_s = self._shared, self._config.step_s
+            pool, step_s = self._shared, self.config.step_s
             outcome = await play_tools(conversation, self._toolbox, pool.ask, step_s=step_s)
             return replace(outcome, metrics=conversation.metrics)
-        worker = Caller(self._config.step_s)
+        worker = Caller(self.config.step_s)
         try:
             await worker.start(self._server)
             start = {"columns": columns, "seed": seed}
@@ -92,7 +88,7 @@ class Environments:
     def _columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the signature names: user code sees no others, so no answers by accident."""
         if missing := sorted(set(self.description["required"]) - given.keys()):
-            found = f"environment.uses {self._config.uses} wants column(s) {missing}"
+            found = f"environment.uses {self.config.uses} wants column(s) {missing}"
             raise EnvironmentFault(f"{found}, which the row lacks; it has {sorted(given)}", reason="start")
         names = given if self.description["takes_all"] else self.description["columns"]
         return {name: given[name] for name in names if name in given}

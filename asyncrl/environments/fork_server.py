@@ -81,22 +81,17 @@ class Worker:
         return EnvironmentFault(f"{doing}: {text}{self.program.note}", reason=slug)
 
 
+@dataclass(eq=False)
 class ForkServer:
     """The processes that have imported the user's file."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        variables: Sequence[str] = (),
-        loaded: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`variables` are patterns of environment variables that workers get although they look secret.
+    config: EnvironmentConfig
+    # Patterns of environment variables that workers get although they look secret.
+    variables: Sequence[str] = ()
+    # Called after each import of the user's file; raises if it must not be used.
+    loaded: Callable[[], None] = lambda: None
 
-        `loaded` is called after each import of the user's file, and raises if it must not be used.
-        """
-        self._config = config
-        self._loaded = loaded
-        self._variables = variables
+    def __post_init__(self) -> None:
         self._scratch: Scratch | None = None
         self._program: _Program | None = None
         self._programs: set[_Program] = set()
@@ -105,7 +100,7 @@ class ForkServer:
 
     async def start(self) -> Mapping[str, Any]:
         """Import the user's file, and return its description. Raises EnvironmentFault."""
-        if shutil.which(python := _python_of(self._config)) is None:
+        if shutil.which(python := _python_of(self.config)) is None:
             found = f"environment.python: there is no program {python}"
             raise EnvironmentFault(f"{found}; give the path of a Python interpreter", reason="start")
         self._scratch = Scratch("asyncrl-environment-")
@@ -114,7 +109,7 @@ class ForkServer:
             log.warning(
                 "the import of %s started %d threads, and processes with threads cannot fork: each worker is "
                 "a new interpreter that imports it again; start threads in `reset` and episodes start faster",
-                self._config.uses,
+                self.config.uses,
                 program.threads - 1,
             )
         return program.description
@@ -157,7 +152,7 @@ class ForkServer:
                 if self._program is not None and (self._program.is_alive or not self._program.forks):
                     break
                 if self._program is not None:
-                    log.warning("the fork server of %s is gone; another one is started", self._config.uses)
+                    log.warning("the fork server of %s is gone; another one is started", self.config.uses)
                 try:
                     self._program = await self._begin()
                     if not self._program.forks:  # it has said what it found
@@ -176,11 +171,11 @@ class ForkServer:
         try:
             program = _Program()
             self._programs.add(program)
-            await program.start(self._config, public_environment(self._variables) | self._scratch.variables)
+            await program.start(self.config, public_environment(self.variables) | self._scratch.variables)
         except OSError as error:
             raise _no_process(error) from error
         try:
-            self._loaded()
+            self.loaded()
         except BaseException:
             program.kill()
             raise

@@ -4,19 +4,22 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.lanes import group_limits
 from asyncrl.config.load import load_config
 from asyncrl.config.named_files import is_stage
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
-from asyncrl.errors import RunError
+from asyncrl.engine.sampler import GroupSampler
+from asyncrl.errors import EngineError, ResultError, RunError, reason_of
 from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.lora import SETTINGS
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.results.export import saved_export
 from asyncrl.run.directory import find_run
+from asyncrl.types import Group, Prompt
 
 
 def evaluate_model(
@@ -69,10 +72,25 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
             limits = group_limits(one, vocabulary)[1]
             numbered = enumerate(asked[name], start=1)
             groups = await asyncio.gather(
-                *(sampler.group(prompt, number, limits, spec) for number, prompt in numbered)
+                *(_answered(sampler, prompt, number, limits, spec) for number, prompt in numbered)
             )
             metrics |= summarise(groups, version=0, name=name).metrics
+            if all(group.dead_reason for group in groups):
+                where = f"data.eval{f' {name}' if name else ''}: each of {len(groups)} prompts failed"
+                raise RunError(f"{where}, the first with: {groups[0].dead_reason}")
     return metrics
+
+
+async def _answered(
+    sampler: GroupSampler, prompt: Prompt, number: int, limits: GroupLimits, spec: SamplingSpec
+) -> Group:
+    """Return the group of a prompt, which is dead if its answers or their rewards failed, as in training."""
+    try:
+        return await sampler.group(prompt, number, limits, spec)
+    except Exception as error:
+        if isinstance(error, EngineError) and not isinstance(error, ResultError):
+            raise
+        return Group.dead(number, reason_of(error), generator_id="eval", version=0)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Trackers:
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: several numbers of torch
             if name not in self._told and len(self._told) < MOST_TOLD:
                 self._told.add(name)
-                message = "metric %s is %s, not a number, and counts as NaN (`nonfinite`); log numbers only"
+                message = "metric %s is %s, not a number, and counts as NaN; log numbers only"
                 log.warning(message, name, f"{type(value).__name__} `{str(value)[:80]}`")
             return math.nan
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,24 +43,19 @@ class JsonlTracker:
     """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step":
     null`.
 
-    JSON has no NaN and no infinity. Such a value becomes null, and `nonfinite` counts them by name.
+    JSON has no NaN and no infinity: such a value becomes null.
     """
 
     def __init__(self, metrics: Path, samples: Path | None = None) -> None:
         """Append metrics to the file `metrics` and, if it is given, rollouts to the file `samples`."""
         self._metrics = Lines(metrics)
         self._samples = Lines(samples) if samples else None
-        self._nonfinite: Counter[str] = Counter()
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
         values = {name: finite(value) for name, value in metrics.items()}
-        self._nonfinite.update(name for name, value in values.items() if value is None)
         # Its own fields come first in a line, and win.
         own = {"step": step, "time": round(time.time(), 3)}
-        record: dict[str, Any] = own | values | own
-        if self._nonfinite:
-            record["nonfinite"] = dict(self._nonfinite)
-        self._metrics.write([record])
+        self._metrics.write([own | values | own])
 
     def samples(self, records: Sequence[SampleRecord]) -> None:
         if self._samples:

@@ -29,7 +29,6 @@ def test_every_round_has_one_version_and_the_last_weights_are_evaluated():
         assert versions == [v for v in range(steps + 1) if v % every == 0 or v == steps]
         for version in range(steps + 1):
             assert all(rounds.version(index) <= version for index in range(rounds.due(version)))
-        assert Rounds(0, every, steps, "").due(steps) == 0
 
 
 def test_best_of_powers_of_two_and_of_all_is_told():

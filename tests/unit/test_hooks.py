@@ -83,3 +83,8 @@ def test_an_exception_stops_the_run_naming_hook_method_and_line(load):
 def test_what_is_no_metric_is_refused(load, returned):
     with pytest.raises(ConfigError, match=r"Misshapen`\.before_step returned .*mapping of names to numbers"):
         load("Misshapen").before_step(returned)
+
+
+def test_a_number_that_no_float_holds_names_the_hook(load):
+    with pytest.raises(ConfigError, match=r"Misshapen`\.before_step failed: OverflowError"):
+        load("Misshapen").before_step({"x": 10**400})

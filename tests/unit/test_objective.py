@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asyncrl.algo.aggregation import Counts
+from asyncrl.algo.losses import TokenLoss
 from asyncrl.algo.metrics import finish, merge
 from asyncrl.algo.tokens import TokenBatch
 from asyncrl.batch.critic_steps import critic_loss
@@ -14,6 +15,7 @@ from asyncrl.batch.objective import Objective
 from asyncrl.batch.resolve import make_objective
 from asyncrl.config.algorithm import AlgorithmConfig, ImitationConfig, KLConfig
 from asyncrl.config.base import Choice
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import LOSS, LossSums, MicroBatch
 
 
@@ -202,3 +204,16 @@ def test_on_policy_the_decoupled_objective_is_the_synchronous_one(loss):
     torch.testing.assert_close(decoupled_T, synchronous_T, atol=1e-6, rtol=0)
     if loss != "gspo":
         torch.testing.assert_close(decoupled_T, -batch.tokens.advantages_T / 6, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["entropy", "kl_reference"])
+def test_a_metric_of_a_loss_never_replaces_one_of_every_run(name):
+    objective = build(AlgorithmConfig(correction=Choice(name="none")))
+    policy = Policy(6)
+
+    def own(batch: TokenBatch, logprobs_T: torch.Tensor) -> TokenLoss:
+        return TokenLoss(logprobs_T, {name: 1.0})
+
+    batch = microbatch(reference_logprobs_T=policy.reference_T)
+    with pytest.raises(ConfigError, match=f"returns a metric that is policy/{name} here, .* another name"):
+        evaluate(replace(objective, policy_loss=own), batch, policy)

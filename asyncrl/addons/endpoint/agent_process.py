@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,33 @@ MOST_STARTING = 2  # programs at the same time: a start holds this process until
 LONGEST_VARIABLE = 2**17 - 1  # bytes of NAME=VALUE that Linux takes
 
 
+@dataclass(eq=False)
 class AgentEnvironment:
     """Plays each episode with a process of its own, which ends the episode by exiting."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        variables: Sequence[str] = (),
-        loaded: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`variables` are patterns of environment variables, `run.environment`, that agents get.
+    config: EnvironmentConfig
+    # `run.environment`: patterns of environment variables that agents get.
+    variables: Sequence[str] = ()
+    # Called after each episode; raises if the program was another one.
+    loaded: Callable[[], None] = lambda: None
 
-        `loaded` is called after each episode, and raises if the program was another one.
-        """
-        self._loaded = loaded
+    def __post_init__(self) -> None:
+        config = self.config
         self.endpoint = Endpoint(config.address, frozen=config.frozen, is_free=config.constraints == "ignore")
         self.description: Mapping[str, Any] = {"tools": ()}  # an agent brings its own
-        self._config = config
-        self._variables = variables
         # A killed generator cannot end agents itself.
         self._scratch: Scratch | None = None
         self._starting = asyncio.Semaphore(MOST_STARTING)
 
     async def start(self) -> None:
         """Begin to serve the model. Raises EnvironmentFault if there is no such program or address."""
-        if shutil.which(self._config.program) is None:
-            found = f"environment.command: there is no program {self._config.program}"
+        if shutil.which(self.config.program) is None:
+            found = f"environment.command: there is no program {self.config.program}"
             raise EnvironmentFault(f"{found}; give a path, or a name on PATH", reason="start")
         try:
             await self.endpoint.start()
         except OSError as error:
-            found = f"environment.address: this host cannot listen on {self._config.address} ({error})"
+            found = f"environment.address: this host cannot listen on {self.config.address} ({error})"
             raise EnvironmentFault(f"{found}; `ip address` lists its addresses", reason="start") from error
         self._scratch = Scratch("asyncrl-agents-")
 
@@ -81,19 +78,19 @@ class AgentEnvironment:
             # A row that names its seed is a task made from it.
             given = {"seed": seed, "episode": episode} | dict(row) | {"prompt": prompt}
             async with self._starting:
-                name, arguments = self._config.program, self._config.command[1:]
+                name, arguments = self.config.program, self.config.command[1:]
                 program = _Program(
                     [shutil.which(name) or name, *arguments],
                     self._environment(open_episode.key, given, directory),
-                    memory_gib=self._config.memory_gib,
+                    memory_gib=self.config.memory_gib,
                 )
                 await program.started()
             status = await self._ended(program, directory / "result.json")
             await program.end()
-            self._loaded()
+            self.loaded()
             return _outcome(open_episode, status, program.printed, directory / "result.json")
         except OSError as error:  # for example, no descriptor is left for its output
-            text = with_cure(error, f"environment.command {self._config.program}: no process can be started")
+            text = with_cure(error, f"environment.command {self.config.program}: no process can be started")
             raise EnvironmentFault(text, reason="start") from error
         finally:
             self.endpoint.episodes.close(open_episode)
@@ -103,7 +100,7 @@ class AgentEnvironment:
 
     async def _ended(self, program: "_Program", result: Path) -> int:
         """The program's exit status; 0 if its time is up and it has written its result, but does not end."""
-        if not await program.ended(self._config.episode_s + self._config.step_s) and result.exists():
+        if not await program.ended(self.config.episode_s + self.config.step_s) and result.exists():
             return 0
         await program.ended(None)
         return program.status
@@ -121,9 +118,9 @@ class AgentEnvironment:
         row = json.dumps(given, default=str)
         (directory / "row.json").write_text(row)
         fits = len(f"ASYNCRL_ROW={row}") < LONGEST_VARIABLE  # JSON is ASCII
-        ours = public_environment(self._variables) | self._scratch.variables
+        ours = public_environment(self.variables) | self._scratch.variables
         # A proxy for the internet does not reach this address.
-        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), self._config.address]))
+        direct = ",".join(filter(None, [ours.get("NO_PROXY") or ours.get("no_proxy"), self.config.address]))
         # OpenAI's Agents SDK would send the conversations to OpenAI, and wait for that at its end.
         quiet = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
         needed = {
@@ -154,7 +151,7 @@ class _Program:
     ) -> None:
         self.printed = Printed()
         self.status = 0
-        self._command, self._variables, self._memory_gib = command, variables, memory_gib
+        self._command, self.variables, self._memory_gib = command, variables, memory_gib
         self._process: subprocess.Popen[bytes] | None = None
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -180,7 +177,7 @@ class _Program:
             # All that inherited the key, wherever they have moved. Without a descriptor to look, it is left
             # to the end of the environment.
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self._variables['OPENAI_API_KEY']}")
+                await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self.variables['OPENAI_API_KEY']}")
         await asyncio.wait({self._following}, timeout=END_S)
         self._following.cancel()
 
@@ -191,7 +188,7 @@ class _Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._variables,
+                env=self.variables,
                 start_new_session=True,
             )
             if self._memory_gib:

@@ -1,0 +1,81 @@
+"""`asyncrl eval`: a prompt that fails costs its own score, and an engine that fails ends the command."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import EngineError, ResultError, RunError
+from asyncrl.results import evaluate
+from asyncrl.types import Group, Prompt, Rollout, VersionSpan
+from tests.support.characters import character_tokenizer
+from tests.support.task_config import config_of
+
+ANSWER = Rollout(
+    prompt_ids=np.array([1], dtype=np.int32),
+    response_ids=np.array([2], dtype=np.int32),
+    action_mask=np.array([True]),
+    behaviour_logprobs=np.array([-1.0], dtype=np.float32),
+    version_spans=(VersionSpan(0, 1),),
+    finish_reason="stop",
+    reward=0.25,
+)
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch):
+    """Evaluate three prompts, of which some raise: metrics of the command."""
+
+    def run(*errors: Exception | None) -> dict[str, float]:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(
+            "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(len(errors)))
+        )
+        train = tmp_path / "train.jsonl"
+        train.write_text(json.dumps({"prompt": "9+9="}) + "\n")
+        model = character_tokenizer(tmp_path / "model")
+        (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
+        config = config_of(
+            model={"path": model},
+            data={"train": str(train), "eval": str(rows)},
+            eval={"samples": 1},
+        )
+
+        async def group(prompt: Prompt, number: int, *_: object) -> Group:
+            if (error := errors[number - 1]) is not None:
+                raise error
+            return Group(ticket_id=number, rollouts=(ANSWER,), generator_id="eval", finished_version=0)
+
+        @asynccontextmanager
+        async def sampler_of(*_: object) -> AsyncIterator[Any]:
+            yield SimpleNamespace(group=group)
+
+        monkeypatch.setattr(evaluate, "sampler_of", sampler_of)
+        return asyncio.run(evaluate._evaluate(config))
+
+    return run
+
+
+def test_prompts_that_fail_are_counted_and_in_no_mean(evaluated, caplog):
+    metrics = evaluated(ResultError("no reward"), None, ValueError("odd row"))
+    assert metrics["eval/prompts"] == 1 and metrics["eval/dead_groups"] == 2
+    assert metrics["eval/reward_mean"] == 0.25
+    [message] = [entry.message for entry in caplog.records]
+    assert "2 of 3 held-out prompts failed" in message and "no reward" in message
+
+
+def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
+    with pytest.raises(
+        RunError, match=r"data\.eval: each of 2 prompts failed, the first with: ValueError: odd"
+    ):
+        evaluated(ValueError("odd row"), ResultError("no reward"))
+
+
+def test_an_engine_that_fails_ends_the_command(evaluated):
+    with pytest.raises(EngineError, match="the engine is dead"):
+        evaluated(None, EngineError("the engine is dead"))
