@@ -283,7 +283,7 @@ def test_a_transfer_that_hangs_is_given_up_and_only_its_generator_waits(stage, t
     assert learner.dead == []
     learner.wait_for(lambda *_: learner.publisher.pinned == 1)
     learner.hub.stop("enough")
-    assert learner.publisher.pinned == 0
+    learner.wait_until_nothing_is_read()  # after two late transfers a copy for the disk may be under way
 
 
 def test_after_two_failed_transfers_the_version_comes_by_disk_and_the_next_one_by_slot(stage):
@@ -412,7 +412,8 @@ def test_an_order_that_cannot_be_sent_reads_nothing_and_is_tried_again(stage, ca
     generator.expect("joined")
     learner.publish(1, probe=float("nan"))
     learner.wait_for(lambda counters, _: counters["updates_failed"] >= 2)
-    assert learner.publisher.pinned == 0 and "was not sent" in caplog.text
+    learner.wait_until_nothing_is_read()
+    assert "was not sent" in caplog.text
     learner.publish(2)
     generator.expect("applied", 2)
     learner.hub.check()

@@ -256,6 +256,7 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
         if not any(request["ids"]):
             return 0.0
         asked[1] += 1
+        is_lost.set()
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -264,10 +265,12 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
         assert task is not None
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
         async with asyncio.TaskGroup() as tasks:
-            for index, answer in enumerate((number, silence)):
-                tasks.create_task(serve_scores(endpoint_of(tmp_path, "rm", index), answer))
+            tasks.create_task(serve_scores(endpoint_of(tmp_path, "rm", 1), silence))
+            await is_lost.wait()
+            tasks.create_task(serve_scores(endpoint_of(tmp_path, "rm", 0), number))
 
     stop: list = []
+    is_lost = asyncio.Event()
 
     def target() -> None:
         with pytest.raises(asyncio.CancelledError):
@@ -275,14 +278,14 @@ def test_any_scorer_answers_and_a_lost_call_is_repeated(config_file, tmp_path, m
 
     serving = threading.Thread(target=target)
     serving.start()
-    wait_until(lambda: all((tmp_path / f"rm.{index}.sock").exists() for index in range(2)))
+    wait_until(lambda: (tmp_path / "rm.1.sock").exists())
     try:
         found = scores(config, tmp_path, [[2, n] for n in range(3, 9)], timeout_s=60.0)
     finally:
         stop[0]()
         serving.join()
     assert found == [[5.0, 6.0, 7.0, 8.0, 9.0, 10.0]]
-    assert asked[0] == 6 and asked[1] > 0
+    assert asked[0] >= 6 and asked[1] > 0
 
 
 @pytest.mark.parametrize(
