@@ -23,7 +23,9 @@ class GroupRewards:
     num_groups: int
     lengths_S: Tensor  # int64, number of action tokens of each sequence
     sequence_T: Tensor  # int64, non-decreasing: the sequence of each action token
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # parts of the reward, each [S]; used by gdpo
+    parts: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # of the reward, [S], NaN if absent; used by gdpo
     token_rewards_T: Tensor | None = None  # added to `rewards_S`, e.g. minus the KL penalty
     values_T: Tensor | None = None  # the critic's values; used by gae
     greedy_rewards_group: Tensor | None = None  # [G], of the greedy response to each prompt; used by remax

@@ -55,12 +55,17 @@ def absolute_straight_through(logprobs_T: Tensor, reference_logprobs_T: Tensor) 
 
 
 def bias_corrected(kl_T: Tensor, batch: TokenBatch, logprobs_T: Tensor) -> Tensor:
-    """w r KL, r = pi / anchor with its gradient: the KL under pi from another policy's tokens.
+    """w r KL, r = pi / anchor: KL under pi from another policy's tokens. Its gradient is w r d grad ln pi.
 
-    So the expected gradient, with k1 and with k3, is that of KL(pi || pi_ref). Source: DeepSeek-V3.2 2025
+    So the expected gradient is that of KL(pi || pi_ref), whatever the estimator. Source: DeepSeek-V3.2 2025
     (arXiv:2512.02556), unbiased KL estimate; there the denominator of r is the policy that sampled.
     """
-    return batch.weighted(kl_T * log_ratio(logprobs_T, batch.anchor_logprobs_T).exp())
+    assert batch.reference_logprobs_T is not None
+    constant_T = logprobs_T.detach()
+    ratio_T = log_ratio(constant_T, batch.anchor_logprobs_T).exp()
+    # Not by autograd of r KL: of the bounded k3, of k2 and of |d| it points away from a reference far off.
+    d_T = log_ratio(constant_T, batch.reference_logprobs_T)
+    return batch.weighted(ratio_T * (kl_T.detach() + d_T * (logprobs_T - constant_T)))
 
 
 def _with_k2_gradient(value_T: Tensor, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

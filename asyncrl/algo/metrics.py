@@ -86,12 +86,13 @@ def group_metrics(rewards: GroupRewards) -> dict[str, Tensor]:
     totals_S = rewards.totals_S
     sizes_G = torch.bincount(rewards.group_S, minlength=rewards.num_groups)
     std_S = rewards.group_std_S(totals_S, ddof=1)
+    is_flat_S = rewards.group_std_S(rewards.rewards_S.double(), ddof=1) == 0  # without the KL of tokens
     columns = {
         "groups": sizes_G > 0,
         "rewards": torch.ones_like(totals_S),
         "group/singleton": sizes_G == 1,
         # Each group counts once, however many sequences it has.
-        "group/zero_variance": ((std_S == 0) & (rewards.sizes_S > 1)) / rewards.sizes_S,
+        "group/zero_variance": (is_flat_S & (rewards.sizes_S > 1)) / rewards.sizes_S,
         "group/reward_std": std_S / rewards.sizes_S,
         "reward/mean": totals_S,
         "reward/square": totals_S.square(),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.group_rewards import GroupRewards
-from asyncrl.algo.ranges import NonNegative, Positive
+from asyncrl.algo.ranges import EQUAL, NonNegative, Positive
 from asyncrl.algo.tokens import segment_sum
 
 
@@ -70,7 +70,8 @@ def kto(
     """
     counts_S = rewards.lengths_S > 0
     if threshold is None:
-        sign_S = rewards.centred_S(rewards.rewards_S.double()).sign() * counts_S
+        centred_S = rewards.centred_S(rewards.rewards_S.double())
+        sign_S = centred_S.sign() * (centred_S.abs() > EQUAL) * counts_S
     else:
         sign_S = (2.0 * (rewards.rewards_S > threshold) - 1.0).double() * counts_S
     log_ratio_S = _log_ratio_S(rewards)
@@ -149,7 +150,7 @@ def pairs_of(
     for members in torch.split(indices_S, sizes):
         rewards_M = rewards.rewards_S[members].double()
         gap_MM = rewards_M[:, None] - rewards_M
-        is_pair_MM = gap_MM > margin
+        is_pair_MM = gap_MM > margin + EQUAL
         if pairs == "best_worst" and len(members):
             is_pair_MM &= gap_MM == gap_MM.max()
         if count := int(is_pair_MM.sum()):

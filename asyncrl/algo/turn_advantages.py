@@ -56,10 +56,9 @@ def gigpo(
     _, cell_K = torch.unique(state_K * rewards.num_groups + group_K, return_inverse=True)
 
     def compared(values: Tensor, cell: Tensor, episode: Tensor) -> Tensor:
-        if norm == "std":
-            return _z_score(values, cell, std_eps)
         mean, others = _mean_of_others(values, cell, episode)
-        return torch.where(others > 0, values - mean, 0.0)
+        found = _z_score(values, cell, std_eps) if norm == "std" else values - mean
+        return torch.where(others > 0, found, 0.0)
 
     every_S = torch.arange(rewards.num_sequences, device=rewards.group_S.device)
     episode_S = compared(rewards.totals_S, rewards.group_S, every_S)

@@ -197,9 +197,6 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
     if kl.bias_corrected and kl.placement == "reward":
         text = f"{corrected} is true, but {placement} is reward, where the KL has no gradient; drop it, or "
         yield broken(f"{corrected} {placement}", f"{text}set placement: loss")
-    if kl.bias_corrected and name in PLAIN:
-        text = f"{key} is {name}, which takes the gradient of k2, but {corrected} needs the estimator's own"
-        yield broken(f"{key} {corrected}", f"{text}; set {PLAIN[name]}")
     if kl.coefficient and kl.placement == "reward" and name in PLAIN:
         text = f"{key} is {name}, which differs from {PLAIN[name]} in its gradient only, and the reward uses "
         text += f"the value only; set {PLAIN[name]}"

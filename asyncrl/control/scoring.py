@@ -120,7 +120,7 @@ class ScorerService:
             raise Unanswered(text, reason="unavailable") from None
         finally:
             # Also when the caller's own time is over: who asks next waits for a scorer.
-            self._is_ready = self._is_ready and answer.done()
+            self._is_ready = self._is_ready and answer.done() and not answer.cancelled()
             del self._waiting[key]
 
     async def _read(self) -> None:

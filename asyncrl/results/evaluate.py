@@ -15,7 +15,7 @@ from asyncrl.engine.sampler import GroupSampler
 from asyncrl.errors import EngineError, ResultError, RunError, reason_of
 from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
-from asyncrl.lora import SETTINGS
+from asyncrl.lora import SETTINGS, require_usable
 from asyncrl.results.engine_process import ask, sampler_of, serve
 from asyncrl.results.export import saved_export
 from asyncrl.run.directory import find_run
@@ -46,9 +46,10 @@ def evaluate_model(
             hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"
             raise RunError(f"{directory.path} is a stage, whose rows are no prompts; {hint}")
     is_adapter = (Path(model) / SETTINGS).exists()
-    chosen = (
-        [f"model.lora.start={model}", "model.lora.sync=adapter"] if is_adapter else [f"model.path={model}"]
-    )
+    # Of a whole model, an adapter of the config is no part; and nothing is compared with a reference.
+    chosen = [f"model.path={model}", "model.lora=null"]
+    if is_adapter:
+        chosen = [f"model.lora.start={model}", "model.lora.sync=adapter", "algorithm.reference=null"]
     overrides = [*overrides, *chosen]
     sets = load_config(config_path, overrides).data.sets
     if not sets:
@@ -61,6 +62,8 @@ def evaluate_model(
 
 
 async def _evaluate(config: Config, *only: str) -> dict[str, float]:
+    if config.model.lora is not None:
+        require_usable(config.model.lora, config.model.path)
     prompts = PromptSource.of(config)
     vocabulary, metrics = vocabulary_size(config.model), dict[str, float]()
     sets = {name: config.of(one) for name, one in config.data.sets.items() if not only or name in only}

@@ -29,7 +29,7 @@ async def _play(config: Config, rows: str) -> list[dict[str, Any]]:
     spec = SamplingSpec.of(config.sampling, config.sampling.temperature)
     limits, _ = group_limits(config, vocabulary_size(config.model))
     async with sampler_of(config, prompts, "play", range(len(config.data.train))) as sampler:
-        one = replace(limits, rollouts=1)
+        one = replace(limits, rollouts=1, required=())  # a teacher does not run here
         return [
             plain(await sampler.group(prompts.prompt(ticket), ticket, one, spec), prompts)
             for ticket in range(1, int(rows) + 1)

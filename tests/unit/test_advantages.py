@@ -485,6 +485,31 @@ def test_a_missing_column_is_named(name, column):
         estimate(name, dataclasses.replace(make_rewards(1), **{column: None}), params)
 
 
+def test_gdpo_gives_nothing_to_an_answer_without_the_part_and_compares_the_others():
+    """Group 0: one of four abstains from `short`; group 1: all do, so that only `right` counts."""
+    rewards = dataclasses.replace(
+        make_rewards(1, sizes=[4, 2]),
+        lengths_S=torch.ones(6, dtype=torch.int64),
+        sequence_T=torch.arange(6),
+        parts={
+            "right": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
+            "short": torch.tensor([8.0, 9.0, 10.0, math.nan, math.nan, math.nan]),
+        },
+        **dict.fromkeys(
+            (
+                one.name
+                for one in dataclasses.fields(GroupRewards)
+                if one.name[-2:] in ("_T", "_K") and one.name != "sequence_T"
+            ),
+            None,
+        ),
+    )
+    half = math.sqrt(0.5)
+    expected = torch.tensor([-1.0, 0.0, 1.0, 0.0, -half, half])
+    found = estimate("gdpo", rewards)
+    torch.testing.assert_close(found / found[2], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_gdpo_names_parts_that_do_not_exist_and_refuses_token_rewards():
     with pytest.raises(ConfigError, match=r"'wrong'.*'right', 'short'"):
         estimate("gdpo", make_rewards(1), {"weights": {"wrong": 1.0}})

@@ -312,3 +312,10 @@ def test_group_metrics_of_ranks_add_up():
         everything.max().item(),
     )
     assert published["groups"] == sum(rewards.num_groups for rewards in both)
+
+
+def test_rewards_are_equal_whatever_the_tokens_pay_for_the_divergence():
+    rewards = make_rewards(1, sizes=[3, 2], token_rewards=True)
+    rewards = dataclasses.replace(rewards, rewards_S=torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]))
+    published = finish(merge([group_metrics(rewards)]))
+    assert published["group/zero_variance"] == pytest.approx(0.5) and published["group/reward_std"] > 0.0

@@ -79,6 +79,7 @@ def test_loss_and_gradient_agree(entry):
     if "kl" in entry:
         kl_T = registry.resolve("kl", entry["kl"]["name"], {})(logprobs_T, column("reference"))
         if entry["kl"]["bias_corrected"]:
+            tokens = dataclasses.replace(tokens, reference_logprobs_T=column("reference"))
             kl_T = bias_corrected(kl_T, tokens, logprobs_T)
         losses_T = losses_T + entry["kl"]["coefficient"] * kl_T
     loss = aggregated(losses_T, entry["aggregation"])

@@ -4,13 +4,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl.errors import EngineError, ResultError, RunError
+from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError, EngineError, ResultError, RunError
 from asyncrl.results import evaluate
 from asyncrl.types import Group, Prompt, Rollout, VersionSpan
 from tests.support.characters import character_tokenizer
@@ -79,3 +82,59 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
 def test_an_engine_that_fails_ends_the_command(evaluated):
     with pytest.raises(EngineError, match="the engine is dead"):
         evaluated(None, EngineError("the engine is dead"))
+
+
+def adapter(tmp_path: Path, **settings: object) -> str:
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").touch()
+    saved = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "base_model_name_or_path": "base", **settings}
+    (directory / "adapter_config.json").write_text(json.dumps(saved))
+    return str(directory)
+
+
+@pytest.fixture
+def config_for(tmp_path, monkeypatch):
+    """The config with which the engine's process evaluates a model by a file."""
+
+    def of(model: str, text: str) -> Config:
+        file, rows = tmp_path / "run.yaml", tmp_path / "rows.jsonl"
+        rows.write_text('{"prompt": "1+1="}\n')
+        data = (
+            f"data: {{train: {rows}, eval: {rows}}}\nrun: {{name: r}}\nreward: {{functions: [exact_match]}}\n"
+        )
+        file.write_text(data + text)
+        asked = []
+        monkeypatch.setattr(
+            evaluate, "ask", lambda module, path, overrides: asked.append(load_config(path, overrides))
+        )
+        evaluate.evaluate_model(model, file, [])
+        return asked[0]
+
+    return of
+
+
+def test_a_whole_model_is_measured_without_the_adapter_of_the_config(config_for):
+    config = config_for("merged", "model: {path: base, lora: {rank: 8, start: sft}}\n")
+    assert config.model.path == "merged" and config.model.lora is None
+
+
+def test_an_adapter_is_measured_by_a_config_with_a_teacher_that_is_the_base(config_for, tmp_path):
+    teacher = "algorithm: {advantage: distill, reference: {template: '{answer}{prompt}'}}\n"
+    model = adapter(tmp_path)
+    config = config_for(model, f"model: {{path: base, lora: {{rank: 16}}}}\n{teacher}")
+    assert str(config.model.lora.start) == model
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lora_alpha": 16}, "lora.alpha"),
+        ({"r": 8}, "lora.rank"),
+        ({"base_model_name_or_path": "other"}, "adapter of other"),
+    ],
+)
+def test_an_adapter_that_the_config_would_use_otherwise_is_refused(config_for, tmp_path, settings, said):
+    config = config_for(adapter(tmp_path, **settings), "model: {path: base, lora: {}}\n")
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(evaluate._evaluate(config))

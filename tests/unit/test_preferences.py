@@ -353,3 +353,30 @@ def test_metrics_are_means_over_groups_with_a_pair(seed):
         abs=1e-9,
     )
     assert preference_metrics(dataclasses.replace(made, reference_logprobs_T=None)) == {}
+
+
+def compared(name: str, rewards: Sequence[float], **params: Any) -> list[float]:
+    """The advantages of answers of one token, with log-probabilities equal to those of the reference."""
+    count = len(rewards)
+    column = torch.full((count,), -1.0)
+    given = GroupRewards(
+        rewards_S=torch.tensor(rewards),
+        group_S=torch.zeros(count, dtype=torch.int64),
+        num_groups=1,
+        lengths_S=torch.ones(count, dtype=torch.int64),
+        sequence_T=torch.arange(count),
+        logprobs_T=column,
+        reference_logprobs_T=column,
+    )
+    return registry.resolve("advantage", name, params)(given).tolist()
+
+
+@pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (0.6, 0.7, 0.8), (1 / 3, 2 / 3, 1.0)])
+def test_an_answer_at_the_mean_but_for_rounding_has_no_sign(rewards):
+    assert compared("kto", rewards) == pytest.approx([-0.0375, 0.0, 0.0375])
+
+
+@pytest.mark.parametrize("rewards", [(0.3, 0.2), (1.0, 0.9), (0.6, 0.5), (0.5, 0.4), (0.9, 0.8)])
+def test_a_gap_of_the_margin_but_for_rounding_is_no_pair(rewards):
+    assert compared("dpo_pairs", rewards, pairs="all", margin=0.1) == [0.0, 0.0]
+    assert compared("dpo_pairs", rewards, pairs="all", margin=0.09) != [0.0, 0.0]

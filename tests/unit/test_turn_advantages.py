@@ -118,7 +118,9 @@ def gigpo(
         ]
         if norm == "std":
             episode = z_score(own.total, [one.total for one in group], std_eps)
-            turn = z_score(own.to_come(k, gamma), [one.to_come(j, gamma) for one, j in same], std_eps)
+            met = any(one is not own for one, _ in same)
+            found = [one.to_come(j, gamma) for one, j in same]
+            turn = z_score(own.to_come(k, gamma), found, std_eps) if met else 0.0
         else:
             others = [one.to_come(j, gamma) for one, j in same if one is not own]
             episode = own.total - mean([one.total for one in group if one is not own])
