@@ -1,11 +1,20 @@
 """`asyncrl play`: the pieces of an episode are its tokens, in order, by who said them and which weights."""
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
 
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.buffer.lanes import group_limits
+from asyncrl.results import play
 from asyncrl.results.play import _lines, pieces, plain
 from asyncrl.types import Group, Rollout, Turns, VersionSpan
+from tests.support.characters import character_tokenizer
+from tests.support.task_config import config_of
 
 ROLLOUT = Rollout(
     prompt_ids=np.array([1, 2], np.int32),
@@ -47,3 +56,29 @@ def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
     assert "  sequence 2 of 2" in lines and lines.count('  context v3  "cd"  [12 13]') == 2
     assert '  action v4   "fgh"  [15 16 17]' in lines
     assert lines[-1] == "  turns: reward 0.5 (environment 1); turns 2"
+
+
+def test_no_teacher_is_asked(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    model = character_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
+    config = config_of(
+        model={"path": model},
+        data={"train": str(rows)},
+        algorithm={"advantage": "distill", "reference": {"template": "{answer}{prompt}", "scorers": 1}},
+    )
+    asked = []
+
+    async def group(prompt: object, ticket: int, limits: GroupLimits, spec: object) -> Group:
+        asked.append(limits.required)
+        return Group(ticket_id=1, rollouts=(ROLLOUT,), generator_id="play", finished_version=0)
+
+    @asynccontextmanager
+    async def sampler_of(*_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(group=group)
+
+    monkeypatch.setattr(play, "sampler_of", sampler_of)
+    monkeypatch.setattr(play, "plain", lambda group, prompts: {})
+    asyncio.run(play._play(config, "1"))
+    assert group_limits(config, 64)[0].required and asked == [()]

@@ -12,7 +12,7 @@ from asyncrl.cli.foreground import run_here
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.resume import OTHER_RUN, REFUSED, bound
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import BEGAN_WITH, Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import CheckpointError, ConfigError, RunError
 from asyncrl.preflight.validate import validated_config
@@ -345,4 +345,17 @@ def test_the_config_of_a_moved_run_does_not_begin_another_one(path, tmp_path):
 def test_what_a_checkpoint_holds_of_the_config_survives_its_json(path):
     config = load_config(path)
     values = config.fixed_values(rows=DataFiles(config).train)
-    assert json.loads(json.dumps(values)) == values and values.keys() == bound(Config).keys()
+    assert json.loads(json.dumps(values)) == values and values.keys() == {*bound(Config), BEGAN_WITH}
+
+
+@pytest.mark.parametrize("digests", [("aa", "bb"), ("aa", None)])
+def test_a_stage_that_was_trained_again_is_another_base(path, tmp_path, digests):
+    """The weights that are trained are in the checkpoint; those of an adapter's base, and of a reference, are not."""
+    config = load_config(path)
+    record, sound = tmp_path / "stage.json", json.dumps({"digest": digests[0]})
+    record.write_text(sound)
+    directory = trained(config, 3)
+    refuse_changes(config, directory, read_saved(directory), DataFiles(config))
+    record.write_text(json.dumps({"digest": digests[1]}))
+    with pytest.raises(ConfigError, match=r"model\.path: the stage there was trained again"):
+        refuse_changes(config, directory, read_saved(directory), DataFiles(config))
