@@ -46,37 +46,29 @@ gymnasium.register(NAME, entry_point=Digits)
 
 def make_player(directory: Path, seed: int) -> None:
     """Make a model that moves at random."""
-    import torch
-
-    from asyncrl.quickstart.tiny import EOS, IGNORED, Size, make_model, make_tokenizer, train_on
+    if __package__:
+        from . import pupils  # python -m asyncrl.examples.cartpole
+    else:
+        import pupils  # type: ignore[import-not-found, no-redef]
 
     characters = "".join(sorted({*RULE, *BEGIN, *"0123456789"}))
-    size = Size(seed=seed, steps=80, batch=16)
-    tokenizer, model, draw = make_tokenizer(characters), make_model(size, characters), random.Random(seed)
+    size = pupils.Size(seed=seed, steps=80, batch=16)
+    tokenizer, model = pupils.make_tokenizer(characters), pupils.make_model(size, characters)
+    draw = random.Random(seed)
 
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        games = []
-        for _ in range(size.batch):
-            game = Digits()
-            state, _ = game.reset(seed=draw.randrange(1 << 30))
-            ids = tokenizer(BEGIN + RULE + state)["input_ids"]
-            labels, is_over = [IGNORED] * len(ids), False
-            while not is_over:
-                action = draw.randrange(2)
-                state, _, *ends, _ = game.step(action)
-                move = [*tokenizer(str(action), add_special_tokens=False)["input_ids"], EOS]
-                shown = tokenizer(state, add_special_tokens=False)["input_ids"]
-                ids, labels = ids + move + shown, labels + move + [IGNORED] * len(shown)
-                is_over = any(ends)
-            games.append((ids, labels))
-        longest = max(len(ids) for ids, _ in games)
-        padded = [
-            (ids + [0] * (longest - len(ids)), labels + [IGNORED] * (longest - len(ids)))
-            for ids, labels in games
-        ]
-        return torch.tensor([ids for ids, _ in padded]), torch.tensor([labels for _, labels in padded])
+    def play() -> list[str]:
+        game = Digits()
+        state, _ = game.reset(seed=draw.randrange(1 << 30))
+        texts, is_over = [BEGIN + RULE + state], False
+        while not is_over:
+            action = draw.randrange(2)
+            state, _, *ends, _ = game.step(action)
+            texts += [str(action), state]
+            is_over = any(ends)
+        return texts
 
-    train_on(model, (batch() for _ in range(size.steps)), size, print)
+    batches = (pupils.encode_games(tokenizer, [play() for _ in range(size.batch)]) for _ in range(size.steps))
+    pupils.train_on(model, batches, size, print)
     model.config.max_position_embeddings = tokenizer.model_max_length = 1024
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

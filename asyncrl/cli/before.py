@@ -204,33 +204,3 @@ def play(
 
     for line in play_rows(*required_config(words, config), rows):
         typer.echo(line)
-
-
-@app.command()
-def warmup(
-    directory: Path,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Make it with this seed; without, `sums` is copied.", show_default=False),
-    ] = None,
-    game: Annotated[
-        str, typer.Option(help="`sums` of the quick start, or `guess` or `calculator` of these configs.")
-    ] = "sums",
-) -> None:
-    """Make the tiny model of a shipped config, which is bad at its task."""
-    from asyncrl.quickstart.shipped import place
-
-    if game == "sums" and seed is None:
-        place(directory, typer.echo)
-        return
-    from asyncrl.quickstart.pupils import PUPILS, make_pupil
-    from asyncrl.quickstart.tiny import Size
-    from asyncrl.quickstart.warmup import WarmupSettings, build
-
-    seed = seed or 0
-    if game == "sums":
-        build(directory, WarmupSettings(seed=seed), typer.echo)
-    elif game in PUPILS:
-        make_pupil(game, directory, Size(seed=seed), typer.echo)
-    else:
-        raise typer.BadParameter(f"found {game}; allowed are sums, {', '.join(PUPILS)}", param_hint="--game")

@@ -27,7 +27,10 @@ ELSEWHERE = {
     "train": "up",
 }
 # Commands that an earlier release had, and where their results are now.
-GONE = {"analyze": "curves are in `asyncrl report`, all values in RUN/metrics/*.jsonl and `Run.metrics()`"}
+GONE = {
+    "analyze": "curves are in `asyncrl report`, all values in RUN/metrics/*.jsonl and `Run.metrics()`",
+    "warmup": "`python examples/pupils.py`, or `python -m asyncrl.examples.pupils`, makes such models",
+}
 # typer's error for a wrong command line: a class of click, which newer releases of typer contain.
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 

@@ -1,1 +1,1 @@
-"""Makes the tiny model and the data of the quick start."""
+"""What a user begins with: a first task, the shipped model of the quick start, and small games."""

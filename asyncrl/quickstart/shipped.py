@@ -1,6 +1,6 @@
 """The quick-start model as it is shipped, so that a first run waits for no warm-up.
 
-`asyncrl warmup DIRECTORY --seed 0` makes the same again.
+`python examples/pupils.py sums DIRECTORY` makes the same again.
 """
 
 import json

@@ -55,7 +55,6 @@ NOT_TYPED = {
     "asyncrl sweep": "several runs: tests/integration/test_first_run.py",
     "asyncrl stage": "TRL trains: tests/integration/test_stages.py has each kind of stage",
     "asyncrl play": "an engine's start: tests/unit/test_play.py has what it shows of an episode",
-    "asyncrl warmup": "a minute each: tests/unit/test_games.py has what these models are shown",
     "cd /shared/task": "a directory that nodes share: tests/integration/test_ray.py has one",
     "cp": "tests/unit/test_deploy.py types the lines that fill in .env",
     "docker": "Docker: tests/integration/test_composed_run.py starts what the Compose file says, by podman",
@@ -84,6 +83,7 @@ NOT_TYPED = {
     "python -m bench.hosts": "tens of minutes: tests/integration/test_hosts.py and test_rank_hosts.py lose such hosts",
     "python -m bench.cores": "minutes of measuring: tests/unit/test_gpus.py has what processes are told",
     "python -m bench.asynchrony": "two runs of `asyncrl up`, minutes",
+    "python examples/pupils.py": "a minute each: tests/unit/test_games.py has what these models are shown",
     "python examples/stories.py": "network; tests/unit/test_stories.py makes it of another model",
     "python -m bench.environments": "half a minute of measuring: its parts are in tests/integration/test_environments.py",
     "python -m bench.endpoint": "minutes: its parts are in tests/unit/test_endpoint.py and test_duty.py",
@@ -165,7 +165,7 @@ def test_every_reason_is_one_for_a_command_of_a_page_and_names_tests_that_exist(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone after the warm-up of the quick start, with another model and the files of the guide."""
+    """A clone after the quick start, with another model and the files of the guide."""
     project = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "configs", project / "configs")
     quickstart = project / "build" / "quickstart"

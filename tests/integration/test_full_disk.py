@@ -11,19 +11,18 @@ import yaml
 
 from asyncrl.cli.after import export
 from asyncrl.errors import RunError
-from asyncrl.quickstart import warmup
-from asyncrl.quickstart.warmup import WarmupSettings
 from asyncrl.results.compare import compare_runs
 from asyncrl.results.run_page import write_report
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
+from examples.pupils import Sums, make_sums
 from reliability.crash.small_run import Weights
 from tests.support.fake_trainer import save_whole
 from tests.support.synthetic_run import SyntheticRun
 
 pytestmark = pytest.mark.integration
 
-TINY = WarmupSettings(layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=1)
+TINY = Sums(layers=1, hidden=32, heads=2, intermediate=32, test_rows=16, batch=8, steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(run, disk, tmp_path)
         "model": partial(export, run),
         "report.html": partial(write_report, run),
         "both.html": partial(compare_runs, [run, shutil.copytree(run, tmp_path / "other")]),
-        "quickstart": partial(warmup.build, settings=TINY, report=str),
+        "quickstart": partial(make_sums, settings=TINY, report=str),
     }
     for name, write in writers.items():
         with pytest.raises(

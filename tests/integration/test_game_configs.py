@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from asyncrl.commands.down import processes_of
-from asyncrl.quickstart import pupils
-from asyncrl.quickstart.tiny import Size
+from examples import pupils
 from tests.support.whole_run import rows, start
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -22,7 +21,7 @@ def test_a_game_is_played_and_trained(tmp_path, monkeypatch, game, engine, most_
     monkeypatch.setattr(pupils, "GAMES", 200)
     monkeypatch.setattr(pupils.Adder, "asks", 1.0)  # else so few steps would not see the calculator's answer
     made, run = tmp_path / "made", tmp_path / "runs" / game
-    pupils.make_pupil(game, made, Size(layers=1, steps=100), lambda line: None)
+    pupils.make_pupil(game, made, pupils.Size(layers=1, steps=100), lambda line: None)
     values = {
         "extends": str(CONFIGS / f"{game}.yaml"),
         "run": {"root": str(run.parent)},

@@ -30,13 +30,13 @@ from asyncrl.engine.open import open_engine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.launch.training import trainer_of
 from asyncrl.learner import Step, run_learner
-from asyncrl.quickstart.warmup import WarmupSettings, build
 from asyncrl.report.step_metrics import step_metrics
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.collectives import Rendezvous
 from asyncrl.trainer.device import choose_device
 from asyncrl.types import Group, Rollout
+from examples.pupils import Sums, make_sums
 from tests.support.command import ASYNCRL
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -105,7 +105,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     directory = tmp_path_factory.mktemp("presets")
-    tiny = WarmupSettings(
+    tiny = Sums(
         layers=1,
         hidden=64,
         heads=2,
@@ -116,13 +116,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         report_every=60,
         lr=3e-3,
     )
-    built = build(directory / "quickstart", tiny, lambda line: None)
+    made = directory / "quickstart"
+    make_sums(made, tiny, lambda line: None)
     (directory / "rewards.py").write_text(REWARDS)
     (directory / "hook.py").write_text(HOOK)
     base = {
         "run": {"name": "presets", "root": str(directory / "runs")},
-        "model": {"path": str(built.model), "dtype": "float32"},
-        "data": {"train": str(built.train), "eval": str(built.test)},
+        "model": {"path": str(made / "model"), "dtype": "float32"},
+        "data": {"train": str(made / "train.jsonl"), "eval": str(made / "test.jsonl")},
         "reward": {
             "functions": [
                 {"function": "arithmetic"},

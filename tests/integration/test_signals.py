@@ -34,7 +34,7 @@ COMMANDS = [
     "logs", "logs --follow", "status", "status --watch", "status --json", "samples", "samples --follow", "audit", "report", "compare", "export",
     "down", "scale generators=2", "up task.yaml", "learner task.yaml", "generator --wait 30",
     "rank --config task.yaml --host 1 --learner 127.0.0.1", "validate task.yaml",
-    "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "warmup quick --seed 0", "eval model task.yaml", "version",
+    "plan task.yaml", "doctor", "reward test task.yaml", "quickstart", "eval model task.yaml", "version",
     "play task.yaml", "stage stage.yaml", "pipeline pipeline.yaml", "environment test score.py", "dataset reasoning_gym:chain_sum",
     "init new", "sweep task.yaml learner.steps=1,2",
 ]  # fmt: skip
@@ -46,7 +46,6 @@ ENDLESS = (
     "generator --wait 30",
     "doctor",
     "quickstart",
-    "warmup quick --seed 0",
     "reward test task.yaml",
 )
 """Commands that are not done by the time of the signal."""

@@ -143,6 +143,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "audit nowhere": ("no run found at nowhere", "give the directory"),
     "export nowhere --to x": ("no run found at nowhere", "give the directory"),
     "analyze runs/old": ("found no command `analyze`", "curves are in `asyncrl report`"),
+    "warmup quick --seed 0": ("found no command `warmup`", "`python -m asyncrl.examples.pupils`"),
     "scale learner=+2": ("found `learner=+2`", "allowed is generators=+2"),
     "eval model": ("model is a model, not a run", "asyncrl eval model FILE"),
     "generator": ("no run found at runs", "give the directory"),

@@ -31,8 +31,8 @@ PLACEHOLDERS = {
     "URL": "redis://127.0.0.1/0",
     "METRIC": "reward/mean",
 }
-NOT_IN_THE_README = {"warmup", "version"}
-"""A part of `make quickstart`; what every program has."""
+NOT_IN_THE_README = {"version"}
+"""What every program has."""
 
 
 def parse(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,11 +12,10 @@ from asyncrl.addons.endpoint.agent_process import AgentEnvironment
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Answer
 from asyncrl.quickstart.games import GUESSES, LARGEST, Calculator, Guess
-from asyncrl.quickstart.pupils import PUPILS, batches
-from asyncrl.quickstart.tiny import EOS, IGNORED, Size, make_tokenizer
-from asyncrl.quickstart.warmup import careless_sum
+from examples.pupils import EOS, IGNORED, PUPILS, Size, batches_of_games, careless_sum, make_tokenizer
 from tests.support.agent_talks import ScriptedTalk
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 GAMES = {"guess": (Guess, ("secret",)), "calculator": (Calculator, ("answer",))}
 
 
@@ -70,7 +70,7 @@ def test_the_agent_of_the_calculator_plays_the_same_game(answers):
 
 
 async def played(talk, row, prompt):
-    program = str(Path(__file__).parents[2] / "examples" / "calculator_agent.py")
+    program = str(EXAMPLES / "calculator_agent.py")
     environment = AgentEnvironment(EnvironmentConfig(command=(sys.executable, program)))
     await environment.start()
     try:
@@ -116,7 +116,7 @@ def test_an_adder_asks_as_often_as_it_says_and_otherwise_forgets_carries():
 def test_only_the_pupils_answers_and_their_ends_are_trained(name):
     pupil, size = PUPILS[name], Size(batch=64, steps=1)
     tokenizer = make_tokenizer(pupil.characters)
-    ((tokens_BT, labels_BT),) = batches(pupil, pupil.rows(random.Random(0))[0], size)
+    ((tokens_BT, labels_BT),) = batches_of_games(pupil, pupil.rows(random.Random(0))[0], size)
     for tokens, labels in zip(tokens_BT.tolist(), labels_BT.tolist(), strict=True):
         trained = [label for label in labels if label != IGNORED]
         assert trained == [token for token, label in zip(tokens, labels, strict=True) if label != IGNORED]
@@ -124,3 +124,13 @@ def test_only_the_pupils_answers_and_their_ends_are_trained(name):
         text = tokenizer.decode([EOS if token == IGNORED else token for token in labels])
         answers = [piece for piece in text.split("<eos>") if piece]
         assert all(set(answer) <= set("0123456789?+") for answer in answers)
+
+
+@pytest.mark.parametrize("game", ["sums", *PUPILS])
+def test_a_directory_that_holds_something_is_named_with_the_usage(tmp_path, monkeypatch, capsys, game):
+    monkeypatch.setattr("sys.argv", ["pupils.py", game, str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "pupils.py"), run_name="__main__")
+    found = capsys.readouterr().err
+    assert ended.value.code == 2 and "usage: pupils.py " in found
+    assert f"error: {tmp_path} exists" in found and "remove it or name another directory" in found
