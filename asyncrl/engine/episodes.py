@@ -42,6 +42,7 @@ class Episode:
     messages: Sequence[Message]
     response: str  # the last answer
     raw_response: Callable[[], str]  # its text with special tokens, calls and reasoning
+    token_ids: Sequence[int]  # of the conversation that it ends
     turns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -183,6 +184,11 @@ class EpisodeSampler:
         rollouts = session.rollouts()
         if not rollouts:
             text = "the episode ended without an answer of the model that can be trained on"
+            if outcome.finish_reason == "time":
+                text = (
+                    f"environment.episode_s ({config.episode_s:g}) passed before the first answer was whole; "
+                )
+                text += "raise it, or lower sampling.max_response_tokens"
             raise EnvironmentFault(text, reason="silent")
         if self._scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
             found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"
@@ -196,6 +202,7 @@ class EpisodeSampler:
             messages=talk.transcript,
             response=talk.response,
             raw_response=partial(self._renderer.decode, without_stop(self._renderer, last_ids)),
+            token_ids=talk.last.ids if talk.last else (),
             turns=len(session.turns),
             metrics={
                 **counts,
@@ -314,7 +321,6 @@ class _Listener:
 
 def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
     outcome = episode.outcome
-    last = episode.rollouts[-1]
     result = {"reward": outcome.reward, "parts": dict(outcome.parts), "metrics": dict(outcome.metrics)}
     return RewardInput(
         prompt=prompt.text,
@@ -325,7 +331,7 @@ def _reward_input(prompt: Prompt, episode: Episode) -> RewardInput:
         played=dict(zip(EPISODE_COLUMNS, (list(episode.messages), episode.turns, result), strict=True)),
         truncated=outcome.finish_reason != "stop",
         response_tokens=sum(one.actions for one in episode.rollouts),
-        token_ids=[*last.prompt_ids.tolist(), *last.response_ids.tolist()],
+        token_ids=episode.token_ids,
     )
 
 

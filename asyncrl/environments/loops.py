@@ -46,7 +46,8 @@ async def play_text(
                 # An answer that was cut off may have ended the episode by chance.
                 finish_reason = "turns" if step.truncated else answer.finish_reason
             else:
-                conversation.observe(step.observation)
+                # Without a message behind it, the model would be asked to continue its own answer.
+                conversation.observe(step.observation or "")
     except BudgetSpent as spent:
         finish_reason = spent.finish_reason
     if rewards:

@@ -163,7 +163,12 @@ class Session:
         """The rule, and the text to tokenise behind the parent, or, for a new sequence, all of it."""
         history = parent.said.messages if parent and parent.said else ()
         if parent is not None and self._history == "exact":
-            found = delta(self._renderer, history, new, tools, int(parent.sampled_ids[-1]))
+            last_id = int(parent.sampled_ids[-1])
+            if new:
+                found = delta(self._renderer, history, new, tools, last_id)
+            else:  # the answer itself is to be continued, which it can be where it was cut off
+                is_cut = parent.rollout.finish_reason == "length" and last_id not in self._renderer.stop_ids
+                found = (STABLE, "") if is_cut else None
             if found is not None:
                 return found
         whole = self._renderer.render([*history, *new], tools, generation=True)

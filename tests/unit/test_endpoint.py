@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import islice
 from select import select
 
@@ -315,7 +316,7 @@ def test_if_one_of_several_choices_fails_the_others_end():
         async def chat(self, messages, **limits):
             self.asked.append(messages)
             if len(self.asked) == 2:
-                raise BudgetSpent("length")
+                raise EngineError("gone")
             try:
                 await asyncio.Event().wait()
             finally:
@@ -323,10 +324,24 @@ def test_if_one_of_several_choices_fails_the_others_end():
 
     async def play(endpoint, episode):
         answer = await post(endpoint, episode.key, {"messages": QUESTION, "n": 3})
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.status_code == 503
         assert ended == [True, True]
 
     serve(Talk(), play)
+
+
+@pytest.mark.parametrize("budget", ["length", "turns"])
+def test_the_choices_that_ended_before_a_budget_was_spent_are_answered(budget):
+    """They are recorded and trained, so the agent must have seen them."""
+    talk = ScriptedTalk(TEXT, BudgetSpent(budget), CUT)
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, {"messages": QUESTION, "n": 3})
+        assert [one["message"]["content"] for one in answer.json()["choices"]] == ["two words", "two wo"]
+        assert episode.calls == 2
+        assert (episode.overflowed, episode.spent) == ((True, "") if budget == "length" else (False, "turns"))
+
+    serve(talk, play)
 
 
 @pytest.mark.parametrize(
@@ -830,6 +845,45 @@ def test_a_retry_joins_the_call_or_gets_its_answer_and_a_repetition_is_a_new_sam
         assert (episode.calls, episode.retries, episode.refused) == (2, 2, 0)
 
     assert serve(talk, play).episodes.counts["retries"] == 2
+
+
+def test_retries_of_equal_calls_get_an_answer_each():
+    """An agent that asks the same several times at once counts votes."""
+    words = [replace(TEXT, text=f"answer {number}") for number in range(4)]
+    talk = ScriptedTalk(*words)
+
+    async def play(endpoint, episode):
+        async def text(**headers) -> str:
+            answer = await post(endpoint, episode.key, {"messages": QUESTION}, **headers)
+            return answer.json()["choices"][0]["message"]["content"]
+
+        first = [await text() for _ in range(4)]
+        again = await asyncio.gather(*(text(x_stainless_retry_count="1") for _ in range(4)))
+        assert sorted(again) == first == [one.text for one in words]
+        assert episode.retries == 4
+
+    serve(talk, play)
+
+
+def test_the_retry_of_a_call_that_was_refused_is_a_new_call(monkeypatch):
+    monkeypatch.setattr(open_episodes, "MOST_CALLS", 1)
+    talk = ScriptedTalk(TEXT, CUT)
+    talk.release.clear()
+
+    async def play(endpoint, episode):
+        body = {"messages": QUESTION}
+        first = asyncio.create_task(post(endpoint, episode.key, body))
+        await until(lambda: talk.asked)
+        for headers in ({}, {"x_stainless_retry_count": "1"}):
+            assert (await post(endpoint, episode.key, body, **headers)).status_code == 429
+        talk.release.set()
+        await first
+        second = await post(endpoint, episode.key, body, x_stainless_retry_count="2")
+        assert second.json()["choices"][0]["message"]["content"] == "two wo"
+        third = await post(endpoint, episode.key, body, x_stainless_retry_count="1")
+        assert third.status_code == 200 and (episode.calls, episode.retries) == (2, 1)
+
+    serve(talk, play)
 
 
 def test_a_waiting_stream_gets_comments_and_a_late_error_is_an_event(monkeypatch):

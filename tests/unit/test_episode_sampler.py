@@ -693,3 +693,57 @@ def test_episodes_of_one_seed_must_begin_alike():
     asyncio.run(require_same_start(shielded(fair), PROMPT))
     with pytest.raises(EnvironmentFault, match="'a0' and 'a1'; the episodes of a group are compared"):
         asyncio.run(require_same_start(shielded(unfair), PROMPT))
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_an_environment_that_says_nothing_still_takes_its_turn(nothing):
+    """Else the next answer would continue the last one."""
+    steps = [[nothing, 0.0, False], ["", 1.0, True]]
+
+    async def ask(request):
+        return {"value": "go" if request["do"] == "reset" else steps.pop(0)}
+
+    said = []
+
+    class Talk:
+        async def chat(self, messages, *, tools=()):
+            said.append([one["role"] for one in messages])
+            return Answer(text="a")
+
+        def score_turn(self, reward, state=None): ...
+
+    talk = Talk()
+    asyncio.run(play_text(talk, Conversation(talk, [], 100), ask, {}, rewards=False))
+    assert said == [["user"], ["user", "assistant", "user"]]
+
+
+def test_an_episode_without_time_for_its_first_answer_says_so():
+    async def play(talk, episode):
+        try:
+            await talk.complete("ab")
+        except BudgetSpent as spent:
+            return Outcome(finish_reason=spent.finish_reason)
+
+    made, _ = sampler(play, FakeEngine(token_s=3600.0), Lengths(), episode_s=5.0, replays=0)
+    with pytest.raises(RewardError, match=r"environment\.episode_s \(5\) passed before the first answer"):
+        group_of(made)
+
+
+def test_a_reward_model_reads_the_conversation_that_the_answer_ends():
+    """A call that is not trained may go on with another conversation afterwards."""
+    scorer = Lengths()
+
+    async def play(talk, episode):
+        await talk.chat([{"role": "user", "content": "ab"}])
+        first = talk.last
+        await talk.chat([{"role": "user", "content": "cd"}])
+        answer = first.message
+        await talk.chat(
+            [{"role": "user", "content": "ab"}, answer, {"role": "user", "content": "ef"}], train=False
+        )
+        return Outcome(finish_reason="stop")
+
+    made, _ = sampler(play, FakeEngine(), scorer)
+    group_of(made)
+    for one in scorer.given:
+        assert text_of(one.token_ids).endswith(one.raw_response()[-3:]) and "cd" in text_of(one.token_ids)

@@ -551,3 +551,27 @@ def test_special_tokens_in_tools_are_counted_in_the_first_request_only():
     record(session, first, "b!")
     messages += [{"role": "assistant", "content": "b!"}, user("ef")]
     assert (first.broken_specials, session.request(messages, tools=tools).broken_specials) == (1, 1)
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_cut_answer_is_continued_behind_its_own_ids_and_a_whole_one_is_rendered(name):
+    renderer = renderer_of(name)
+    for is_cut in (True, False):
+        session, messages = Session(renderer), [user("q")]
+        request = session.request(messages)
+        ids = [*renderer.encode("one two"), *([] if is_cut else [min(renderer.stop_ids)])]
+        rollout = replace(rollout_of(request.prompt_ids, ids), finish_reason="length" if is_cut else "stop")
+        turn = session.record(request, rollout, {"role": "assistant", "content": "one two"})
+        messages.append({"role": "assistant", "content": "one two"})
+        again = session.request(messages)
+        assert (again.rule, again.parent) == (("stable", turn) if is_cut else ("rendered", None))
+        if is_cut:
+            assert again.prompt_ids == (*request.prompt_ids, *ids) and again.delta_ids == ()
+            more = [*renderer.encode(" three"), min(renderer.stop_ids)]
+            session.record(
+                again, rollout_of(again.prompt_ids, more), {"role": "assistant", "content": " three"}
+            )
+            (sequence,) = session.rollouts()
+            assert sequence.response_ids.tolist() == [*ids, *more] and sequence.action_mask.all()
+            joined = [user("q"), {"role": "assistant", "content": "one two three"}, user("and")]
+            assert name == "gptoss" or session.request(joined).parent is session.turns[1]

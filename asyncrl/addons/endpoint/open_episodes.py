@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +43,9 @@ class OpenEpisode:
         self._past: dict[str, Past] = {}  # by the number of the answer
         self._talk = talk
         self._counts = counts
-        self._recent: OrderedDict[bytes, asyncio.Task[Json]] = OrderedDict()
+        # Calls by their digest, those first that were repeated least recently; and those refused as too many.
+        self._recent: OrderedDict[bytes, deque[asyncio.Task[Json]]] = OrderedDict()
+        self._unbegun: Counter[bytes] = Counter()
         self._running: set[asyncio.Task[Json]] = set()
         # The text of a conversation without a chat template, with and without what ended the last answer.
         self._completed = ("", "")
@@ -88,23 +90,28 @@ class OpenEpisode:
     ) -> Json:
         """Return the answer. Raises Refused.
 
-        A retry of a call, which has its `digest`, gets that call's answer, also if it is still in progress.
-        A call continues when its connection is lost, so that a retry finds it.
+        A retry of a call, which has its `digest`, gets that call's answer, also if it is still in progress;
+        retries of several equal calls get one each. A call continues when its connection is lost, so that a
+        retry finds it.
         """
-        task = self._recent.get(digest) if is_retry else None
-        if task is None:
+        same, was_refused = self._recent.get(digest), is_retry and self._unbegun[digest] > 0
+        if is_retry and same and not was_refused:
+            task = same[0]
+            same.rotate(-1)
+            self._counts["retries"] += 1
+            self.retries += 1
+        else:
             if len(self._running) >= MOST_CALLS:
+                self._unbegun[digest] += not was_refused
                 text = f"{MOST_CALLS} calls of this episode are in progress; wait until one has ended"
                 raise self.noted(Refused(429, text, "too_many_calls"))
+            self._unbegun[digest] -= was_refused
             task = asyncio.ensure_future(self._answer(dialect, call, train))
             self._running.add(task)
             task.add_done_callback(self._ended)
-            self._recent[digest] = task
+            self._recent.setdefault(digest, deque(maxlen=REMEMBERED)).append(task)
             while len(self._recent) > REMEMBERED:
                 self._recent.popitem(last=False)
-        else:
-            self._counts["retries"] += 1
-            self.retries += 1
         await asyncio.wait({task})
         if task.cancelled():
             raise over()
@@ -162,7 +169,15 @@ class OpenEpisode:
                 return [answer]
             self._has_chatted = True
             chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
-            return await _all(chat(call.messages, **limits) for _ in range(call.choices))
+            answers, spent = await _all(chat(call.messages, **limits) for _ in range(call.choices))
+            if spent is None:
+                return answers
+            if not answers:
+                raise spent
+            # The choices that ended are answered: the agent gets all that is trained.
+            self.overflowed |= spent.finish_reason == "length"
+            self.spent = spent.finish_reason if spent.finish_reason != "length" else ""
+            return answers
         except BudgetSpent as spent:
             if spent.finish_reason == "length":
                 self.overflowed = True
@@ -237,14 +252,25 @@ def over() -> Refused:
     return Refused(403, "the episode is over", "episode_over")
 
 
-async def _all(chats: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """Return the answers; if one fails, the others end."""
-    tasks = [asyncio.ensure_future(chat) for chat in chats]
+async def _all(
+    chats: Iterable[Coroutine[Any, Any, Answer]],
+) -> tuple[list[Answer], BudgetSpent | None]:
+    """Return the answers, and why there are not more; if one fails otherwise, the others end."""
+
+    async def within_budget(chat: Coroutine[Any, Any, Answer]) -> Answer | BudgetSpent:
+        try:
+            return await chat
+        except BudgetSpent as spent:
+            return spent
+
+    tasks = [asyncio.ensure_future(within_budget(chat)) for chat in chats]
     try:
-        return await asyncio.gather(*tasks)
+        found = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+    answers = [one for one in found if isinstance(one, Answer)]
+    return answers, next((one for one in found if isinstance(one, BudgetSpent)), None)
 
 
 def _parsed(body: bytes) -> Json:
