@@ -21,6 +21,7 @@ from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.algo.ranges import is_solved
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import DISCARDED_LINEAGE
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.config.data_section import drawn, error_of, prefix_of
 from asyncrl.config.resolved import eval_digest
@@ -232,11 +233,18 @@ class Evaluation:
         return results
 
     def _take(self) -> bool:
-        """Take the missing groups of the current round: several times if the gate refuses a frame."""
+        """Take the missing groups of the current round: several times if a frame is refused."""
         take = self.buffer.take(self.ledger, self.rounds.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:
             return False
+        rest = take
+        for ticket_id, (group, frame) in zip(take.ids, groups, strict=True):
+            spans = [span for rollout in group.rollouts for span in rollout.version_spans]
+            if not all(span.weights in self.history for span in spans):
+                rest = self.buffer.reject_frame(rest, ticket_id, frame, DISCARDED_LINEAGE, old=True)
+        if rest is not take:
+            return True
         self.ledger.consume(take.ids)
         self._round += [group for group, _ in groups]
         return True
