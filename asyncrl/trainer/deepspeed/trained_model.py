@@ -121,8 +121,11 @@ class TrainedModel:
             str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True
         )
 
-    def load(self, directory: Path, tag: str) -> None:
-        """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError."""
+    def load(self, directory: Path, tag: str, pace: float) -> None:
+        """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError.
+
+        A batch has `pace` times the optimizer steps that it had: the schedule stays at its share of the run.
+        """
         module = self.engine.module
         are_all = len(_trained(module)) == sum(1 for _ in module.parameters())
         path, _ = self.engine.load_checkpoint(str(directory), tag=tag, load_module_strict=are_all)
@@ -130,6 +133,7 @@ class TrainedModel:
             found = f"{directory / tag}: DeepSpeed finds no state here"
             raise CheckpointError(f"{found}; resume from another checkpoint")
         schedule = self.engine.lr_scheduler
+        schedule.last_epoch = round(schedule.last_epoch * pace)
         schedule.base_lrs = [numbers["initial_lr"] for numbers in self._groups]
         for group, numbers in zip(self.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(numbers, lr=numbers["initial_lr"] * self._share(schedule.last_epoch))
