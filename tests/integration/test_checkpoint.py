@@ -113,12 +113,13 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
                 [base | models | {"name": "resumed", "steps": [1, 2]}],
                 tmp_path / f"second {found}",
             )
-    learner.run(
-        1,
-        model,
-        [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
-        tmp_path / "without a reference",
-    )
+    with pytest.raises(AssertionError, match=r"ConfigError: .*would be lost; keep algorithm.kl.coefficient"):
+        learner.run(
+            1,
+            model,
+            [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
+            tmp_path / "without a reference",
+        )
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,6 @@ class DeepSpeedTrainer:
     def load(self, directory: Path) -> None:
         """Unpickle DeepSpeed's files. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
         layout = found | self._layout
         if found != layout:
             raise ConfigError(
@@ -246,6 +245,11 @@ class DeepSpeedTrainer:
                 "learner.ranks, learner.zero_stage, learner.offload_optimizer, learner.optimizer.kind, "
                 "model.dtype, model.lora and algorithm, or start a new run with model.path=DIRECTORY of "
                 "`asyncrl export --merge`"
+            )
+        if found.get("moved_reference") and self._reference is None:
+            raise ConfigError(
+                f"{directory}: its reference has moved (algorithm.kl.reference_decay), and without a KL it "
+                "would be lost; keep algorithm.kl.coefficient above 0, such as 1e-9"
             )
         pace = self._optimizer_steps / found.get("optimizer_steps", self._optimizer_steps)
         self._policy.load(directory, POLICY, pace)
