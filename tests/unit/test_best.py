@@ -86,6 +86,24 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> N
     assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_was_best_and_why_it_ended_go_with_their_steps(
+    tmp_path: Path, step: int, is_damaged: bool
+) -> None:
+    store, judged = opened(tmp_path, best=METRIC)
+    for saved in (1, 2):
+        judged.see({METRIC: 0.1 * saved}, saved)
+        save(store, judged, saved)
+    (tmp_path / "ENDED").write_text('{"step": 2, "record": {"worse": 1}}')
+    if is_damaged and step == 1:
+        (tmp_path / "step-000002" / "state.json").unlink()
+    elif not is_damaged:
+        store.go_back(step)
+    store.load(FakeTrainer())
+    assert (read_best(tmp_path) is None) == (step == 1) == (read_ended(tmp_path, 2) == {})
+
+
 @pytest.mark.parametrize(
     ("metrics", "metric", "is_missed"),
     [
