@@ -95,6 +95,7 @@ class Judged:
             self._best.resumed(found)
         stop = self._stop
         self._record = Record(stop.metric, stop.best_is).resumed(saved) if stop is not None else None
+        self._seen = set[int]()  # steps that were saved
         self._missed = set[str]()  # keys whose metric was looked for in vain
 
     def see(self, metrics: Mapping[str, float], step: int) -> None:
@@ -123,12 +124,13 @@ class Judged:
             return
         with self._may_fail("the record of the best checkpoint"):
             steps = self._steps()
+            self._seen.update(steps)
             for step in [step for step in sorted(self._values) if step <= max(steps, default=0)]:
                 value = self._values.pop(step)
                 if step in steps and self._best.add(step, value):
                     self._files.replace(self._directory / BEST, json.dumps(asdict(self._best)).encode())
                     self._files.fsync(self._directory)
-                elif step and step not in steps and step % self._config.every == 0:
+                elif step in self._seen.difference(steps):
                     text = "%s of step %d came after its checkpoint was removed; set a higher checkpoint.keep"
                     log.warning(text, self._best.metric, step)
 

@@ -72,6 +72,10 @@ def test_a_value_that_comes_after_its_checkpoint_has_gone_is_said_and_not_the_be
     assert read_best(tmp_path) is None and "set a higher checkpoint.keep" in caplog.text
     judged.see({METRIC: 0.2}, 2)
     assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
+    caplog.clear()
+    save(store, judged, 5)
+    judged.see({METRIC: 0.9}, 4)  # whose save failed
+    assert not caplog.messages
 
 
 def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> None:
