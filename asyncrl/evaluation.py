@@ -43,11 +43,11 @@ class Rounds(NamedTuple):
     asked: str  # identifies the prompts and how answers are sampled and scored
 
     @classmethod
-    def of(cls, config: Config, rows: Sequence[int]) -> dict[str, Self]:
-        """Return the rules of each set by its name; `rows` says how many rows each has."""
+    def of(cls, config: Config, rows: Sequence[tuple[int, str]]) -> dict[str, Self]:
+        """Return the rules of each set by its name; `rows` has the number and fingerprint of its rows."""
         found = {}
-        for (name, task), count in zip(config.data.sets.items(), rows, strict=True):
-            asked, digest = config.of(task).eval, eval_digest(config, task)
+        for (name, task), (count, fingerprint) in zip(config.data.sets.items(), rows, strict=True):
+            asked, digest = config.of(task).eval, eval_digest(config, task, fingerprint)
             found[name] = cls(min(asked.prompts, count), asked.every, config.learner.steps, digest)
         return found
 
