@@ -9,11 +9,15 @@ import pytest
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import CheckpointError, RunError
+from asyncrl.launch.saving import open_judged
 from asyncrl.results.export import saved_export
 from asyncrl.run.best import Judged, read_best, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import Saved, nothing_left
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
+from tests.support.task_config import config_of
 
 METRIC = "eval/accuracy"
 ROUND = {"eval/reward_mean": 0.5, METRIC: 0.5}
@@ -106,6 +110,30 @@ def test_what_was_best_and_why_it_ended_go_with_their_steps(
         store.go_back(step)
     store.load(FakeTrainer())
     assert (read_best(tmp_path) is None) == (step == 1) == (read_ended(tmp_path, 2) == {})
+
+
+def test_values_of_an_evaluation_that_was_changed_are_not_compared(tmp_path: Path) -> None:
+    directory, state = RunDirectory(tmp_path), LearnerState()
+    directory.create(fresh=False)
+    learner = {"steps": 9, "stop_when": {"metric": METRIC, "patience": 1}}
+    checkpoint = {"best": METRIC, "every": 1}
+    sections = {"data": {"train": "x", "eval": "e"}, "checkpoint": checkpoint, "learner": learner}
+    warm = {"every": 1, "temperature": 1.0}
+    two, four = (config_of(**sections, eval=warm | {"samples": samples}) for samples in (2, 4))
+    for step, config, value, best in ((1, two, 0.9, 1), (2, two, 0.1, 1), (3, four, 0.1, 3)):
+        store = CheckpointStore(directory.checkpoints, KEY, 2)
+        judged = open_judged(config, store, directory.checkpoints, state)
+        judged.see({METRIC: value}, step)
+        save(store, judged, step)
+        state = LearnerState(stop=judged.state())
+        assert read_best(directory.checkpoints)["step"] == state.stop["step"] == best  # type: ignore[index]
+        if step == 2:
+            judged.ended(2)
+            saved = Saved(directory.checkpoints, {"version": 2}, is_exported=True)
+            assert "has ended after step 2" in nothing_left(two, directory, saved)
+            assert nothing_left(four, directory, saved) == ""
+    del state.stop["asked"]  # of an earlier release
+    assert open_judged(four, store, directory.checkpoints, state).state()["step"] == 3
 
 
 @pytest.mark.parametrize(
