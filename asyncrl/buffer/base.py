@@ -173,9 +173,8 @@ class LearnerBuffer(Protocol):
 
         The rejection counts as a failed attempt. After the last attempt, or if `final`, the ticket is dead:
         `GIVEN_UP` and the reason replace the frame, and the take stays whole. The same happens if later takes
-        exist, because after a rollback a repeated take could otherwise return the rejected frame.
-
-        `old`: weights that the learner lost sampled it. This counts no attempt, and undoes later takes.
+        exist, because after a rollback a repeated take could otherwise return the rejected frame. One of
+        `old` weights, which the learner lost, costs no attempt, and undoes later takes.
         """
 
     def commit(self, number: int, chain: str) -> int:

@@ -107,10 +107,7 @@ def host_digest(config: Config) -> str:
 
 
 def eval_digest(config: Config, task: EvalSet, rows: str = "") -> str:
-    """Hash the data, sampling and scoring of an evaluation set, with its name, to 8 hex digits.
-
-    `rows` is the fingerprint of its rows.
-    """
+    """Hash name, data, sampling and scoring of a set, and its rows' fingerprint, to 8 hex digits."""
     config = config.of(task)
     data = config.data.of(task).model_copy(update={"eval": (task,)})
     asked: dict[str, Any] = {

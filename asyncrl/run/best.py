@@ -32,6 +32,11 @@ class Record:
     worse: int = 0  # values since then, none of them better
     asked: str = ""  # digest of the evaluation that has the metric
 
+    @staticmethod
+    def asked_by(config: Config, metric: str) -> str:
+        """Return the digest of the evaluation that has a metric; empty for a metric of steps."""
+        return eval_digest(config, task) if (task := config.data.set_of(metric)) else ""
+
     def resumed(self, saved: Mapping[str, Any] | None) -> Self:
         """Take over what was saved, if it is of the same metric and evaluation; return this record."""
         own = (self.metric, self.best_is, self.asked)
@@ -62,11 +67,6 @@ def read_ended(checkpoints: Path, step: int) -> dict[str, Any]:
     return dict(found["record"]) if found.get("step") == step else {}
 
 
-def asked_by(config: Config, metric: str) -> str:
-    """Return the digest of the evaluation that has a metric; empty for a metric of steps."""
-    return eval_digest(config, task) if (task := config.data.set_of(metric)) else ""
-
-
 def why_ended(stop: StopConfig | None, saved: Mapping[str, Any], asked: str = "") -> str:
     """Say why the training ends before its last step; empty if it goes on. `saved` is a record, or empty."""
     if stop is None or (record := Record(stop.metric, stop.best_is, asked=asked).resumed(saved)).step < 0:
@@ -95,7 +95,7 @@ class Judged:
     ) -> None:
         """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`.
 
-        `steps` returns the steps of the checkpoints that are kept; `asked` is `asked_by` this config.
+        `steps` returns the steps of the checkpoints that are kept; `asked` is `Record.asked_by` the config.
         """
         self._directory, self._steps, self._config = directory, steps, checkpoint
         self._stop = learner.stop_when

@@ -238,8 +238,7 @@ class DeepSpeedTrainer:
     def load(self, directory: Path) -> None:
         """Unpickle DeepSpeed's files. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        layout = found | self._layout
-        if found != layout:
+        if found != (layout := found | self._layout):
             raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
                 "learner.ranks, learner.zero_stage, learner.offload_optimizer, learner.optimizer.kind, "
