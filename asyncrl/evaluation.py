@@ -21,6 +21,7 @@ from asyncrl.algo.draws import best_at_k, maj_at_k, pass_at_k
 from asyncrl.algo.ranges import is_solved
 from asyncrl.buffer.base import LearnerBuffer
 from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.judge import DISCARDED_LINEAGE
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.config.data_section import drawn, error_of, prefix_of
 from asyncrl.config.resolved import eval_digest
@@ -42,11 +43,11 @@ class Rounds(NamedTuple):
     asked: str  # identifies the prompts and how answers are sampled and scored
 
     @classmethod
-    def of(cls, config: Config, rows: Sequence[int]) -> dict[str, Self]:
-        """Return the rules of each set by its name; `rows` says how many rows each has."""
+    def of(cls, config: Config, rows: Sequence[tuple[int, str]]) -> dict[str, Self]:
+        """Return the rules of each set by its name; `rows` has the number and fingerprint of its rows."""
         found = {}
-        for (name, task), count in zip(config.data.sets.items(), rows, strict=True):
-            asked, digest = config.of(task).eval, eval_digest(config, task)
+        for (name, task), (count, fingerprint) in zip(config.data.sets.items(), rows, strict=True):
+            asked, digest = config.of(task).eval, eval_digest(config, task, fingerprint)
             found[name] = cls(min(asked.prompts, count), asked.every, config.learner.steps, digest)
         return found
 
@@ -232,11 +233,18 @@ class Evaluation:
         return results
 
     def _take(self) -> bool:
-        """Take the missing groups of the current round: several times if the gate refuses a frame."""
+        """Take the missing groups of the current round: several times if a frame is refused."""
         take = self.buffer.take(self.ledger, self.rounds.prompts - len(self._round), window=1)
         groups = self.gate.groups(self.buffer, take) if take is not None else None
         if take is None or groups is None:
             return False
+        rest = take
+        for ticket_id, (group, frame) in zip(take.ids, groups, strict=True):
+            spans = [span for rollout in group.rollouts for span in rollout.version_spans]
+            if not all(span.weights in self.history for span in spans):
+                rest = self.buffer.reject_frame(rest, ticket_id, frame, DISCARDED_LINEAGE, old=True)
+        if rest is not take:
+            return True
         self.ledger.consume(take.ids)
         self._round += [group for group, _ in groups]
         return True

@@ -29,7 +29,7 @@ class Coefficients:
         if self._kl_config.target:
             self.kl = state.get("kl", self.kl)
         if self._entropy_config.target:
-            self._bonus = state.get("entropy", self._bonus)
+            self._bonus = min(state.get("entropy", self._bonus), self._entropy_config.maximum)
             self._measured = state.get("measured_entropy", self._measured)
 
     @property

@@ -165,7 +165,7 @@ class LearnerBuffer(Protocol):
         """Return the stored frames of taken ids, in their order; one that begins with `GIVEN_UP` is dead."""
 
     def reject_frame(
-        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False, old: bool = False
     ) -> Take:
         """Move an unusable frame to the dead letters and issue its id again; returns the shortened take.
 
@@ -173,7 +173,8 @@ class LearnerBuffer(Protocol):
 
         The rejection counts as a failed attempt. After the last attempt, or if `final`, the ticket is dead:
         `GIVEN_UP` and the reason replace the frame, and the take stays whole. The same happens if later takes
-        exist, because after a rollback a repeated take could otherwise return the rejected frame.
+        exist, because after a rollback a repeated take could otherwise return the rejected frame. One of
+        `old` weights, which the learner lost, costs no attempt, and undoes later takes.
         """
 
     def commit(self, number: int, chain: str) -> int:

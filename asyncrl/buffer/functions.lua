@@ -181,9 +181,9 @@ local function held(k, holder, ids)
   return found
 end
 
--- Counts a failed attempt. Returns true if the ticket is dead now; else issues the id again.
+-- Counts a failed attempt, unless `most` is empty. Returns true if the ticket is dead now; else issues the id again.
 local function is_last_attempt(k, id, most)
-  if add(k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
+  if most == '' or add(k.attempts, id, 1) < tonumber(most) then return issue_again(k, id) end
   count(k, 'dead', 1)
   return true
 end
@@ -469,8 +469,8 @@ register_for_learner('take', function(k, args)
   return {'OK', assign(k, number, previous, ids, '-'), ids}
 end)
 
--- reject epoch owner number chain id digest reason max_attempts -> OK chain ids, of the take without the id, or with the
--- reason in place of its frame. A frame with another digest stays: it was stored after the store had lost the rejected one.
+-- reject epoch owner number chain id digest reason max_attempts|'' -> OK chain ids, of the take without the id, or with
+-- the reason in place of its frame. Another frame stays: it was stored after the store had lost the rejected one.
 register_for_learner('reject', function(k, args)
   local number, chain, rejected = tonumber(args[3]), args[4], args[5]
   local take = assignment(k, number)
@@ -488,6 +488,8 @@ register_for_learner('reject', function(k, args)
   drop_frames(k, {rejected})
   count(k, 'rejected_frames', 1)
   -- Without the id the take would have another chain than the one that later takes continue, so there is no next attempt.
+  -- Lost weights are known by their name, also in a repeated take, so these takes may be undone for them.
+  if args[8] == '' then unassign_from(k, number + 1) end
   local most = number == meta(k, 'last') and args[8] or 0
   if not is_last_attempt(k, rejected, most) then return {'OK', assign(k, number, take.previous, ids, chain), ids} end
   call('HSET', k.frames, rejected, GIVEN_UP .. args[7])

@@ -305,7 +305,7 @@ class MemoryBuffer:
             return [self._store.frames[i] for i in ids]
 
     def reject_frame(
-        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False, old: bool = False
     ) -> Take:
         store = self._store
         with store.lock:
@@ -320,9 +320,12 @@ class MemoryBuffer:
                 del store.frames[ticket_id]
                 store.counters["rejected_frames"] += 1
                 most = self._rules.max_attempts if take.number == store.last and not final else 0
-                if self._is_last_attempt(ticket_id, most):
+                if old:
+                    store.unassign_from(take.number + 1)
+                    store.issue_again([ticket_id])
+                elif self._is_last_attempt(ticket_id, most):
                     store.frames[ticket_id] = GIVEN_UP + reason.encode()
-                else:
+                if ticket_id not in store.frames:
                     ids, previous = tuple(i for i in assignment.ids if i != ticket_id), assignment.previous
                     assignment = _Assignment(previous, next_chain(previous, ids), ids, assignment.chain)
                     store.takes[take.number], store.chain = assignment, assignment.chain

@@ -139,9 +139,10 @@ class RedisBuffer:
         return [frame for frame in frames if frame is not None]
 
     def reject_frame(
-        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False, old: bool = False
     ) -> Take:
-        rejected = (ticket_id, sha1_of(frame), one_line(reason), 0 if final else self._rules.max_attempts)
+        most = "" if old else 0 if final else self._rules.max_attempts
+        rejected = (ticket_id, sha1_of(frame), one_line(reason), most)
         return _take(take.number, self._learner("reject", take.number, take.chain, *rejected))
 
     def commit(self, number: int, chain: str) -> int:

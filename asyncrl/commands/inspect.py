@@ -104,7 +104,7 @@ def audit_store(config: Config, directory: RunDirectory, store_url: str | None) 
     connection = StoreConnection(url, password=password, retry_s=2.0)
     found = _audit_of(train_lane(config, connection))
     try:
-        rounds = Rounds.of(config, DataFiles(config).held_out_rows)
+        rounds = Rounds.of(config, DataFiles(config).held_out)
     except DataError as error:  # for example a relative path, seen from another directory
         return found | {"evaluation": {"not_counted": str(error)}}
     for name, one in rounds.items():

@@ -106,11 +106,12 @@ def host_digest(config: Config) -> str:
     return hashlib.sha256(_canonical(parts).encode()).hexdigest()[:16]
 
 
-def eval_digest(config: Config, task: EvalSet) -> str:
-    """Hash the data, sampling and scoring of an evaluation set, with its name, to 8 hex digits."""
+def eval_digest(config: Config, task: EvalSet, rows: str = "") -> str:
+    """Hash name, data, sampling and scoring of a set, and its rows' fingerprint, to 8 hex digits."""
     config = config.of(task)
     data = config.data.of(task).model_copy(update={"eval": (task,)})
     asked: dict[str, Any] = {
+        "rows": rows,
         "data": data.model_dump(mode="json", include={"eval", "eval_split"}),
         "reward": config.reward.model_dump(mode="json", include={"functions"}),
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),

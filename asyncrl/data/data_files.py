@@ -35,14 +35,9 @@ class DataFiles:
         return self._mixture.row(ticket_id)
 
     @property
-    def held_out_rows(self) -> list[int]:
-        """Number of rows in each set of data.eval."""
-        return [count for count, _ in self._held_out]
-
-    @property
     def fingerprint(self) -> str:
         """Fingerprint of both, which must be the same in generators."""
-        return fingerprints(self.train, [fingerprint for _, fingerprint in self._held_out])
+        return fingerprints(self.train, [fingerprint for _, fingerprint in self.held_out])
 
     @cached_property
     def _train(self) -> tuple[list[int], str]:
@@ -57,7 +52,8 @@ class DataFiles:
         return make_mixture(self._config.data, self.train_rows, seed=self._config.run.seed)
 
     @cached_property
-    def _held_out(self) -> list[tuple[int, str]]:
+    def held_out(self) -> list[tuple[int, str]]:
+        """Number and fingerprint of the rows of each set of data.eval."""
         data = self._config.data
         sets = self._without_long[1] if self._drops else load_parts(data, data.eval)
         return [(len(rows), rows.fingerprint) for rows in sets]

@@ -81,7 +81,7 @@ def lanes(config: Config, store: StoreConnection, prompts: PromptSource, vocabul
         greedy=wants_greedy(config),
         minimum_version=lambda ticket: ticket.minimum_version,
     )
-    rounds = Rounds.of(config, [len(rows) for rows in prompts.held_out])
+    rounds = Rounds.of(config, [(len(rows), rows.fingerprint) for rows in prompts.held_out])
     return [*(_eval_lane(config, store, prompts, vocabulary, *one) for one in rounds.items()), train]
 
 

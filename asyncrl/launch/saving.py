@@ -17,7 +17,7 @@ from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
-from asyncrl.run.best import Judged
+from asyncrl.run.best import Judged, Record
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports
 from asyncrl.run.learner_state import LearnerState
@@ -176,7 +176,8 @@ class LeadSaving(Saving):
 
 def open_judged(config: Config, checkpoints: CheckpointStore, directory: Path, state: LearnerState) -> Judged:
     """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
-    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop)
+    asked = partial(Record.asked_by, config)
+    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop, asked)
     checkpoints.keeps = judged.keeps
     return judged
 

@@ -176,7 +176,7 @@ def open_taking(
             rounds=rounds,
             history=state.history,
         )
-        for name, rounds in Rounds.of(config, data.held_out_rows).items()
+        for name, rounds in Rounds.of(config, data.held_out).items()
     ]
     curriculum = open_curricula(config, data.train_rows, state.curriculum)
     return Taking(lane, intake, evaluations, deaths=deaths, curriculum=curriculum)

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
+from asyncrl.config.resolved import eval_digest
+from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.file_ops import FileOps
@@ -28,10 +30,18 @@ class Record:
     step: int = -1  # -1 before the first value
     value: float = 0.0
     worse: int = 0  # values since then, none of them better
+    asked: str = ""  # digest of the evaluation that has the metric
+
+    @staticmethod
+    def asked_by(config: Config, metric: str) -> str:
+        """Return the digest of the evaluation that has a metric; empty for a metric of steps."""
+        return eval_digest(config, task) if (task := config.data.set_of(metric)) else ""
 
     def resumed(self, saved: Mapping[str, Any] | None) -> Self:
-        """Take over what was saved, if it is of the same metric; return this record."""
-        if saved and (saved.get("metric"), saved.get("best_is")) == (self.metric, self.best_is):
+        """Take over what was saved, if it is of the same metric and evaluation; return this record."""
+        own = (self.metric, self.best_is, self.asked)
+        # An earlier release did not save what is asked.
+        if saved and (saved.get("metric"), saved.get("best_is"), saved.get("asked", self.asked)) == own:
             self.step, self.value, self.worse = int(saved["step"]), float(saved["value"]), int(saved["worse"])
         return self
 
@@ -57,9 +67,9 @@ def read_ended(checkpoints: Path, step: int) -> dict[str, Any]:
     return dict(found["record"]) if found.get("step") == step else {}
 
 
-def why_ended(stop: StopConfig | None, saved: Mapping[str, Any]) -> str:
+def why_ended(stop: StopConfig | None, saved: Mapping[str, Any], asked: str = "") -> str:
     """Say why the training ends before its last step; empty if it goes on. `saved` is a record, or empty."""
-    if stop is None or (record := Record(stop.metric, stop.best_is).resumed(saved)).step < 0:
+    if stop is None or (record := Record(stop.metric, stop.best_is, asked=asked).resumed(saved)).step < 0:
         return ""
     found, sign = f"{stop.metric} was {record.value:g} at step {record.step}", 1
     if stop.best_is == "lowest":
@@ -81,20 +91,23 @@ class Judged:
         directory: Path,
         steps: Callable[[], Collection[int]],
         saved: Mapping[str, Any],
+        asked: Callable[[str], str] = lambda metric: "",
     ) -> None:
         """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`.
 
-        `steps` returns the steps of the checkpoints that are kept.
+        `steps` returns the steps of the checkpoints that are kept; `asked` is `Record.asked_by` the config.
         """
         self._directory, self._steps, self._config = directory, steps, checkpoint
         self._stop = learner.stop_when
         self._files, self._may_fail = FileOps(), BestEffort()
         self._values: dict[int, float] = {}  # of steps that may still be saved
-        self._best = Record(checkpoint.best, checkpoint.best_is) if checkpoint.best is not None else None
+        best, stop = checkpoint.best, self._stop
+        self._best = Record(best, checkpoint.best_is, asked=asked(best)) if best is not None else None
         if self._best and (found := read_best(directory)) and found.get("step") in steps():
             self._best.resumed(found)
-        stop = self._stop
-        self._record = Record(stop.metric, stop.best_is).resumed(saved) if stop is not None else None
+        record = Record(stop.metric, stop.best_is, asked=asked(stop.metric)) if stop is not None else None
+        self._record = record and record.resumed(saved)
+        self._seen = set[int]()  # steps that were saved
         self._missed = set[str]()  # keys whose metric was looked for in vain
 
     def see(self, metrics: Mapping[str, float], step: int) -> None:
@@ -123,12 +136,13 @@ class Judged:
             return
         with self._may_fail("the record of the best checkpoint"):
             steps = self._steps()
+            self._seen.update(steps)
             for step in [step for step in sorted(self._values) if step <= max(steps, default=0)]:
                 value = self._values.pop(step)
                 if step in steps and self._best.add(step, value):
                     self._files.replace(self._directory / BEST, json.dumps(asdict(self._best)).encode())
                     self._files.fsync(self._directory)
-                elif step and step not in steps and step % self._config.every == 0:
+                elif step in self._seen.difference(steps):
                     text = "%s of step %d came after its checkpoint was removed; set a higher checkpoint.keep"
                     log.warning(text, self._best.metric, step)
 
@@ -144,7 +158,8 @@ class Judged:
 
     def why_ended(self) -> str:
         """Say why the training ends before its last step; empty if it goes on."""
-        return why_ended(self._stop, self.state())
+        state = self.state()
+        return why_ended(self._stop, state, state.get("asked", ""))
 
     def ended(self, step: int) -> None:
         """Record that the training has ended after `step`. Its checkpoint may be older than the reason."""

@@ -32,6 +32,8 @@ from typing import Any, Protocol
 
 from asyncrl.config.named_files import EXPORT
 from asyncrl.errors import CheckpointError, CheckpointsRefused
+from asyncrl.files import read_record
+from asyncrl.run.best import BEST, ENDED
 from asyncrl.run.file_ops import UNFINISHED, FileOps
 from asyncrl.run.manifest import MANIFEST, STATE, Manifests, files_in
 
@@ -154,6 +156,7 @@ class CheckpointStore:
         for directory in self._steps():
             if _step(directory) > step:
                 self._set_aside(directory, f"the run goes on from step {step}, as it was asked to")
+        self._forget_after(step)
         self._files.replace(self._directory / NEWEST, f"{step}\n".encode())
 
     def seal(self, step: int) -> None:
@@ -351,7 +354,14 @@ class CheckpointStore:
             self._set_aside(directory, reason)
         if (saved := self._newest_saved()) > _step(newest) and not passed_over:
             log.warning("step %d was saved and is gone; the run goes on from %s", saved, newest)
+        self._forget_after(_step(newest))
         return _step(newest)
+
+    def _forget_after(self, step: int) -> None:
+        """Remove what was recorded of metrics of later steps, whose weights are lost."""
+        for path in (self._directory / BEST, self._directory / ENDED):
+            if (read_record(path) or {}).get("step", step) > step:
+                self._files.remove(path)
 
     def _set_aside(self, directory: Path, reason: object) -> None:
         aside = directory.with_name(f"{REJECTED}{directory.name}")

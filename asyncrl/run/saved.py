@@ -13,7 +13,7 @@ from asyncrl.config.resume import resume_findings
 from asyncrl.config.schema import BEGAN_WITH, Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
-from asyncrl.run.best import read_ended, why_ended
+from asyncrl.run.best import Record, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing
 from asyncrl.run.lock import RunLock
@@ -83,7 +83,9 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
     if saved and not saved.is_exported:
         return ""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
-    if why := why_ended(config.learner.stop_when, read_ended(directory.checkpoints, trained)):
+    stop = config.learner.stop_when
+    asked = Record.asked_by(config, stop.metric if stop else "")
+    if why := why_ended(stop, read_ended(directory.checkpoints, trained), asked):
         return (
             f"{directory.path} has ended after step {trained}: {why}. Another learner.stop_when, or none, "
             "goes on; --fresh begins again"

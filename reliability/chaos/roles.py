@@ -250,10 +250,10 @@ class JudgedBuffer(RedisBuffer):
     say: Callable[..., None]
 
     def reject_frame(
-        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False
+        self, take: Take, ticket_id: int, frame: bytes, reason: str, *, final: bool = False, old: bool = False
     ) -> Take:
         self.say("refused", id=ticket_id, content=digest(frame), reason=reason)
-        return super().reject_frame(take, ticket_id, frame, reason, final=final)
+        return super().reject_frame(take, ticket_id, frame, reason, final=final, old=old)
 
 
 class Learner:

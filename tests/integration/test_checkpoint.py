@@ -100,6 +100,7 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
         "lora": None,
         "moved_reference": True,
         "offload_optimizer": False,
+        "optimizer_steps": 1,
         "optimizers": ["adamw", "adamw"],
     }
     for ranks, models, found in [(2, full, "'ranks': 1"), (1, {"reference": True}, "'critic': True")]:
@@ -112,12 +113,13 @@ def test_another_layout_is_refused_with_what_to_do(learner: Ranks, tmp_path: Pat
                 [base | models | {"name": "resumed", "steps": [1, 2]}],
                 tmp_path / f"second {found}",
             )
-    learner.run(
-        1,
-        model,
-        [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
-        tmp_path / "without a reference",
-    )
+    with pytest.raises(AssertionError, match=r"ConfigError: .*would be lost; keep algorithm.kl.coefficient"):
+        learner.run(
+            1,
+            model,
+            [base | {"critic": True, "name": "resumed", "steps": [1, 2]}],
+            tmp_path / "without a reference",
+        )
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,20 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
         assert numbers["lr"] == pytest.approx(1e-30), (
             "four steps of before and now, and the fifth is the first of the full rate"
         )
+
+
+@pytest.mark.parametrize(("before", "now"), [(3, 1), (1, 2)])
+def test_a_resume_with_another_number_of_optimizer_steps_keeps_its_place_in_the_schedule(
+    learner: Ranks, tmp_path: Path, before: int, now: int
+) -> None:
+    model = tiny_qwen2(tmp_path / "model")
+    base = {"run": "train", "stage": 0, "critic": True, "store": str(tmp_path / "store")}
+    begun = base | {"name": "begun", "steps": [0, 3], "optimizer_steps": before}
+    learner.run(1, model, [begun], tmp_path / "first")
+    resumed = base | {"name": "resumed", "steps": [3, 4], "optimizer_steps": now}
+    report = learner.run(1, model, [resumed], tmp_path / "second")["resumed"][1]
+    share = rate_share(**OptimizerConfig(**RATES).rates(RUN_STEPS * now))
+    assert report["rates"] == [RATES["lr"] * share(3 * now // before)] * 2
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])

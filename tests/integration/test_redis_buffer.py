@@ -26,6 +26,7 @@ from asyncrl.buffer.watch import AuditWatch
 from asyncrl.commands.inspect import audit_run, require_whole
 from asyncrl.config.load import load_config
 from asyncrl.config.store import StoreConfig
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import BufferGap, ForeignRunError, RunError, StoreError, StoreRefused
 from asyncrl.evaluation import Rounds
 from asyncrl.files import replace_text
@@ -449,7 +450,7 @@ reward: {{functions: [{{function: exact_match}}]}}
     recover()  # a restarted learner
     watch.audit()
     assert watch.mismatch == 0
-    rounds = Rounds.of(config, [3])[""]
+    rounds = Rounds.of(config, DataFiles(config).held_out)[""]
     held_out = eval_lane(config, connection, rounds.lane, 3)
     held_out.recover(Ledger(), version=0, limit=3)
     fill(held_out, 3)

@@ -33,6 +33,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
 from asyncrl.control.base import Hello, Stop, Welcome
 from asyncrl.data.data_files import DataFiles
+from asyncrl.data.row_functions import load_parts
 from asyncrl.engine.fake import FakeEngine
 from asyncrl.engine.sampler import Sampler
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger
@@ -141,7 +142,7 @@ class Rewards:
 
 class Prompts:
     def __init__(self, config: Config) -> None:
-        self.held_out = [range(rows) for rows in DataFiles(config).held_out_rows]
+        self.held_out = load_parts(config.data, config.data.eval)
 
     def prompt(self, ticket_id: int) -> Prompt:
         return Prompt(token_ids=(ticket_id % VOCABULARY,) * 3, text="", row={})
@@ -206,7 +207,7 @@ class Life:
                 rounds=rounds,
                 history=self.history,
             )
-            for name, rounds in Rounds.of(config, DataFiles(config).held_out_rows).items()
+            for name, rounds in Rounds.of(config, DataFiles(config).held_out).items()
         ]
         self.evaluated: list[tuple[int, int, float]] = []
         self.control, self.engine = Control(), FakeEngine(vocabulary=VOCABULARY, seed=next(names))

@@ -425,6 +425,24 @@ class BufferContract:
         assert take(buffer, ledger, 2) == first
         assert take(buffer, ledger, 2) == second
 
+    def test_a_frame_of_lost_weights_costs_no_attempt_and_undoes_later_takes(self, buffer, ledger):
+        fill(buffer, 5)
+        first = buffer.take(ledger, 2, window=1)
+        after = Ledger.from_dict(ledger.to_dict())
+        after.consume(first.ids)
+        take(buffer, after, 2)
+        for _ in range(2):  # the second call: the reply was lost
+            short = buffer.reject_frame(first, 1, FRAME % 1, "lost", old=True)
+        assert short.ids == (2,)
+        assert buffer.take(ledger, 2, window=1) == short
+        assert ids(buffer.lease("h", 1)) == [1]
+        assert not buffer.fail("h", 1, "one attempt of two", b"tombstone")
+        assert (places(buffer)["taken"], places(buffer)["ready"], places(buffer)["reissue"]) == (1, 3, 1)
+        ledger.consume(short.ids)
+        assert ids(buffer.lease("h", 1)) == [1]
+        buffer.put("h", 1, b"better")
+        assert take(buffer, ledger, 4).ids == (1, 3, 4, 5)
+
     def test_a_frame_that_is_set_aside_gets_no_other_attempt(self, buffer, ledger):
         """It decodes but must not be digested: its reason replaces it, for this learner and later ones."""
         fill(buffer, 3)

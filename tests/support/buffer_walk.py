@@ -153,9 +153,9 @@ class Walk:
             frame = self.draw(
                 st.sampled_from([*[self.frames_seen.get(ticket_id, b"unseen")] * 4, b"another"])
             )
-            final = self.draw(st.integers(0, 3)) == 0
+            how = self.draw(st.sampled_from([{}, {}, {"final": True}, {"old": True}]))
             self.last_take = self.learner(
-                lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason", final=final)
+                lambda buffer: buffer.reject_frame(whole, ticket_id, frame, "reason", **how)
             )
 
     def save(self):

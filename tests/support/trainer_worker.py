@@ -170,7 +170,7 @@ def build(job: dict[str, Any], scenario: dict[str, Any], **optimizer: Any) -> De
         model,
         learner,
         temperature=0.7,
-        optimizer_steps=1,
+        optimizer_steps=scenario.get("optimizer_steps", 1),
         device=choose_device(learner, job["rank"], auto="cpu"),
         rendezvous=Rendezvous(
             rank=job["rank"], ranks=job["ranks"], address=job["address"], port=scenario["port"], timeout_s=60

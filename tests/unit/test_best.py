@@ -9,11 +9,15 @@ import pytest
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.errors import CheckpointError, RunError
+from asyncrl.launch.saving import open_judged
 from asyncrl.results.export import saved_export
 from asyncrl.run.best import Judged, read_best, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.learner_state import LearnerState
+from asyncrl.run.saved import Saved, nothing_left
 from tests.support.fake_trainer import KEY, FakeTrainer, save_whole
+from tests.support.task_config import config_of
 
 METRIC = "eval/accuracy"
 ROUND = {"eval/reward_mean": 0.5, METRIC: 0.5}
@@ -72,6 +76,10 @@ def test_a_value_that_comes_after_its_checkpoint_has_gone_is_said_and_not_the_be
     assert read_best(tmp_path) is None and "set a higher checkpoint.keep" in caplog.text
     judged.see({METRIC: 0.2}, 2)
     assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
+    caplog.clear()
+    save(store, judged, 5)
+    judged.see({METRIC: 0.9}, 4)  # whose save failed
+    assert not caplog.messages
 
 
 def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> None:
@@ -84,6 +92,48 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(tmp_path: Path) -> N
     store.save(2, FakeTrainer("weights"), {"version": 2})
     judged.saved()
     assert read_best(tmp_path)["step"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_was_best_and_why_it_ended_go_with_their_steps(
+    tmp_path: Path, step: int, is_damaged: bool
+) -> None:
+    store, judged = opened(tmp_path, best=METRIC)
+    for saved in (1, 2):
+        judged.see({METRIC: 0.1 * saved}, saved)
+        save(store, judged, saved)
+    (tmp_path / "ENDED").write_text('{"step": 2, "record": {"worse": 1}}')
+    if is_damaged and step == 1:
+        (tmp_path / "step-000002" / "state.json").unlink()
+    elif not is_damaged:
+        store.go_back(step)
+    store.load(FakeTrainer())
+    assert (read_best(tmp_path) is None) == (step == 1) == (read_ended(tmp_path, 2) == {})
+
+
+def test_values_of_an_evaluation_that_was_changed_are_not_compared(tmp_path: Path) -> None:
+    directory, state = RunDirectory(tmp_path), LearnerState()
+    directory.create(fresh=False)
+    learner = {"steps": 9, "stop_when": {"metric": METRIC, "patience": 1}}
+    checkpoint = {"best": METRIC, "every": 1}
+    sections = {"data": {"train": "x", "eval": "e"}, "checkpoint": checkpoint, "learner": learner}
+    warm = {"every": 1, "temperature": 1.0}
+    two, four = (config_of(**sections, eval=warm | {"samples": samples}) for samples in (2, 4))
+    for step, config, value, best in ((1, two, 0.9, 1), (2, two, 0.1, 1), (3, four, 0.1, 3)):
+        store = CheckpointStore(directory.checkpoints, KEY, 2)
+        judged = open_judged(config, store, directory.checkpoints, state)
+        judged.see({METRIC: value}, step)
+        save(store, judged, step)
+        state = LearnerState(stop=judged.state())
+        assert read_best(directory.checkpoints)["step"] == state.stop["step"] == best  # type: ignore[index]
+        if step == 2:
+            judged.ended(2)
+            saved = Saved(directory.checkpoints, {"version": 2}, is_exported=True)
+            assert "has ended after step 2" in nothing_left(two, directory, saved)
+            assert nothing_left(four, directory, saved) == ""
+    del state.stop["asked"]  # of an earlier release
+    assert open_judged(four, store, directory.checkpoints, state).state()["step"] == 3
 
 
 @pytest.mark.parametrize(

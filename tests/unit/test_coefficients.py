@@ -97,3 +97,9 @@ def test_a_constant_is_the_configs_whatever_the_checkpoint_says():
     assert (coefficients.kl, coefficients.entropy, coefficients.state()) == (0.2, -0.3, {})
     assert coefficients.metrics() == {"policy/kl_coefficient": 0.2, "policy/entropy_coefficient": -0.3}
     assert Coefficients(KLConfig(), EntropyConfig()).metrics() == {}
+
+
+def test_a_lower_maximum_holds_for_a_bonus_from_before_a_restart():
+    coefficients = Coefficients(KLConfig(), EntropyConfig(target=0.5, maximum=0.01))
+    coefficients.resume({"entropy": 6.0, "measured_entropy": 0.1})
+    assert coefficients.entropy == 0.01

@@ -15,6 +15,7 @@ from asyncrl.buffer.gate import Gate
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, standard_error, summarise
+from asyncrl.lineage import History, Weights
 from asyncrl.report.reports import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
@@ -291,3 +292,18 @@ def test_a_frame_that_is_not_ours_is_sampled_again_and_the_round_stays_whole(wro
     again = resumed(buffer.peer(), before, 0)
     assert len(answer(buffer.peer(), 1.0)) in (0, N)
     assert [result.version for result in again.poll()] == [0]
+
+
+def test_what_lost_weights_answered_is_asked_again_in_one_poll_and_costs_no_attempt():
+    buffer = MemoryBuffer(BufferRules(groups=N, max_attempts=1))
+    one = resumed(buffer, {}, 0)
+    one.history = History(5, (Weights(0, 0),))
+    for ticket, weights in zip(buffer.peer().lease("g", N).tickets, [(0, 0), (2, 4), (1, 4)], strict=True):
+        group = group_of(ticket.id, 1.0)
+        rollout = replace(group.rollouts[0], version_spans=(VersionSpan(weights[0], 1, weights[1]),))
+        buffer.put("g", ticket.id, encode_group(replace(group, rollouts=(rollout,))))
+    assert one.poll() == []
+    assert answer(buffer.peer(), 0.5) == [2, 3]
+    (result,) = one.poll()
+    assert result.metrics["eval/dead_groups"] == 0 and result.metrics["eval/reward_mean"] == 0.5
+    assert buffer.audit().missing == 0 and buffer.audit().counters["rejected_frames"] == 2

@@ -218,7 +218,8 @@ def test_a_run_that_drops_long_prompts_is_one_on_files_without_them(tmp_path, js
     )
     files = DataFiles(config)
     assert (files.fingerprint, files.train_rows) == (whole.fingerprint, [len(short)])
-    assert files.held_out_rows == [len(whole.eval_prompts(9))]
+    assert files.held_out == [(len(rows), rows.fingerprint) for rows in dropping.held_out]
+    assert [count for count, _ in files.held_out] == [len(whole.eval_prompts(9))]
     with pytest.raises(
         DataError, match=r"all prompts of \S+f.jsonl are longer than .* \(1\), so no row is left"
     ):

@@ -191,21 +191,25 @@ def test_the_interval_of_the_named_set_decides_whether_a_best_checkpoint_can_be_
 
 
 def test_every_set_has_its_rounds_and_a_lane_of_its_own() -> None:
-    config = load_config(Path("run.yaml"), ["data.eval.1.path=test.jsonl"])
-    test, far = Rounds.of(config, [9, 9]).values()
+    config, nine = load_config(Path("run.yaml"), ["data.eval.1.path=test.jsonl"]), [(9, "some"), (9, "rows")]
+    test, far = Rounds.of(config, nine).values()
     assert (test.prompts, test.every, far.prompts, far.every) == (9, 5, 9, 20)
     same = [{"path": "test.jsonl", "name": name} for name in "ab"]
-    lanes = [one.lane for one in Rounds.of(config_of(data={"train": "x", "eval": same}), [3, 3]).values()]
+    lanes = [
+        one.lane for one in Rounds.of(config_of(data={"train": "x", "eval": same}), [(3, "")] * 2).values()
+    ]
     assert len(set(lanes)) == 2, "equal sets do not share answers"
     # A set that changes leaves the rounds of the others alone.
     other = load_config(Path("run.yaml"), ["data.eval.1.path=test.jsonl", "data.eval.1.samples=2"])
     assert [
-        a == b
-        for a, b in zip(Rounds.of(config, [9, 9]).values(), Rounds.of(other, [9, 9]).values(), strict=True)
+        a == b for a, b in zip(Rounds.of(config, nine).values(), Rounds.of(other, nine).values(), strict=True)
     ] == [True, False]
+    # So does a set whose rows are edited.
+    edited = Rounds.of(config, [(9, "other"), (9, "rows")]).values()
+    assert [a.lane == b.lane for a, b in zip((test, far), edited, strict=True)] == [False, True]
     # A set that is given by its path alone is the one that a section without names has always had.
     plain, listed = (config_of(data={"train": "x", "eval": one}) for one in ("e", [{"path": "e"}]))
-    assert Rounds.of(plain, [3]) == Rounds.of(listed, [3]) and list(plain.data.sets) == [""]
+    assert Rounds.of(plain, [(3, "")]) == Rounds.of(listed, [(3, "")]) and list(plain.data.sets) == [""]
 
 
 def test_code_of_a_task_is_compared_between_hosts_and_watched() -> None:

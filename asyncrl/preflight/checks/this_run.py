@@ -79,7 +79,7 @@ def prompts(config: Config) -> Finding:
     from asyncrl.data.prompts import PromptSource
 
     source = PromptSource.of(config)
-    rounds = Rounds.of(config, [len(rows) for rows in source.held_out])
+    rounds = Rounds.of(config, [(len(rows), "") for rows in source.held_out])
     held_out = sum(one.prompts for one in rounds.values())
     found = f"{len(source):,} prompts of at most {source.longest} tokens"
     return fine(f"{found}, {held_out} held-out ones for an evaluation")

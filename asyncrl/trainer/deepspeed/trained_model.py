@@ -121,7 +121,7 @@ class TrainedModel:
             str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True
         )
 
-    def load(self, directory: Path, tag: str) -> None:
+    def load(self, directory: Path, tag: str, pace: float) -> None:
         """The inverse of `save`, but with the config's optimizer numbers. Raises CheckpointError."""
         module = self.engine.module
         are_all = len(_trained(module)) == sum(1 for _ in module.parameters())
@@ -130,6 +130,7 @@ class TrainedModel:
             found = f"{directory / tag}: DeepSpeed finds no state here"
             raise CheckpointError(f"{found}; resume from another checkpoint")
         schedule = self.engine.lr_scheduler
+        schedule.last_epoch = round(schedule.last_epoch * pace)  # a batch has `pace` times the steps it had
         schedule.base_lrs = [numbers["initial_lr"] for numbers in self._groups]
         for group, numbers in zip(self.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(numbers, lr=numbers["initial_lr"] * self._share(schedule.last_epoch))

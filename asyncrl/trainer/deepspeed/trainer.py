@@ -66,6 +66,7 @@ class DeepSpeedTrainer:
         Raises DataError, RunError, and ConfigError, also if DeepSpeed runs on another kind of device.
         """
         require_device(device)
+        self._optimizer_steps = optimizer_steps
         self._device, self._temperature, self._chunk = device, temperature, learner.logprob_chunk_tokens
         together = learner.sequence_parallel
         self._ranks = Ranks(rendezvous, device, per_share=together)
@@ -230,25 +231,30 @@ class DeepSpeedTrainer:
         writes.attempt(lambda: save_rng(directory / f"rng-{self.rank:04}.safetensors"))
         if self.rank == 0:
             layout = self._layout | {"moved_reference": self._reference is not None and self._reference.moved}
+            layout |= {"optimizer_steps": self._optimizer_steps}
             writes.attempt(lambda: (directory / "trainer.json").write_text(json.dumps(layout)))
         writes.conclude(directory, self._ranks)
 
     def load(self, directory: Path) -> None:
         """Unpickle DeepSpeed's files. Raises ConfigError for another layout."""
         found = json.loads((directory / "trainer.json").read_text())
-        # Both a frozen and a moved reference can be continued; one that is no longer needed is not loaded.
-        layout = self._layout | {"moved_reference": found.get("moved_reference")}
-        if found != layout:
+        if found != (layout := found | self._layout):
             raise ConfigError(
                 f"{directory}: written by {found}, but this learner is {layout}; resume with the same "
                 "learner.ranks, learner.zero_stage, learner.offload_optimizer, learner.optimizer.kind, "
                 "model.dtype, model.lora and algorithm, or start a new run with model.path=DIRECTORY of "
                 "`asyncrl export --merge`"
             )
-        self._policy.load(directory, POLICY)
+        if found.get("moved_reference") and self._reference is None:
+            raise ConfigError(
+                f"{directory}: its reference has moved (algorithm.kl.reference_decay), and without a KL it "
+                "would be lost; keep algorithm.kl.coefficient above 0, such as 1e-9"
+            )
+        pace = self._optimizer_steps / found.get("optimizer_steps", self._optimizer_steps)
+        self._policy.load(directory, POLICY, pace)
         if self._critic is not None:
-            self._critic.load(directory, CRITIC)
-        if self._reference is not None and layout["moved_reference"]:
+            self._critic.load(directory, CRITIC, pace)
+        if self._reference is not None and found.get("moved_reference"):
             self._reference.load(directory / REFERENCE)
         load_rng(directory / f"rng-{self.rank:04}.safetensors")
 
