@@ -12,6 +12,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.telemetry.jsonl import to_json
 
+SILENT_S = 10.0  # a learner or generator that is silent this long gets a warning
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 # Where an issued id can be, by the fields of `Audit`.
 PLACES = ("leased", "reissue", "ready", "taken", "done")

@@ -702,7 +702,7 @@ def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> 
     run = run_with(tmp_path, steps=12)
     run.finish()
     out = io.StringIO()
-    watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
+    watch(run.directory, over=lambda: True, console=Console(file=out, width=80))
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
         f"step {step}/400" for step in range(1, 13)
     ]
