@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from asyncrl.buffer.base import Audit
 from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.directory import RunDirectory
@@ -443,6 +444,15 @@ def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path
         assert state.history.rows == fresh.history.rows and state.samples == fresh.samples
         assert (state.step, state.members, state.dropped) == (fresh.step, fresh.members, fresh.dropped)
     assert len(state.samples) == 8 and state.samples[-1].response == NASTY and state.samples[-1].step == 25
+
+
+def test_a_dead_ticket_is_dropped_once_though_store_and_learner_both_count_it(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path)
+    run.learner.log({"groups/rejected_dead": 2.0, "time/step": 1.0}, step=1)
+    counters = {"dead": 2, "failed": 6}
+    audit = Audit(issued=9, leased=0, reissue=0, ready=0, taken=0, done=9, payload_bytes=0, counters=counters)
+    write_status(tmp_path / "status.json", replace(run.status(), audit=audit))
+    assert read_state(tmp_path).dropped == {"dead": 2, "failed": 6}
 
 
 def test_of_a_long_run_only_the_newest_lines_of_generators_are_read(
