@@ -113,7 +113,9 @@ def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
     for key, limit_gib in limits.items():
         if limit_gib > memory_gib:
             found = f"{key} is {limit_gib:g}, but this machine has {memory_gib:.1f} GiB of memory, and the"
-            yield f"{found} system ends processes that want more; set at most {math.ceil(memory_gib / 2)}"
+            cure = f"set at most {math.ceil(memory_gib / 2)}"
+            cure += ", with a lower checkpoint.every if it needs more" if key == "store.max_gib" else ""
+            yield f"{found} system ends processes that want more; {cure}"
     cores = len(os.sched_getaffinity(0))
     counts = {"learner.ranks": config.ranks_per_host}
     counts["learner.threads"] = config.learner.threads or 0

@@ -89,7 +89,8 @@ def said_of(text: str, *overrides: str) -> list[str]:
         (("control.stall_s=5",), "control.stall_s is 5, and a run without a new group for so long ends"),
         (
             ("store.max_gib=33",),
-            "store.max_gib is 33, but this machine has 32.0 GiB of memory, and the system",
+            "store.max_gib is 33, but this machine has 32.0 GiB of memory, and the system ends processes that "
+            "want more; set at most 16, with a lower checkpoint.every if it needs more",
         ),
         (("generator.kv_cache_gib=33",), "generator.kv_cache_gib is 33, but this machine has 32.0 GiB"),
         (("eval.prompts=9",), "9 prompts are to be evaluated, but data.eval (test.jsonl) has 1"),
