@@ -20,6 +20,7 @@ from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.forms import ground_truth
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
 from asyncrl.types import Prompt
@@ -97,7 +98,9 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
     for task, one in enumerate(config.data.tasks.values()):
         prompts += source.of_task(task, count) if one.reward and task not in tried else []
     for prompt in prompts:
-        reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
+        reference = next(
+            (prompt.row[name] for name in REFERENCES if name in prompt.row), ground_truth(prompt.row)
+        )
         right = [("reference", str(reference))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)
