@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.named_files import local_files, unusable
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
@@ -130,6 +131,9 @@ def _prompts(config: Config) -> PromptSource:
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
+    path = path if path.exists() or not (runs := Path("runs", path)).exists() else runs
+    if not (path.is_dir() or local_files(str(path))):
+        raise DataError(f"--samples: {unusable(str(path))}; give a run directory or a file of responses")
     finder = _PromptFinder(config) if path.is_dir() else None
     opened = finder.source if finder else light_renderer(config.data, config.model)
     tokenizer = opened.tokenizer if opened else load_tokenizer(config.model)
