@@ -33,6 +33,7 @@ class StatusSnapshot:
     updated_at: float
     pid: int
     lag_bound: int | None = None
+    max_lag: int = 0
     doing: str = ""
     """What the learner does now, such as `wait_groups` or `train`."""
     ranks: int = 1

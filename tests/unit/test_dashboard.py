@@ -314,6 +314,7 @@ def state_with(
     *,
     count: int = 0,
     queued: float = 0.0,
+    max_lag: int = 9,
 ) -> RunView:
     history = History()
     if learner is not None:
@@ -323,9 +324,14 @@ def state_with(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
         for index in range(count)
     )
+    status = StatusSnapshot(
+        run="a", state="training", step=3, total_steps=9, version=3, started_at=0.0, updated_at=0.0, pid=1,
+        lag_bound=12, max_lag=max_lag,
+    )  # fmt: skip
     return RunView(
         run="a",
         now=0.0,
+        status=status if learner is not None else None,
         history=history,
         idle_generators=generators,
         paused_generators=paused,
@@ -368,6 +374,8 @@ def state_with(
         ),
         (state_with(0.2, 0.1, count=4, queued=2.3), "balanced"),
         (state_with(0.02, 0.1, count=4, queued=0.9), "balanced"),
+        (state_with(0.02, 0.1, count=4, queued=2.3, max_lag=2), "lower staleness.max_lag by 1"),
+        (state_with(0.02, 0.1, count=4, queued=2.3, max_lag=1), "balanced"),  # 0 would be synchronous
         (state_with(None, None), "no step yet"),
     ],
 )
