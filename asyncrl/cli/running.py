@@ -302,7 +302,7 @@ def logs(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A process or host, such as g0 or generators-1: all that it has printed. "
+            help="A process or host, such as g0 or generators-1: the last MiB that it printed. "
             "Default: warnings and errors of all processes.",
             show_default=False,
         ),

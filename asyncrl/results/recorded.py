@@ -148,7 +148,7 @@ def sample_head(sample: SampleRecord) -> tuple[str, str]:
 def logs_of(run: Path | None, name: str | None, *, follow: bool) -> Iterator[str]:
     """Yield text of a run's logs, with `follow` also what comes until the run ends.
 
-    With `name`, all that this process or host has printed; without, the warnings and errors of all
+    With `name`, the last MiB that this process or host has printed; without, the warnings and errors of all
     processes in the order of their times. Raises RunError for a name that has no log.
     """
     directory = find_run(run)
