@@ -349,6 +349,18 @@ def test_a_curriculum_that_no_reward_solves_is_named():
     assert not said_of(OWN, floor, "data.curriculum.solved=1.5", own)
 
 
+@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/pass@1"])
+@pytest.mark.parametrize("key", ["checkpoint.best={}", "learner.stop_when={{metric: {}, patience: 3}}"])
+def test_a_metric_of_solved_prompts_that_no_reward_solves_is_named(key, metric):
+    chosen, half = key.format(metric), "reward.functions.0.weight=0.5"
+    (said,) = said_of(OWN, chosen, half)
+    assert f" is {metric}, which counts rewards from 1 on, but the reward is at most 0.5: it stays 0" in said
+    assert said.endswith("; set eval/reward_mean, or higher weights")
+    assert not said_of(OWN, chosen) and not said_of(OWN, key.format("eval/reward_mean"), half)
+    three = "reward.functions=[{function: exact_match, weight: 0.7}, {function: arithmetic, weight: 0.3}]"
+    assert not said_of(OWN, chosen, three)
+
+
 def test_answers_in_the_text_of_prompts_are_named_with_their_share():
     rows = [
         {"prompt": f"{n}: is it {'elephant' if n % 2 else 'a horse'}?", "answer": "elephant"}
