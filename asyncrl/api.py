@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.commands.down import end_run
-from asyncrl.commands.inspect import is_up
 from asyncrl.config.load import read_draft
 from asyncrl.config.resolved import dump_config, dump_values
 from asyncrl.config.schema import Config
@@ -78,7 +77,7 @@ class Run:
     @property
     def is_up(self) -> bool:
         """Whether the processes of the run are running or starting."""
-        return self._process.is_alive if self._process else is_up(self._directory)
+        return self._process.is_alive if self._process else self._directory.is_up
 
     def wait(self, timeout_s: float | None = None, *, on_step: OnStep | None = None) -> Result:
         """Wait until the run is over. Raises RunError if it has failed, TimeoutError after `timeout_s`.
@@ -212,7 +211,7 @@ def start(
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     directory = RunDirectory(checked.run.directory)
     try:
-        while process.is_alive and not is_up(directory):
+        while process.is_alive and not directory.is_up:
             time.sleep(_POLL_S)
     except BaseException:
         process.terminate()  # nobody else knows of it

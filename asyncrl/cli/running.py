@@ -280,7 +280,7 @@ def status(
     """Show the progress and health of a run."""
     from rich.console import Console
 
-    from asyncrl.commands.inspect import is_up, status_values
+    from asyncrl.commands.inspect import status_values
     from asyncrl.run.directory import find_run
     from asyncrl.telemetry import live
     from asyncrl.telemetry.dashboard import render
@@ -288,7 +288,7 @@ def status(
 
     directory = find_run(run)
     if watch:
-        live.watch(directory.path, over=lambda: not is_up(directory))
+        live.watch(directory.path, over=lambda: not directory.is_up)
     elif as_json:
         typer.echo(json.dumps(status_values(directory)))
     else:
@@ -302,7 +302,7 @@ def logs(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A process or host, such as g0 or generators-1: all that it has printed. "
+            help="A process or host, such as g0 or generators-1: the last MiB that it printed. "
             "Default: warnings and errors of all processes.",
             show_default=False,
         ),

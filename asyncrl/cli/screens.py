@@ -113,7 +113,9 @@ def show_trial(trial: "Trial") -> None:
     amounts = ", ".join(f"{amount} {RESPONSE_KINDS[kind]}" for kind, amount in kinds.items())
     console.print(f"{len(trial.cases)} responses: {amounts}")
     console.print(_trial_table(trial.parts))
-    for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *map(_doubts, trial.parts)):
+    lacks_references = bool(kinds["wrong"]) and not kinds["reference"]
+    doubts = (_doubts(part, lacks_references=lacks_references) for part in trial.parts)
+    for line in (*map(_answers, trial.parts), *map(_failures, trial.parts), *doubts):
         for text in line:
             console.print(text, soft_wrap=True)
     if trial.unscored:
@@ -179,14 +181,14 @@ def _failures(part: "Tried") -> Iterator[Text]:
         yield Text(f"{part.function.part}: {skipped}", "red")
 
 
-def _doubts(part: "Tried") -> Iterator[Text]:
+def _doubts(part: "Tried", *, lacks_references: bool) -> Iterator[Text]:
     """Yield warnings about scores that do not separate good responses from bad, and the function's output."""
     from asyncrl.preflight.reward_trial import REFERENCES
 
     name, right, wrong = part.function.part, part.scores.get("reference"), part.scores.get("wrong")
     scores = [score for values in part.scores.values() for score in values]
     if len(scores) > 1 and min(scores) == max(scores):
-        missing = "" if right else f" The data has no reference answer in {', '.join(REFERENCES)}."
+        missing = f" The data has no reference answer in {', '.join(REFERENCES)}." if lacks_references else ""
         yield Text(
             f"{name} gives every response {number(scores[0])}: from equal rewards nothing is learned; it "
             f"should give good answers more than bad ones.{missing}",

@@ -68,7 +68,7 @@ def sweep(
     begun = [trial for trial in trials if trial.directory.config.exists()]
     if len(begun) > 1:
         page, paths = page_of(trials), [trial.directory.path for trial in begun]
-        means = [over_seeds([(trial.values, trial.directory) for trial in begun])] if seeds > 1 else []
+        means = [over_seeds([(trial.values, trial.directory) for trial in trials])] if seeds > 1 else []
         show_tables(compare_runs(paths, page, means))
         typer.echo(page)
     if failed:

@@ -1,7 +1,6 @@
 """Looks at a run: its status and the audit of its groups."""
 
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,16 @@ from asyncrl.errors import DataError, RunError, StoreError
 from asyncrl.files import read_record
 from asyncrl.launch.own_store import own_store
 from asyncrl.run.directory import RunDirectory, find_run
-from asyncrl.run.lock import RunLock, is_locked
+from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.advice import bottleneck
-from asyncrl.telemetry.dashboard import SILENT_S
 from asyncrl.telemetry.jsonl import to_json
 from asyncrl.telemetry.state import read_state
-from asyncrl.telemetry.status import read_status, status_json
-
-
-def is_up(directory: RunDirectory) -> bool:
-    """Whether the supervisor is alive. Without one on this host: whether the learner's status is recent."""
-    if is_locked(directory.driver_lock):
-        return True
-    if directory.supervisor_lock.exists():
-        return is_locked(directory.supervisor_lock)
-    status = read_status(directory.status)
-    return status is not None and not status.is_final and time.time() - status.updated_at < SILENT_S
+from asyncrl.telemetry.status import status_json
 
 
 def status_values(directory: RunDirectory) -> dict[str, Any]:
     """Return the learner's status (`state` is None before the first) and values that follow from it."""
-    state, up = read_state(directory.path), is_up(directory)
+    state, up = read_state(directory.path), directory.is_up
     none_yet: dict[str, Any] = {"run": directory.path.name, "state": None, "members": []}
     values = (status_json(state.status) if state.status else none_yet) | {
         "directory": str(directory.path),
@@ -71,7 +59,7 @@ def audit_run(run: Path | None, store_url: str | None) -> dict[str, Any]:
         if store_url or config.store.url:
             raise  # a new empty store would prove nothing
         # A second server would write to the data of the first, which may live though it does not answer.
-        if is_up(directory):
+        if directory.is_up:
             found = f"{error}; {directory.path} is up, and its data belongs to its own store"
             raise RunError(f"{found}; try again, or end it: asyncrl down {directory.path}") from error
         with RunLock(directory.supervisor_lock), own_store(config, directory, needs_data=True) as server:

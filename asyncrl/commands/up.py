@@ -172,8 +172,9 @@ def require_not_up(directory: RunDirectory) -> None:
     """Raise RunError if a supervisor is alive in the run directory."""
     if directory.was_up and (supervisor := directory.supervisor()) is not None:
         raise RunError(
-            f"run {directory.path} is running already (process {supervisor.pid}); watch it with `asyncrl "
-            f"status --watch`, stop it with `asyncrl down {directory.path}`, or choose another run.name"
+            f"run {directory.path} is running already (process {supervisor.pid}); watch it "
+            f"with `asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`, "
+            "or choose another run.name"
         )
 
 

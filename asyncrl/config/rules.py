@@ -294,7 +294,8 @@ def _asked_scorers_answer(run: RunFields) -> Iterator[Mistake]:
 
 def _episodes_can_be_played(run: RunFields) -> Iterator[Mistake]:
     environment, model, router = run.environment, run.model, "model.router_replay"
-    plays = environment.is_used or any(one.environment for one in run.data.tasks.values())
+    own = [one.environment for one in run.data.tasks.values() if one.environment is not None]
+    plays = any(one.is_used for one in (environment, *own))
     for key in sorted(environment.model_fields_set - {"uses"}) if not plays else ():
         if getattr(environment, key) != getattr(EnvironmentConfig(), key):
             text = f"environment.{key} is set, but environment.uses is not; name the environment, or drop it"

@@ -162,6 +162,7 @@ def open_page(
         updated_at=now_at,
         pid=os.getpid(),
         lag_bound=config.lag_bound,
+        max_lag=config.staleness.max_lag,
         ranks=config.learner.ranks,
         cores=len(os.sched_getaffinity(0)) if resolve_device(config) == "cpu" else None,
     )

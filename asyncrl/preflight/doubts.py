@@ -113,7 +113,9 @@ def _too_much(config: Config, *, generators: bool) -> Iterator[str]:
     for key, limit_gib in limits.items():
         if limit_gib > memory_gib:
             found = f"{key} is {limit_gib:g}, but this machine has {memory_gib:.1f} GiB of memory, and the"
-            yield f"{found} system ends processes that want more; set at most {math.ceil(memory_gib / 2)}"
+            cure = f"set at most {math.ceil(memory_gib / 2)}"
+            cure += ", with a lower checkpoint.every if it needs more" if key == "store.max_gib" else ""
+            yield f"{found} system ends processes that want more; {cure}"
     cores = len(os.sched_getaffinity(0))
     counts = {"learner.ranks": config.ranks_per_host}
     counts["learner.threads"] = config.learner.threads or 0
@@ -145,8 +147,7 @@ def _numbers(config: Config) -> Iterator[str]:
     if sampling.top_k == 1 or (sampling.top_k > 1 and (sampling.min_p == 1 or sampling.top_p < LEAST_TOP_P)):
         found = f"sampling.top_k is {sampling.top_k}, top_p {sampling.top_p:g} and min_p {sampling.min_p:g}"
         yield f"{found}: one token is left, so all answers to a prompt are equal; set top_k=50 or drop them"
-    share = stop.metric.rpartition("/")[2].partition("@")[0] if stop is not None else ""
-    if stop is not None and share in ("accuracy", "pass", "maj") and (stop.reaches or 0.0) > 1:
+    if stop is not None and _counts_solved(stop.metric) and (stop.reaches or 0.0) > 1:
         found = f"learner.stop_when.reaches is {stop.reaches:g}, but {stop.metric} is at most 1"
         yield f"{found}, so nothing ends the training; set a share such as 0.9"
     if config.weights.probe_limit > HIGHEST_PROBE_LIMIT:
@@ -178,16 +179,30 @@ def _weights(config: Config) -> Iterator[str]:
         if weights and not any(weights.values()):
             found = f"{', '.join(weights)} {'is' if len(weights) == 1 else 'are all'} 0"
             yield f"{found}: every response earns 0, so nothing is learned; set one to 1"
-    # Built-in rewards give at most 1.
-    solved = config.data.curriculum
+    stop, solved = config.learner.stop_when, config.data.curriculum
+    metrics = {"checkpoint.best": config.checkpoint.best, "learner.stop_when.metric": stop and stop.metric}
+    for key, metric in metrics.items():
+        held_out = config.data.set_of(metric or "")
+        if metric and held_out and _counts_solved(metric) and 0 < (most := _most(config.of(held_out))) < 1:
+            found = f"{key} is {metric}, which counts rewards from 1 on, but the reward is at most {most:g}"
+            yield f"{found}: it stays 0; set {metric.rpartition('/')[0]}/reward_mean, or higher weights"
     for one in config.training if solved.floor is not None else ():
-        functions = one.reward.functions
-        is_known = not one.environment.is_used and all(part.function in BUILTINS for part in functions)
-        most = sum(max(part.weight, 0.0) for part in functions)
-        if is_known and 0 < most < solved.solved:
+        if 0 < (most := _most(one)) < solved.solved:
             found = f"data.curriculum.solved is {solved.solved:g}, but the reward is at most {most:g}"
             yield f"{found}: no prompt ever counts as solved; set at most {most:g}"
             return
+
+
+def _counts_solved(metric: str) -> bool:
+    return metric.rpartition("/")[2].partition("@")[0] in ("accuracy", "pass", "maj")
+
+
+def _most(config: Config) -> float:
+    """Return the highest reward of built-in functions, which give at most 1; infinity if others score."""
+    functions = config.reward.functions
+    if config.environment.is_used or any(part.function not in BUILTINS for part in functions):
+        return math.inf
+    return round(sum(max(part.weight, 0.0) for part in functions), 6)
 
 
 def _imports(config: Config, *, generators: bool) -> Iterator[str]:

@@ -141,6 +141,10 @@ def _step(config: Config) -> Iterator[Line]:
     yield _count(part, "micro-batches per rank", math.ceil(tokens / batch.minibatches / budget), formed)
 
 
+def _held_groups(config: Config) -> int:
+    return config.open_groups + config.unsaved_steps * config.batch.groups
+
+
 def _store(config: Config, placement: Placement) -> Iterator[Line]:
     lag, groups, shards = config.staleness.max_lag, config.batch.groups, config.store.shards
     part, opened, saved = "staleness and store", config.open_groups, config.unsaved_steps
@@ -164,7 +168,7 @@ def _store(config: Config, placement: Placement) -> Iterator[Line]:
         yield _ratio(part, LONGEST_EPISODE, (config.window_groups - shards) / groups, formed)
     frame = max(map(frame_bytes, config.training))
     yield _size(part, "a group, at most", frame, "one of full length, encoded")
-    held = opened + saved * groups
+    held = _held_groups(config)
     formed = f"(open groups + {saved} steps that a checkpoint lacks x groups = {held:,}) x a group"
     yield _size(part, "store, at most", held * frame, formed)
 
@@ -311,6 +315,9 @@ def _host_lines(
     host += offloaded // config.cluster.learner_hosts
     formed = f"libraries ({ranks} x 0.8 + {count} x 1.6 GiB), two published versions, an export"
     formed += ", parameters x 20 of an offloaded optimizer" if config.learner.offload_optimizer else ""
+    if config.store.url is None:
+        host += _held_groups(config) * max(map(frame_bytes, config.training))
+        formed += ", the store"
     if not _on_gpu(config, machine):
         # Generators of this host read the published copies in place.
         host += ranks * rank + count * (weights + kv_bytes)
@@ -364,7 +371,8 @@ def _memory_warnings(
     if (share := plan["host memory"] / machine.memory_bytes) > TIGHT_HOST:
         yield (
             f"host memory: {data_size(plan['host memory'])} of {data_size(machine.memory_bytes)} available "
-            f"({share:.0%}); lower generator.count, {cache} or learner.tokens_per_microbatch"
+            f"({share:.0%}); lower generator.count, {cache}, learner.tokens_per_microbatch or (the store) "
+            "checkpoint.every"
         )
     of_learner = [use for use in uses if use.has_rank]
     if of_learner and TIGHT_GPU < (worst := max(of_learner, key=lambda use: use.share)).share <= 1:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.named_files import local_files, unusable
 from asyncrl.config.reward_section import ModelScore, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
@@ -20,6 +21,7 @@ from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
 from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards.forms import ground_truth
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
 from asyncrl.types import Prompt
@@ -97,7 +99,9 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
     for task, one in enumerate(config.data.tasks.values()):
         prompts += source.of_task(task, count) if one.reward and task not in tried else []
     for prompt in prompts:
-        reference = next((prompt.row[name] for name in REFERENCES if name in prompt.row), None)
+        reference = next(
+            (prompt.row[name] for name in REFERENCES if name in prompt.row), ground_truth(prompt.row)
+        )
         right = [("reference", str(reference))] if reference is not None else []
         for kind, text in (*right, *(("wrong", text) for text in WRONG)):
             tokens = _sampled(source.tokenizer, text)
@@ -127,6 +131,9 @@ def _prompts(config: Config) -> PromptSource:
 
 def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
     """Yield the newest `count` responses of a run directory, or the first of a file (`response`)."""
+    path = path if path.exists() or not (runs := Path("runs", path)).exists() else runs
+    if not (path.is_dir() or local_files(str(path))):
+        raise DataError(f"--samples: {unusable(str(path))}; give a run directory or a file of responses")
     finder = _PromptFinder(config) if path.is_dir() else None
     opened = finder.source if finder else light_renderer(config.data, config.model)
     tokenizer = opened.tokenizer if opened else load_tokenizer(config.model)

@@ -130,6 +130,9 @@ def write_task(directory: Path, answers: Answers) -> list[Path]:
     """Write the files of a task; return their paths, the config first. Raises ConfigError if one exists."""
     if lacking := obstacle(answers.reward):
         raise ConfigError(f"init: {lacking}")
+    if answers.reward == OWN and ":" in str(directory):
+        text = "has a `:`, which divides FILE:FUNCTION in reward.functions; give another directory"
+        raise ConfigError(f"init: {directory} {text}")
     text = dump_values(answers.config(directory))
     files = {CONFIG: _HEADER.format(config=directory / CONFIG) + text}
     if answers.rows == EXAMPLES:

@@ -38,6 +38,17 @@ class Archive(RunView):
         return sorted({name for row in self.history.rows.values() for name in row if name != "time"})
 
     @property
+    def sections(self) -> list[dict[str, Any]]:
+        """The sections of data.train, also where it is a text; its path is `?` if the run has none."""
+        train = self.config.get("data", {}).get("train", "?")
+        return [{"path": train}] if isinstance(train, str) else train
+
+    @property
+    def sources(self) -> list[str]:
+        """The paths of data.train."""
+        return [one["path"] for one in self.sections]
+
+    @property
     def total_steps(self) -> int | None:
         """Number of steps of the whole run, by its config."""
         steps = self.config.get("learner", {}).get("steps")

@@ -242,24 +242,28 @@ def _mean(run: Archive, name: str, parts: int = 1) -> str:
 
 
 def over_seeds(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
-    """Return the mean and the standard error over seeds of each metric's last value, by the runs' values."""
-    groups: dict[str, list[dict[str, float]]] = {}
+    """Return mean and standard error over seeds of metrics' last values in finished runs, by their values."""
+    groups: dict[str, list[dict[str, float]]] = {values: [] for values, _ in runs}
+    begun = Counter(values for values, _ in runs)
     for values, directory in runs:
-        archive = read_archive(directory)
+        if not directory.config.exists() or (archive := read_archive(directory)).state != "finished":
+            continue
         names = [name for wanted in OF_SEEDS for name in of_sets(wanted, archive.names)]
         last = {name: archive.history.series(name)[-1][1] for name in names}
-        groups.setdefault(values, []).append(last)
+        groups[values].append(last)
     known = [one for found in groups.values() for row in found for one in row]
     names = [name for wanted in OF_SEEDS for name in of_sets(wanted, dict.fromkeys(known)) or [wanted]]
     rows = [
         (
             values or "all",
-            str(len(found)),
+            f"{len(found)} of {begun[values]}" if len(found) < begun[values] else str(len(found)),
             *(_of_seeds([one[name] for one in found if name in one]) for name in names),
         )
         for values, found in groups.items()
     ]
-    return Table(("values", "runs", *names), rows, "last values, mean ± standard error over seeds")
+    return Table(
+        ("values", "runs", *names), rows, "last values of finished runs, mean ± standard error over seeds"
+    )
 
 
 def _of_seeds(values: Sequence[float]) -> str:

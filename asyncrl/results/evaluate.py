@@ -1,6 +1,7 @@
 """`asyncrl eval`: a checkpoint or a model on held-out prompts, with the engine and rewards of training."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.sampler import GroupSampler
-from asyncrl.errors import EngineError, ResultError, RunError, reason_of
+from asyncrl.errors import EngineError, ResultError, RunError, RunNotUp, reason_of
 from asyncrl.evaluation import summarise
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.lora import SETTINGS, require_usable
@@ -34,8 +35,9 @@ def evaluate_model(
 
     Raises RunError.
     """
-    if config_path is not None and best:
-        model = str(saved_export(find_run(Path(model)), best=True))
+    if config_path is not None and not (Path(model) / "config.json").exists():
+        with contextlib.suppress(*() if best else (RunNotUp,)):  # a name on the hub
+            model = str(saved_export(find_run(Path(model)), best=best))
     if config_path is None:
         if (Path(model) / "config.json").exists() and not (Path(model) / "config.yaml").exists():
             hint = f"name the config with the held-out prompts: asyncrl eval {model} FILE"

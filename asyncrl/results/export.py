@@ -147,7 +147,7 @@ def model_card(
 ) -> str:
     """Return the model's origin, training, results up to `step`, and the command by which it is `served`."""
     rewards = [*archive.config.get("reward", {}).get("functions", [])]
-    rewards += [one for source in _listed(archive) for one in source.get("reward") or ()]
+    rewards += [one for source in archive.sections for one in source.get("reward") or ()]
     config = {part: values for part, values in archive.config.items() if part in TRAINING_PARTS}
     start = archive.starts[-1] if archive.starts else None
     template = resources.files("asyncrl.results").joinpath("model_card.md").read_text(encoding="utf-8")
@@ -158,7 +158,7 @@ def model_card(
         name=visible(archive.name),
         step=step,
         setting=lambda name: _code(_setting(archive, name)),
-        data=", ".join(map(_code, _sources(archive))),
+        data=", ".join(map(_code, archive.sources)),
         code=_code,
         results=_results(archive, step),
         rewards=[f"{reward.get('function')}, weight {reward.get('weight')}" for reward in rewards],
@@ -180,20 +180,10 @@ def _front_matter(archive: Archive, *, is_adapter: bool) -> str:
     values = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags + more}
     if (model := _setting(archive, "model.path")) != "?" and not is_local(model):
         values |= {"base_model": model} | ({"base_model_relation": "adapter"} if is_adapter else {})
-    names = [source.partition(":")[0] for source in _sources(archive)]
+    names = [source.partition(":")[0] for source in archive.sources]
     if data := [name for name in names if name.count("/") == 1 and not is_local(name)]:
         values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)
-
-
-def _sources(archive: Archive) -> list[str]:
-    """Return the paths of data.train, which is a text or sections; `?` if the run has none."""
-    return [one["path"] for one in _listed(archive)]
-
-
-def _listed(archive: Archive) -> list[dict[str, Any]]:
-    train = archive.config.get("data", {}).get("train", "?")
-    return [{"path": train}] if isinstance(train, str) else train
 
 
 def _results(archive: Archive, step: int) -> list[tuple[str, str, str]]:

@@ -14,7 +14,6 @@ from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail, Tails
-from asyncrl.telemetry.status import read_status
 from asyncrl.telemetry.text import number
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ def pairs_of(run: Path | None) -> Iterator[str]:
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
     new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
     yield from choose(map(sample_from, new), wanted)[0]
-    for sample in until_over(directory.status, lambda: map(sample_from, new)):
+    for sample in until_over(directory, lambda: map(sample_from, new)):
         if wanted.rank(sample) is not None:
             yield sample
 
@@ -149,12 +148,12 @@ def sample_head(sample: SampleRecord) -> tuple[str, str]:
 def logs_of(run: Path | None, name: str | None, *, follow: bool) -> Iterator[str]:
     """Yield text of a run's logs, with `follow` also what comes until the run ends.
 
-    With `name`, all that this process or host has printed; without, the warnings and errors of all
+    With `name`, the last MiB that this process or host has printed; without, the warnings and errors of all
     processes in the order of their times. Raises RunError for a name that has no log.
     """
     directory = find_run(run)
     read = _warnings(directory) if name is None else _printed(directory, name)
-    return until_over(directory.status, read) if follow else iter(read())
+    return until_over(directory, read) if follow else iter(read())
 
 
 def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
@@ -195,11 +194,11 @@ def _line(record: dict[str, Any]) -> str:
     return f"{at[:19]} {process} {level.upper()} {said}\n"
 
 
-def until_over(status: Path, read: Callable[[], Iterable[T]]) -> Iterator[T]:
-    """Yield what `read` returns, every `FOLLOW_S` seconds until the run with this status file is over."""
+def until_over(directory: RunDirectory, read: Callable[[], Iterable[T]]) -> Iterator[T]:
+    """Yield what `read` returns, every `FOLLOW_S` seconds until the run is over."""
     while True:
-        found = read_status(status)  # before reading, so that the last ones are shown
+        is_up = directory.is_up  # before reading, so that the last ones are shown
         yield from read()
-        if found and found.is_final:
+        if not is_up:
             return
         time.sleep(FOLLOW_S)

@@ -38,7 +38,7 @@ def report_page(archive: Archive) -> str:
     """Return the whole page of one run."""
     sections = stage_sections(archive) if archive.directory.stage.exists() else _run_sections(archive)
     model = archive.config.get("model", {}).get("path", "?")
-    data = archive.config.get("data", {}).get("train", "?")
+    data = ", ".join(archive.sources)
     subtitle = f"asyncrl run: model {model}, data {data}; this page was written {_date(time.time())}"
     sections = [*sections, _setup(archive)]
     filled = [one for one in sections if one.facts or one.tables or one.charts or one.samples or one.text]

@@ -173,7 +173,7 @@ class VerlForm(Form):
 
     def lacking(self, row: Mapping[str, Any]) -> list[str]:
         given = ["data_source", "solution_str", "extra_info"]
-        if _ground_truth(row) is not None:
+        if ground_truth(row) is not None:
             given.append("ground_truth")
         return [name for name in Form.lacking(self, row) if name not in given]
 
@@ -185,7 +185,7 @@ class VerlForm(Form):
             "data_source": row.get("data_source", ""),
             "extra_info": row.get("extra_info"),
             "solution_str": response,
-            "ground_truth": _ground_truth(row),
+            "ground_truth": ground_truth(row),
         }
         return (), self._wanted(row, without=("prompt", "response")) | self._wanted(given)
 
@@ -247,6 +247,7 @@ def _most(batch: Any) -> int:
     return batch
 
 
-def _ground_truth(row: Mapping[str, Any]) -> Any:
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """Return the reference answer of a row in the layout of verl; None without one."""
     model = row.get("reward_model")
     return row.get("ground_truth", model.get("ground_truth") if isinstance(model, Mapping) else None)

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from asyncrl.hosting.processes import find_holder
 from asyncrl.run.file_ops import UNFINISHED, FileOps
 from asyncrl.run.keys import SECRET_FILE_VARIABLE, JoinKeys, MalformedSecret, RunKeys, parse_keys, read_secret
 from asyncrl.run.lock import holder_of, is_locked
+from asyncrl.telemetry.status import SILENT_S, read_status
 
 _CHECKPOINT = re.compile(r"(?:step-(?=\d{6})|checkpoint-)(\d+)", re.ASCII)
 RESTORE = "restore it from a copy, or begin again with --fresh"
@@ -145,7 +147,8 @@ class RunDirectory:
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
     def forget_earlier(self) -> None:
-        """Remove the announced stop, the wanted number, and the Prometheus targets of killed processes."""
+        """Remove status, announced stop, wanted number, and the Prometheus targets of killed processes."""
+        self.status.unlink(missing_ok=True)
         self.stopping.unlink(missing_ok=True)
         self.scale.unlink(missing_ok=True)
         targets = self.target("*")
@@ -156,6 +159,16 @@ class RunDirectory:
     def was_up(self) -> bool:
         """Whether a supervisor has ever run here."""
         return os.path.lexists(self.supervisor_lock) or os.path.lexists(self.processes)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the supervisor lives; without one on this host, whether the learner's status is recent."""
+        if is_locked(self.driver_lock):
+            return True
+        if self.supervisor_lock.exists():
+            return is_locked(self.supervisor_lock)
+        status = read_status(self.status)
+        return status is not None and not status.is_final and time.time() - status.updated_at < SILENT_S
 
     def write_processes(self, pids: Mapping[str, int]) -> None:
         """Record the supervisor and its children for `asyncrl status` and `asyncrl down`."""

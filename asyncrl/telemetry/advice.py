@@ -76,8 +76,10 @@ def bottleneck(state: RunView) -> str:
             f"generators wait {idle:.0%} of the time: {fewer}{MORE_THREADS if full else 'add learner.ranks'}"
         )
     queued = state.history.latest("staleness/in_queue") or 0.0
-    if queued >= QUEUED_STEPS and learner < BUSY:
-        return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {int(queued)}"
+    # At max_lag 0 generators and learner would take turns.
+    lower = min(int(queued), state.status.max_lag - 1 if state.status else 0)
+    if queued >= QUEUED_STEPS and learner < BUSY and lower > 0:
+        return f"rollouts wait {queued:.1f} steps in the queue: lower staleness.max_lag by {lower}"
     return "balanced: neither side waits much"
 
 

@@ -21,10 +21,9 @@ from asyncrl.telemetry.alarms import ALARMS
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import Series, highest, of_sets, score, set_of, thinned
 from asyncrl.telemetry.state import RunView
-from asyncrl.telemetry.status import PLACES
+from asyncrl.telemetry.status import PLACES, SILENT_S
 from asyncrl.telemetry.text import data_size, duration, number, one_line, share, visible
 
-SILENT_S = 10.0  # a learner or generator that is silent this long gets a warning
 NOTE_S = 60.0  # seconds for which the dashboard shows a warning from a log
 NARROWEST = 20  # columns; a narrower terminal wraps the lines
 # All other states are yellow.

@@ -127,8 +127,8 @@ def step_line(state: RunView, step: int) -> str:
 @contextmanager
 def viewer(
     directory: Path, console: Console, *, lines: bool, since: float | None = None
-) -> Iterator[Callable[[], bool]]:
-    """Yield a function that shows news as lines or as the dashboard, and returns whether the run is over.
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows news as lines or as the dashboard.
 
     It may be called at any rate. `since` is the start of a run that this process has just started.
     """
@@ -136,15 +136,13 @@ def viewer(
     view = PlainReporter(write, since=since or 0.0) if lines else Dashboard(console)
     # With lines, the supervisor of a run that this process starts logs to the console itself.
     reader = RunReader(directory, since=since, without="supervisor" if lines and since else "")
-    shown_at_s, is_over = -INTERVAL_S, False
+    shown_at_s = -INTERVAL_S
 
-    def show() -> bool:
-        nonlocal shown_at_s, is_over
+    def show() -> None:
+        nonlocal shown_at_s
         if time.monotonic() - shown_at_s >= INTERVAL_S:
             shown_at_s = time.monotonic()
-            view.show(state := reader.read())
-            is_over = state.status is not None and state.status.is_final
-        return is_over
+            view.show(reader.read())
 
     try:
         yield show
@@ -155,11 +153,12 @@ def viewer(
 
 
 def watch(directory: Path, *, over: Callable[[], bool], console: Console | None = None) -> None:
-    """Show a run until `over()` is true or its status is final: on a terminal the dashboard, else lines.
+    """Show a run until `over()` is true: on a terminal the dashboard, else lines.
 
     Ctrl-C raises KeyboardInterrupt after restoring the terminal.
     """
     console = console or Console()
     with viewer(directory, console, lines=not console.is_terminal) as show:
-        while not over() and not show():
+        while not over():
+            show()
             time.sleep(INTERVAL_S)

@@ -27,8 +27,8 @@ RECENT_STEPS = 20  # steps that give the speed for the time left, and the learne
 STUCK_S, STUCK_STEPS = 30.0, 5.0
 NOTES = 8
 ALLOCATED, PLANNED = "memory/allocated_bytes/", "memory/planned_bytes/"  # of a rank
-# Counters of the buffer that count work given up or repeated.
-DROPS = ("dead", "failed", "lease_expired", "rejected_frames")
+# Counters of the buffer for attempts that failed; dead tickets are among the groups that steps rejected.
+DROPS = ("failed", "lease_expired", "rejected_frames")
 FAULTS = "environment_faults_"  # of a generator, by reason
 # Read at most this much of a log, or of the metrics of a generator, that exists already.
 NEWEST_BYTES = 1 << 16

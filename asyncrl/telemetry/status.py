@@ -12,6 +12,7 @@ from asyncrl.control.base import MemberStatus
 from asyncrl.files import read_record, replace_text, tell_unreadable
 from asyncrl.telemetry.jsonl import to_json
 
+SILENT_S = 10.0  # a learner or generator that is silent this long gets a warning
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 # Where an issued id can be, by the fields of `Audit`.
 PLACES = ("leased", "reissue", "ready", "taken", "done")
@@ -32,6 +33,7 @@ class StatusSnapshot:
     updated_at: float
     pid: int
     lag_bound: int | None = None
+    max_lag: int = 0
     doing: str = ""
     """What the learner does now, such as `wait_groups` or `train`."""
     ranks: int = 1

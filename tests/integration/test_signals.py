@@ -122,7 +122,7 @@ def started(project: Path, line: str) -> Command:
     words, mark = line.split(), uuid.uuid4().hex
     words += {"compare": ["runs/old", "runs/other"], "export": ["runs/old", "--to", "exported"]}.get(line, [])
     if words[0] in ("logs", "status", "samples", "audit", "report", "down", "scale"):
-        words.append("runs/other" if line == "status --watch" else "runs/old")
+        words.append("runs/other" if line.endswith(("--watch", "--follow")) else "runs/old")
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN.format(words)],
         stdout=subprocess.PIPE,

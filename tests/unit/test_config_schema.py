@@ -535,6 +535,10 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
     ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),
     ({"environment": {"max_turns": 16}}, None),
+    (
+        {"data": {"train": [{"path": "a", "environment": {"max_turns": 4}}, {"path": "b"}]}},
+        "environment.max_turns is set, but environment.uses is not; name the environment, or drop it",
+    ),
     ({"batch": {"missing_episodes": 1}}, "only episodes of an environment can fail alone; drop it"),
     ({"batch": {"missing_episodes": 7}, "environment": {"uses": "e.py:E"}}, None),
     (

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from asyncrl.buffer.base import Audit
 from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
 from asyncrl.run.directory import RunDirectory
@@ -313,6 +314,7 @@ def state_with(
     *,
     count: int = 0,
     queued: float = 0.0,
+    max_lag: int = 9,
 ) -> RunView:
     history = History()
     if learner is not None:
@@ -322,9 +324,14 @@ def state_with(
         MemberStatus(generator_id=f"g{index}", state="sampling", version=1, silent_s=0.0, metrics={})
         for index in range(count)
     )
+    status = StatusSnapshot(
+        run="a", state="training", step=3, total_steps=9, version=3, started_at=0.0, updated_at=0.0, pid=1,
+        lag_bound=12, max_lag=max_lag,
+    )  # fmt: skip
     return RunView(
         run="a",
         now=0.0,
+        status=status if learner is not None else None,
         history=history,
         idle_generators=generators,
         paused_generators=paused,
@@ -367,6 +374,8 @@ def state_with(
         ),
         (state_with(0.2, 0.1, count=4, queued=2.3), "balanced"),
         (state_with(0.02, 0.1, count=4, queued=0.9), "balanced"),
+        (state_with(0.02, 0.1, count=4, queued=2.3, max_lag=2), "lower staleness.max_lag by 1"),
+        (state_with(0.02, 0.1, count=4, queued=2.3, max_lag=1), "balanced"),  # 0 would be synchronous
         (state_with(None, None), "no step yet"),
     ],
 )
@@ -443,6 +452,15 @@ def test_a_reader_sees_what_was_added_and_agrees_with_a_fresh_one(tmp_path: Path
         assert state.history.rows == fresh.history.rows and state.samples == fresh.samples
         assert (state.step, state.members, state.dropped) == (fresh.step, fresh.members, fresh.dropped)
     assert len(state.samples) == 8 and state.samples[-1].response == NASTY and state.samples[-1].step == 25
+
+
+def test_a_dead_ticket_is_dropped_once_though_store_and_learner_both_count_it(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path)
+    run.learner.log({"groups/rejected_dead": 2.0, "time/step": 1.0}, step=1)
+    counters = {"dead": 2, "failed": 6}
+    audit = Audit(issued=9, leased=0, reissue=0, ready=0, taken=0, done=9, payload_bytes=0, counters=counters)
+    write_status(tmp_path / "status.json", replace(run.status(), audit=audit))
+    assert read_state(tmp_path).dropped == {"dead": 2, "failed": 6}
 
 
 def test_of_a_long_run_only_the_newest_lines_of_generators_are_read(
@@ -702,7 +720,7 @@ def test_watching_ends_with_the_run_and_writes_all_its_steps(tmp_path: Path) -> 
     run = run_with(tmp_path, steps=12)
     run.finish()
     out = io.StringIO()
-    watch(run.directory, over=lambda: False, console=Console(file=out, width=80))
+    watch(run.directory, over=lambda: True, console=Console(file=out, width=80))
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
         f"step {step}/400" for step in range(1, 13)
     ]

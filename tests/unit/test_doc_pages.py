@@ -210,6 +210,15 @@ def test_files_of_the_guide_are_what_they_seem(tmp_path, monkeypatch):
         ) == expected
 
 
+def test_no_blank_line_divides_a_table():
+    """What follows one would be text: only the head of a table, with a line |---| below it, comes after it."""
+    for page in PAGES:
+        lines = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL).splitlines()
+        for before, row, after in zip(lines, lines[1:], [*lines[2:], ""], strict=False):
+            if not before.strip() and row.startswith("|"):
+                assert re.match(r"\|[ :]*-", after), f"{page.name}: {row}"
+
+
 def test_links_into_a_page_meet_a_heading():
     for page in PAGES:
         for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text_of(page)):

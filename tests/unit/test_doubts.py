@@ -89,7 +89,8 @@ def said_of(text: str, *overrides: str) -> list[str]:
         (("control.stall_s=5",), "control.stall_s is 5, and a run without a new group for so long ends"),
         (
             ("store.max_gib=33",),
-            "store.max_gib is 33, but this machine has 32.0 GiB of memory, and the system",
+            "store.max_gib is 33, but this machine has 32.0 GiB of memory, and the system ends processes that "
+            "want more; set at most 16, with a lower checkpoint.every if it needs more",
         ),
         (("generator.kv_cache_gib=33",), "generator.kv_cache_gib is 33, but this machine has 32.0 GiB"),
         (("eval.prompts=9",), "9 prompts are to be evaluated, but data.eval (test.jsonl) has 1"),
@@ -346,6 +347,18 @@ def test_a_curriculum_that_no_reward_solves_is_named():
     own = "reward.functions=['reward.py:any']"
     Path("reward.py").write_text("def any(prompt, response): return 9.0")
     assert not said_of(OWN, floor, "data.curriculum.solved=1.5", own)
+
+
+@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/pass@1"])
+@pytest.mark.parametrize("key", ["checkpoint.best={}", "learner.stop_when={{metric: {}, patience: 3}}"])
+def test_a_metric_of_solved_prompts_that_no_reward_solves_is_named(key, metric):
+    chosen, half = key.format(metric), "reward.functions.0.weight=0.5"
+    (said,) = said_of(OWN, chosen, half)
+    assert f" is {metric}, which counts rewards from 1 on, but the reward is at most 0.5: it stays 0" in said
+    assert said.endswith("; set eval/reward_mean, or higher weights")
+    assert not said_of(OWN, chosen) and not said_of(OWN, key.format("eval/reward_mean"), half)
+    three = "reward.functions=[{function: exact_match, weight: 0.7}, {function: arithmetic, weight: 0.3}]"
+    assert not said_of(OWN, chosen, three)
 
 
 def test_answers_in_the_text_of_prompts_are_named_with_their_share():

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, EngineError, ResultError, RunError
 from asyncrl.results import evaluate
 from asyncrl.types import Group, Prompt, Rollout, VersionSpan
 from tests.support.characters import character_tokenizer
-from tests.support.task_config import config_of
+from tests.support.task_config import README, config_of
 
 ANSWER = Rollout(
     prompt_ids=np.array([1], dtype=np.int32),
@@ -77,6 +77,18 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         RunError, match=r"data\.eval: each of 2 prompts failed, the first with: ValueError: odd"
     ):
         evaluated(ValueError("odd row"), ResultError("no reward"))
+
+
+@pytest.mark.parametrize(("given", "is_run"), [("runs/a", True), ("a", True), ("other/model", False)])
+def test_a_run_is_measured_by_another_config_too(tmp_path, monkeypatch, given, is_run):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").write_text("run: {name: a}\n")
+    Path("task.yaml").write_text(json.dumps(README | {"data": {"train": "t.jsonl", "eval": "e.jsonl"}}))
+    monkeypatch.setattr(evaluate, "saved_export", lambda run, best: run.path / "hf")
+    monkeypatch.setattr(evaluate, "ask", lambda module, path, overrides, *only: {"asked": overrides})
+    model = "runs/a/hf" if is_run else given
+    assert evaluate.evaluate_model(given, Path("task.yaml"), []) == {"asked": [f"model.path={model}"]}
 
 
 def test_an_engine_that_fails_ends_the_command(evaluated):

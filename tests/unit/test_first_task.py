@@ -79,6 +79,14 @@ def test_a_directory_may_have_any_name(name, tmp_path):
     assert load_config(config).run.name == name
 
 
+def test_a_directory_that_no_own_reward_can_name_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"a:b has a `:`, which divides FILE:FUNCTION in reward\.functions; give"
+    ):
+        write_task(tmp_path / "a:b", Answers())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["task.yaml", "train.jsonl", "task.py"])
 def test_nothing_is_written_over(name, tmp_path):
     (tmp_path / name).write_text("mine")

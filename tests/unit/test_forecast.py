@@ -200,7 +200,10 @@ def test_memory_of_float32_on_a_cpu_by_hand():
     assert plan["KV of a sequence"] == 2 * 6 * 576 * 4 * 200
     assert plan["full sequences in KV"] == GIB // 2 // (2 * 6 * 576 * 4 * 200)
     libraries = int(0.8 * GIB) + 2 * int(1.6 * GIB)
-    assert plan["host memory"] == libraries + 3 * 4 * n + plan["one rank"] + 2 * (4 * n + GIB // 2)
+    assert (
+        plan["host memory"]
+        == libraries + 3 * 4 * n + plan["one rank"] + 2 * (4 * n + GIB // 2) + plan["store, at most"]
+    )
     assert plan["checkpoint"] == 16 * n and plan["disk"] == 48 * n
     assert not plan.warnings
 
@@ -422,6 +425,11 @@ def test_one_gpu_for_all_is_added_up(monkeypatch):
         ({"generator": {"kv_cache_gib": 0.01}}, CPU, "holds no sequence of full length"),
         ({"generator": {"kv_cache_gib": 0.1}, "batch": {"group_size": 8}}, CPU, "fewer than a group of 8"),
         ({"generator": {"count": 12}}, CPU, "host memory: "),
+        (
+            {"store": {"max_gib": 9999}, "checkpoint": {"every": 100_000}, "learner": {"steps": 100_000}},
+            CPU,
+            "or (the store) checkpoint.every",
+        ),
         ({"generator": {"count": 8, "max_running": 256}, "staleness": {"max_lag": 0}}, CPU, "some wait"),
         ({"model": {"dtype": "bfloat16"}}, replace(CPU, gpu_bytes=(GIB,)), "GPU 0: "),
     ],

@@ -8,6 +8,7 @@ import pytest
 from asyncrl.errors import RunError
 from asyncrl.results.recorded import LAST_BYTES, logs_of
 from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import StatusSnapshot, status_json
 
 
@@ -67,7 +68,9 @@ def test_new_lines_are_shown_until_the_run_ends(
         with (directory.logs / "g0.out").open("a") as file:
             file.write(f"line {number}\n")
 
-    waits = iter([lambda: write(2), lambda: (write(3), end(directory))])
+    end(directory)  # of an earlier start
+    lock = RunLock(directory.supervisor_lock)
+    waits = iter([lambda: write(2), lambda: (write(3), lock.release())])
     monkeypatch.setattr("asyncrl.results.recorded.time.sleep", lambda seconds: next(waits)())
     write(1)
     shown = "".join(logs_of(directory.path, name, follow=True)).splitlines()

@@ -57,6 +57,13 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
 
 
+def test_the_data_of_a_mixture_is_named_by_its_paths(tmp_path: Path) -> None:
+    train = [{"path": "a.jsonl", "weight": 2}, {"path": "owner/b"}]
+    run = run_in(tmp_path, config=json.dumps({"model": {"path": "m"}, "data": {"train": train}}))
+    (said,) = [text for text in page_of(run).text_of["p"] if "asyncrl run: model" in text]
+    assert "asyncrl run: model m, data a.jsonl, owner/b; this page" in said
+
+
 def test_no_text_of_a_model_or_a_user_becomes_markup(tmp_path: Path) -> None:
     harmless = {tag for tag, _ in page_of(run_in(tmp_path / "harmless")).tags}
     run = run_in(tmp_path, config=json.dumps({"run": {"name": MARKUP}, "model": {"path": MARKUP}}))

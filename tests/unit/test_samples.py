@@ -15,6 +15,8 @@ from rich.console import Console
 from asyncrl.cli.screens import full_lines, show_samples
 from asyncrl.errors import RunError
 from asyncrl.results.recorded import Wanted, choose, samples_of, wanted
+from asyncrl.run.directory import RunDirectory
+from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail
 from tests.support.synthetic_run import NASTY, SyntheticRun
@@ -144,10 +146,11 @@ def test_following_shows_what_is_there_then_what_comes_and_ends_with_the_run(
 ) -> None:
     run = run_of(tmp_path, SAMPLES[:5])
     run.finish("training")
+    lock = RunLock(RunDirectory(run.directory).supervisor_lock)
 
     def write(seconds: float) -> None:
         run.learner.samples(SAMPLES[5:])
-        run.finish("finished")
+        lock.release()  # and the status stays, as if the supervisor were killed
 
     monkeypatch.setattr(time, "sleep", write)
     show_samples(samples_of(run.directory, Wanted(count=1, kind="eval"), follow=True))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.running import status
-from asyncrl.commands.inspect import is_up, status_values
+from asyncrl.commands.inspect import status_values
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.lock import RunLock
+from asyncrl.telemetry import live
 from asyncrl.telemetry.status import write_status
 from tests.support.synthetic_run import SyntheticRun
 
@@ -77,11 +78,11 @@ def test_a_run_that_is_looked_after_elsewhere_is_up_while_its_learner_speaks(tmp
     directory = directory_of(tmp_path)
     run = SyntheticRun(tmp_path)
     run.advance()
-    assert is_up(directory)
+    assert directory.is_up
     write_status(directory.status, replace(run.status(), updated_at=time.time() - 60))
-    assert not is_up(directory)
+    assert not directory.is_up
     run.finish()
-    assert not is_up(directory)
+    assert not directory.is_up
 
 
 def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,3 +92,24 @@ def test_watching_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     RunLock(directory.supervisor_lock).release()
     status(tmp_path, watch=True)
     assert "step 1/400" in capsys.readouterr().out
+
+
+def test_watching_goes_on_while_a_run_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = directory_of(tmp_path)
+    run = SyntheticRun(tmp_path)
+    run.advance()
+    run.finish("stopped")
+    lock = RunLock(directory.supervisor_lock)
+    waits = iter([run.advance, lock.release])
+    monkeypatch.setattr(live.time, "sleep", lambda seconds: next(waits)())
+    status(tmp_path, watch=True)
+    assert next(waits, None) is None and "step 2/400" in capsys.readouterr().out
+
+
+def test_a_start_forgets_the_status_of_the_one_before(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path)
+    SyntheticRun(tmp_path).finish("stopped")
+    directory.forget_earlier()
+    assert status_values(directory)["state"] is None

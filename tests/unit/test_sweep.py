@@ -78,6 +78,7 @@ def test_seeds_are_summed_up_with_their_error(tmp_path):
         run = SyntheticRun(tmp_path / f"seed-{seed}", generators=1)
         for _ in range(steps):
             run.advance()
+        run.finish()
         (run.directory / "config.yaml").write_text("run: {name: t}\n")
         runs.append(("learner.steps=9", RunDirectory(run.directory)))
     table = over_seeds([*runs, ("learner.steps=1", runs[0][1])])
@@ -86,6 +87,12 @@ def test_seeds_are_summed_up_with_their_error(tmp_path):
     (values, count, *cells), (_, one, *single) = table.rows
     assert (values, count, one) == ("learner.steps=9", "3", "1")
     assert cells[-1] == f"{statistics.fmean(last):.3g} ± {error:.3g}" and single[-1] == f"{last[0]:.3g} ± -"
+    run.finish("failed")
+    never = ("learner.steps=9", RunDirectory(tmp_path / "never"))
+    (_, count, *_, both), (_, one, *_, none) = over_seeds([*runs, never, ("b", runs[2][1])]).rows
+    assert (count, one, none) == ("2 of 4", "0 of 1", "-") and both.startswith(
+        f"{statistics.fmean(last[:2]):.3g} ±"
+    )
     page = tmp_path / "page.html"
     assert compare_runs([directory.path for _, directory in runs], page, [table])[-1] is table
     assert cells[-1] in page.read_text()

@@ -158,6 +158,9 @@ def test_a_run_that_is_up_is_not_begun_again_by_any_way(start, tmp_path, monkeyp
     directory.config.write_text("run: {}\n")
     with RunLock(directory.supervisor_lock):
         before = sorted(directory.path.iterdir())
-        with pytest.raises(RunError, match=rf"r is running already \(process {os.getpid()}\)"):
+        with pytest.raises(
+            RunError,
+            match=rf"{directory.path} is running already \(process {os.getpid()}\).* {directory.path} --watch`",
+        ):
             start(config, directory)
         assert sorted(directory.path.iterdir()) == before

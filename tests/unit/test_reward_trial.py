@@ -1,0 +1,65 @@
+"""What `asyncrl reward test` tries, and what it says of the scores."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.screens import show_trial
+from asyncrl.config.reward_section import RewardFunctionConfig
+from asyncrl.errors import DataError
+from asyncrl.preflight import reward_trial
+from asyncrl.preflight.reward_trial import Case, Trial, Tried, generic_cases, sample_cases
+from asyncrl.rewards.base import RewardInput
+from asyncrl.types import Prompt
+from tests.support.task_config import config_of
+
+MISSING = "The data has no reference answer"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "scored", "is_said"),
+    [
+        (["wrong", "wrong"], "wrong", True),
+        (["sample", "sample"], "sample", False),
+        (["reference", "wrong", "wrong"], "wrong", False),
+    ],
+    ids=["none", "samples", "abstained on it"],
+)
+def test_references_are_missing_only_from_data_that_was_looked_at(kinds, scored, is_said, capsys):
+    given = RewardInput(prompt="1+1=", response="2", row={})
+    part = Tried(RewardFunctionConfig(function="exact_match"), scores={scored: [0.0, 0.0]}, seconds=[0.1])
+    show_trial(Trial([Case(kind, given) for kind in kinds], [part], 0))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gives every response 0" in said and (MISSING in said) == is_said
+
+
+def test_samples_of_a_path_without_files_are_refused_and_a_run_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(
+        DataError, match=r"--samples: found no runs/frist \(did you mean `runs/first`\?\); give a"
+    ):
+        list(sample_cases(config_of(), Path("runs/frist"), 8))
+    monkeypatch.setattr(reward_trial, "_PromptFinder", lambda config: pytest.fail("it is a run"))
+    with pytest.raises(pytest.fail.Exception, match="it is a run"):
+        list(sample_cases(config_of(), Path("first"), 8))
+
+
+def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch):
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": 2}}
+    prompt = Prompt(text="1+1=", token_ids=[1], row=row)
+
+    class Source:
+        tokenizer = staticmethod(lambda text, add_special_tokens: {"input_ids": [*text]})
+
+        def __len__(self):
+            return 1
+
+        def prompt(self, ticket):
+            return prompt
+
+    monkeypatch.setattr(reward_trial, "_prompts", lambda config: Source())
+    first, *others = generic_cases(config_of(), 1)
+    assert (first.kind, first.given.response) == ("reference", "2") and {one.kind for one in others} == {
+        "wrong"
+    }
