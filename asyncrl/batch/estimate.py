@@ -4,7 +4,6 @@ An episode counts once, however many rollouts its conversation has: it is one se
 Axes in names:  S episodes of the batch, T action tokens of their rollouts in order, before any mask.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -68,7 +67,7 @@ class Estimator:
             num_groups=len(groups),
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(episodes)), lengths_S),
-            parts={name: torch.tensor([parts.get(name, math.nan) for parts in given]) for name in self.parts},
+            parts={name: torch.tensor([parts.get(name, np.nan) for parts in given]) for name in self.parts},
             greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
             truncated_S=torch.tensor([rollout.truncated for rollout in firsts]),
             behaviour_logprobs_T=torch.from_numpy(

@@ -88,7 +88,8 @@ def test_a_run_is_measured_by_another_config_too(tmp_path, monkeypatch, given, i
     monkeypatch.setattr(evaluate, "saved_export", lambda run, best: run.path / "hf")
     monkeypatch.setattr(evaluate, "ask", lambda module, path, overrides, *only: {"asked": overrides})
     model = "runs/a/hf" if is_run else given
-    assert evaluate.evaluate_model(given, Path("task.yaml"), []) == {"asked": [f"model.path={model}"]}
+    asked = evaluate.evaluate_model(given, Path("task.yaml"), [])["asked"]
+    assert asked == [f"model.path={model}", "model.lora=null"]
 
 
 def test_an_engine_that_fails_ends_the_command(evaluated):
