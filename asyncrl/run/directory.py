@@ -174,12 +174,16 @@ class RunDirectory:
         if not self.was_up:
             cure = "`asyncrl up --config …` starts one"
             raise RunError(f"{self.path} holds no run that was started here; {cure}")
-        was_locked = is_locked(self.supervisor_lock)
-        found = find_holder(self.supervisor_lock)
-        if found is None and was_locked and is_locked(self.supervisor_lock):
+        return self.holder(self.supervisor_lock)
+
+    def holder(self, lock: Path) -> psutil.Process | None:
+        """Return the process that holds one of the run's locks. Raises RunError if it is not visible."""
+        was_locked = is_locked(lock)
+        found = find_holder(lock)
+        if found is None and was_locked and is_locked(lock):
             raise RunError(
-                f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen "
-                "from here: it is of another user, container or host; give the command there"
+                f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is of "
+                "another user, container or host; give the command there"
             )
         return found
 
