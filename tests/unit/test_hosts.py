@@ -295,7 +295,7 @@ class Engine:
 
     def stop(self, name, *, kill):
         self.killed += [name] * kill
-        if self.found[name].phase == "running":
+        if self.found[name].phase in ("pending", "running"):
             self.found[name] = HostState(phase="ended", status=143)
 
     def end(self, name, phase="ended", status=None):
@@ -403,6 +403,45 @@ def test_generators_follow_a_learner_that_moves(run):
         ("learner-0", "learn"),
         ("generators-0", "at 10.0.0.2"),
     ]
+
+
+def learner_without_an_address(engine, monkeypatch):
+    waits = HostState(phase="pending", why="job 7: Resources")
+    monkeypatch.setattr(engine, "start", lambda plan, output: engine.found.update({plan.name: waits}))
+
+
+def test_a_command_that_an_engine_cannot_place_at_once_is_placed_later(run, monkeypatch, caplog):
+    engine, play = run
+    learner_without_an_address(engine, monkeypatch)
+    failures = iter([OSError("squeue: Unable to contact slurm controller")])
+
+    def come():
+        engine.found["learner-0"] = HostState(phase="running", address="10.0.0.1")
+        monkeypatch.setattr(engine, "start", busy)
+
+    def busy(plan, output):
+        for failure in failures:
+            raise failure
+        Engine.start(engine, plan, output)
+
+    play({5: come})
+    assert engine.started == [("generators-0", "at 10.0.0.1")]
+    assert "generators-0 cannot be started and is tried again in 15 s: squeue: Unable" in caplog.text
+
+
+def test_a_command_that_has_not_begun_ends_at_once_and_is_never_placed(run, monkeypatch, caplog):
+    engine, play = run
+    learner_without_an_address(engine, monkeypatch)
+    stopped_s = []
+
+    def fail():
+        stopped_s.append(Clock.passed_s)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play({5: fail})
+    assert Clock.passed_s - stopped_s[0] < 1.0
+    assert list(engine.found) == ["learner-0"] and "cannot be killed" not in caplog.text
 
 
 def test_an_engine_is_asked_once_a_tick_however_many_hosts_there_are(run):
