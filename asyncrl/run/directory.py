@@ -144,9 +144,14 @@ class RunDirectory:
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
-    def forget_earlier(self) -> None:
-        """Remove the announced stop, the wanted number, and the Prometheus targets of killed processes."""
+    def forget_stop(self, *, by_slurm: bool) -> None:
+        """Remove what `down` knows of an earlier start: the announced stop, and the job of another kind."""
         self.stopping.unlink(missing_ok=True)
+        if not by_slurm:
+            self.job.unlink(missing_ok=True)
+
+    def forget_earlier(self) -> None:
+        """Remove the wanted number, and the Prometheus targets of killed processes."""
         self.scale.unlink(missing_ok=True)
         targets = self.target("*")
         for target in targets.parent.glob(targets.name):

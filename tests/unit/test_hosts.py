@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
@@ -21,15 +22,20 @@ from asyncrl.cluster.plans import described, generators_plan, learner_plans, rea
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands import hosts as hosts_command
+from asyncrl.commands.hosts import started_on_hosts
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
+from asyncrl.commands.up import claimed
+from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError, RunNotUp
+from asyncrl.files import replace_text
 from asyncrl.hosting import route
 from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.hosting.route import Reach, in_clear, reaches, unreached, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import calling
+from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
 
@@ -548,6 +554,42 @@ def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path
     states = iter(["RUNNING"])
     with pytest.raises(RunError, match="job 7 is RUNNING"):
         next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "left"),
+    [
+        (None, "claimed", []),
+        ("slurm", "claimed", ["job.sh"]),
+        ("local", "hosts", []),
+        ("slurm", "hosts", ["job.sh"]),
+        ("slurm", "submitted", ["job.sh"]),
+    ],
+)
+def test_a_start_leaves_nothing_by_which_down_would_take_it_for_an_earlier_one(
+    tmp_path, monkeypatch, kind, how, left
+):
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": kind, "generator_hosts": 2})
+    directory = RunDirectory(ours.run.directory)
+    directory.create(fresh=False)
+    replace_text(directory.config, dump_config(ours))
+    for path in (directory.job, directory.stopping):
+        path.write_text('{"within_s": 3600, "text": "saving"}')
+    if how == "claimed":
+        with claimed(directory, ours, lambda: None, BestEffort(), fresh=False):
+            pass
+    elif how == "hosts":
+
+        def fail(config):
+            raise RunError("no engine")
+
+        monkeypatch.setattr(hosts_command, "open_cluster", fail)
+        with pytest.raises(RunError, match="no engine"), started_on_hosts(ours, fresh=False, console=False):
+            pass
+    else:
+        monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: "" if words[0] == "squeue" else "9")
+        assert list(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False))
+    assert [path.name for path in (directory.job, directory.stopping) if path.exists()] == left
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):
