@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrl.cluster.plans import described, generators_plan, learner_plans, rea
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands import hosts as hosts_command
+from asyncrl.commands import join
 from asyncrl.commands.hosts import started_on_hosts
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
@@ -103,6 +105,33 @@ def test_the_ports_that_hosts_must_reach_follow_the_config():
     said = in_clear(reaches(far, "fd00::9"))
     assert "hosts: weights (weights.transport), gradients (cluster.learner_hosts); use" in said
     assert not in_clear(reaches(ours, "127.0.0.1"))
+
+
+@pytest.mark.parametrize(
+    ("has_config", "has_key", "found"),
+    [(False, False, "newest"), (True, False, "ours"), (False, True, "older"), (True, True, "older")],
+)
+def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
+    tmp_path, monkeypatch, has_config, has_key, found
+):
+    monkeypatch.chdir(tmp_path)
+    nothing = SimpleNamespace(close=lambda: None, read=lambda: None)
+    monkeypatch.setattr(join, "StoreConnection", lambda *_, **__: nothing)
+    monkeypatch.setattr(join, "RunRecord", lambda *_: nothing)
+    monkeypatch.setattr(join, "clock_skew_s", lambda connection: 0.0)
+    runs = {name: RunDirectory(Path("runs", name)) for name in ("oldest", "newest", "ours", "older")}
+    for name, age_s in zip(runs, (400, 100, 200, 300), strict=True):
+        runs[name].make()
+        runs[name].draw_secret()
+        url = runs[name].path / "store.url"
+        url.write_text("redis://10.0.0.9:6379/0")
+        os.utime(url, (1e9 - age_s, 1e9 - age_s))
+    key = runs["older"].keys().join
+    ours = config(run={"name": "ours"})
+    joined = join._find(
+        "redis://10.0.0.9:6379/0", ours if has_config else None, (lambda: key) if has_key else None
+    )
+    assert joined.learners == runs[found] and joined.keys == runs[found].keys().join
 
 
 @pytest.fixture
