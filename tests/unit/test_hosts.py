@@ -5,8 +5,11 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from pydantic import ValidationError
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
-from asyncrl.cluster import slurm_jobs
+from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
@@ -558,6 +561,18 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
         cluster._placed[plan.name].step.wait(60)
         asked.append([word for word in (tmp_path / "steps").read_text().split() if "gpus" in word])
     assert asked == [["--gpus-per-node=2"], []]
+
+
+def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
+    file = str(tmp_path / "learner-0.pid")
+    with subprocess.Popen(["sh", "-c", slurm._TERMINATED, file]) as stop:
+        time.sleep(0.5)  # srun takes that long
+        with subprocess.Popen(["sh", "-c", slurm._NAMED, file, "sleep", "600"]) as command:
+            try:
+                assert stop.wait(60) == 0
+                assert command.wait(60) == -signal.SIGTERM
+            finally:
+                command.kill()
 
 
 def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path, monkeypatch):
