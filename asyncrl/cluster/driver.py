@@ -26,6 +26,7 @@ from asyncrl.hosting.supervisor import USER_ERROR
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # seconds in which generators give their tickets back
+AGAIN_S = 15.0  # seconds after which a host is placed that could not be
 NOT_STARTED = HostState(phase="pending", why="it waits for the address of the learner's host")
 
 
@@ -95,7 +96,7 @@ class Hosts(ThisHost):
         ThisHost.sleep(self, wait_s)
 
     def start(self, spec: ProcessSpec, *, stands_by: bool = False) -> Process:
-        """Place the host of that name. Raises OSError."""
+        """Place the host of that name, now or as soon as the engine can."""
         if spec.is_extra:
             self._may_wait.add(spec.name)
         started = _Command(self, self.plans[spec.name], spec.log_path)
@@ -135,6 +136,8 @@ class _Command:
     plan: HostPlan
     output: Path
     _is_begun: bool = False
+    _is_over: bool = False  # it was to end before it had begun
+    _begin_at_s: float = 0.0
     _learner: str = ""  # the address that it was started with
     _is_released: bool = False
 
@@ -148,10 +151,18 @@ class _Command:
     def poll(self) -> int | None:
         learner = self.hosts.states.get(LEARNER, NOT_STARTED).address
         if not self._is_begun:
-            if self.plan.role != "learner" and not learner:
+            if self._is_over:
+                return -signal.SIGTERM
+            now_s, waits = self.hosts.now_s(), self.plan.role != "learner" and not learner
+            if waits or now_s < self._begin_at_s:
                 return None
             argv = [word.replace(LEARNER_ADDRESS, learner) for word in self.plan.argv]
-            self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
+            try:
+                self.hosts.cluster.start(replace(self.plan, argv=argv), self.output)
+            except OSError as error:  # this is temporary, and does not count as a death
+                self._begin_at_s, name = now_s + AGAIN_S, self.plan.name
+                log.error("%s cannot be started and is tried again in %.0f s: %s", name, AGAIN_S, error)
+                return None
             self.hosts.states[self.plan.name] = HostState(phase="pending")  # until the engine is asked
             self._is_begun, self._learner = True, learner
         state, names_it = self._state, any(LEARNER_ADDRESS in word for word in self.plan.argv)
@@ -162,10 +173,12 @@ class _Command:
         return USER_ERROR if 0 < state.status <= SIGNALS else state.status
 
     def terminate(self) -> None:
+        self._is_over = True
         if self._is_begun:
             self.hosts.cluster.stop(self.plan.name, kill=False)
 
     def kill(self) -> None:
+        self._is_over = True
         if self._is_begun and not self._is_released:
             self.hosts.cluster.stop(self.plan.name, kill=True)
 

@@ -37,8 +37,12 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 END_S = 60.0  # longer than Slurm's usual KillWait
-# Leaves the process id of a command in a file, which ends it from another step.
-_NAMED, _TERMINATED = 'echo $$ > "$0"; exec "$@"', 'kill -TERM "$(cat "$0")"'
+# Leaves the process id of a command in a file.
+_NAMED = 'echo $$ > "$0"; exec "$@"'
+# Ends it from another step. Of a command that is only just placed, it awaits the file for half a minute.
+_TERMINATED = (
+    'n=0; until [ -s "$0" ] || [ $((n += 1)) -gt 150 ]; do sleep 0.2; done; kill -TERM "$(cat "$0")"'
+)
 # Prints which of the files a node does not have.
 _LOOK = 'for file; do [ -e "$file" ] || echo "node $SLURMD_NODENAME has no $file"; done'
 SUBMITTED = HostState(phase="pending")

@@ -15,7 +15,6 @@ from asyncrl.commands.stopping import Stop, read_stop
 from asyncrl.errors import RunError
 from asyncrl.hosting.children import has_ended
 from asyncrl.hosting.environment import RUN_VARIABLE
-from asyncrl.hosting.processes import find_holder
 from asyncrl.run.directory import RunDirectory
 
 # Limit for a supervisor that announces no stop, and for what it leaves after the announced time.
@@ -70,7 +69,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
 
 def _leader(directory: RunDirectory) -> psutil.Process | None:
     """Return the process that ends all others of the run: of many hosts that which starts them."""
-    return find_holder(directory.driver_lock) or directory.supervisor()
+    return directory.holder(directory.driver_lock) or directory.supervisor()
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

@@ -58,6 +58,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
         with needing(directory.path):
             directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret()
+            directory.forget_stop(by_slurm=config.cluster.kind == "slurm")
             replace_text(directory.hosts_config, dump_config(config), durable=True)
         members = stack.enter_context(family())
         setup_logging("driver", directory.logs, console=console)
@@ -159,6 +160,7 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
             directory.create(fresh=fresh, config=dump_config(config))
             if not directory.config.exists():  # by which other commands know a run
                 replace_text(directory.config, dump_config(config))
+            directory.forget_stop(by_slurm=True)
             replace_text(directory.job, script := run_script(config, command))
         job_id = submit(script)
     except OSError as error:

@@ -175,9 +175,9 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     variable = (own.store if own else StoreConfig()).password_env
     if holds_password(url):
         raise RunError(f"the store's URL holds a password, which process lists show; put it into {variable}")
-    learners = _run_here(url, own)
-    read = given or partial(join_keys, os.environ)
-    keys = learners.keys().join if learners and given is None else read()
+    key = given() if given else None
+    learners = _run_here(url, own, key)
+    keys = key or (learners.keys().join if learners else join_keys(os.environ))
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
     with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
@@ -185,16 +185,22 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
         return _Found(url, keys, record, learners, clock_skew_s(connection))
 
 
-def _run_here(url: str, config: Config | None) -> RunDirectory | None:
-    """Return the learner's run directory, which holds the secret, if it is on this machine."""
-    candidates = [path.parent for path in Path("runs").glob("*/store.url")]
-    if config is not None:
-        candidates.append(config.run.directory)
+def _run_here(url: str, config: Config | None, key: JoinKeys | None) -> RunDirectory | None:
+    """Return the learner's run directory, which holds the secret, if it is on this machine.
+
+    Of several runs with this store it is that of the config, or the newest; with a `key`, that of the key.
+    """
+    candidates = [] if config is None else [config.run.directory]
     if url.startswith("unix:"):  # RUN/store/store.sock
         candidates.append(Path(unquote(urlsplit(url).path)).parent.parent)
+    begun = sorted(Path("runs").glob("*/store.url"), key=lambda path: -path.stat().st_mtime)
     place = with_user(url, GENERATOR)  # the learner may use another user of the store
-    urls = ((found, found.store_url()) for found in map(RunDirectory, candidates))
-    return next((found for found, known in urls if known and with_user(known, GENERATOR) == place), None)
+    for found in map(RunDirectory, [*candidates, *(path.parent for path in begun)]):
+        if (known := found.store_url()) and with_user(known, GENERATOR) == place:
+            with contextlib.suppress(RunError):
+                if key is None or found.keys().join == key:
+                    return found
+    return None
 
 
 def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:

@@ -209,6 +209,7 @@ def claimed(
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
             replace_text(directory.config, dump_config(config), durable=True)
         with may_fail("removal of what an earlier start left"):
+            directory.forget_stop(by_slurm=isinstance(config, Config) and config.cluster.kind == "slurm")
             directory.forget_earlier()
         yield directory.keys()
 

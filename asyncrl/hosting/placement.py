@@ -202,6 +202,10 @@ def misplaced_generators(
 ) -> Iterator[Mistake]:
     """Find what this host's GPUs rule out of its generators, which are in `placement`."""
     yield from _nccl_with_instances(config, instances=instances)
+    for name, scorer in config.served.items():
+        if (gpu := max(scorer.gpus, default=-1)) >= gpus:
+            key = "algorithm.reference.gpus" if name in config.teacher else f"scorers.{name}.gpus"
+            yield Mistake((key,), f"found {gpu}, but {_shown(gpus)}; allowed is 0 to {gpus - 1}")
     if (width := config.generator.tensor_parallel) > 1 and instances:
         found = f"found {width} GPUs per generator, but {INSTANCES}"
         yield Mistake(("generator.tensor_parallel",), f"{found}; set 1, or {WHOLE_GPUS}")

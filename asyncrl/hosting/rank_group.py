@@ -97,8 +97,9 @@ def start_ranks(
 
 def free_port(address: str) -> int:
     """Return a port of this host that is free now, for the rendezvous."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
+    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as probe:
+        probe.bind(place)
         return int(probe.getsockname()[1])
 
 

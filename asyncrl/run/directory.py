@@ -146,10 +146,15 @@ class RunDirectory:
         if not self.saved_mark.exists():
             replace_text(self.saved_mark, "A checkpoint was saved here.\n", durable=True)
 
-    def forget_earlier(self) -> None:
-        """Remove status, announced stop, wanted number, and the Prometheus targets of killed processes."""
-        self.status.unlink(missing_ok=True)
+    def forget_stop(self, *, by_slurm: bool) -> None:
+        """Remove what `down` knows of an earlier start: the announced stop, and the job of another kind."""
         self.stopping.unlink(missing_ok=True)
+        if not by_slurm:
+            self.job.unlink(missing_ok=True)
+
+    def forget_earlier(self) -> None:
+        """Remove status, wanted number, and the Prometheus targets of killed processes."""
+        self.status.unlink(missing_ok=True)
         self.scale.unlink(missing_ok=True)
         targets = self.target("*")
         for target in targets.parent.glob(targets.name):
@@ -187,12 +192,16 @@ class RunDirectory:
         if not self.was_up:
             cure = "`asyncrl up --config …` starts one"
             raise RunError(f"{self.path} holds no run that was started here; {cure}")
-        was_locked = is_locked(self.supervisor_lock)
-        found = find_holder(self.supervisor_lock)
-        if found is None and was_locked and is_locked(self.supervisor_lock):
+        return self.holder(self.supervisor_lock)
+
+    def holder(self, lock: Path) -> psutil.Process | None:
+        """Return the process that holds one of the run's locks. Raises RunError if it is not visible."""
+        was_locked = is_locked(lock)
+        found = find_holder(lock)
+        if found is None and was_locked and is_locked(lock):
             raise RunError(
-                f"{self.path} is looked after by {holder_of(self.supervisor_lock)}, which cannot be seen "
-                "from here: it is of another user, container or host; give the command there"
+                f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is of "
+                "another user, container or host; give the command there"
             )
         return found
 

@@ -5,31 +5,42 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.best_effort import BestEffort
 from asyncrl.cli.app import run as typed
-from asyncrl.cluster import slurm_jobs
+from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
 from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
 from asyncrl.commands import hosts as hosts_command
+from asyncrl.commands import join
+from asyncrl.commands.hosts import started_on_hosts
 from asyncrl.commands.join import require_learner
 from asyncrl.commands.rank_host import started_ranks
+from asyncrl.commands.up import claimed
+from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError, RunNotUp
+from asyncrl.files import replace_text
 from asyncrl.hosting import route
 from asyncrl.hosting.placement import misplaced, placement_of
 from asyncrl.hosting.route import Reach, in_clear, reaches, unreached, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import calling
+from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
 
@@ -97,6 +108,33 @@ def test_the_ports_that_hosts_must_reach_follow_the_config():
     said = in_clear(reaches(far, "fd00::9"))
     assert "hosts: weights (weights.transport), gradients (cluster.learner_hosts); use" in said
     assert not in_clear(reaches(ours, "127.0.0.1"))
+
+
+@pytest.mark.parametrize(
+    ("has_config", "has_key", "found"),
+    [(False, False, "newest"), (True, False, "ours"), (False, True, "older"), (True, True, "older")],
+)
+def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
+    tmp_path, monkeypatch, has_config, has_key, found
+):
+    monkeypatch.chdir(tmp_path)
+    nothing = SimpleNamespace(close=lambda: None, read=lambda: None)
+    monkeypatch.setattr(join, "StoreConnection", lambda *_, **__: nothing)
+    monkeypatch.setattr(join, "RunRecord", lambda *_: nothing)
+    monkeypatch.setattr(join, "clock_skew_s", lambda connection: 0.0)
+    runs = {name: RunDirectory(Path("runs", name)) for name in ("oldest", "newest", "ours", "older")}
+    for name, age_s in zip(runs, (400, 100, 200, 300), strict=True):
+        runs[name].make()
+        runs[name].draw_secret()
+        url = runs[name].path / "store.url"
+        url.write_text("redis://10.0.0.9:6379/0")
+        os.utime(url, (1e9 - age_s, 1e9 - age_s))
+    key = runs["older"].keys().join
+    ours = config(run={"name": "ours"})
+    joined = join._find(
+        "redis://10.0.0.9:6379/0", ours if has_config else None, (lambda: key) if has_key else None
+    )
+    assert joined.learners == runs[found] and joined.keys == runs[found].keys().join
 
 
 @pytest.fixture
@@ -295,7 +333,7 @@ class Engine:
 
     def stop(self, name, *, kill):
         self.killed += [name] * kill
-        if self.found[name].phase == "running":
+        if self.found[name].phase in ("pending", "running"):
             self.found[name] = HostState(phase="ended", status=143)
 
     def end(self, name, phase="ended", status=None):
@@ -405,6 +443,45 @@ def test_generators_follow_a_learner_that_moves(run):
     ]
 
 
+def learner_without_an_address(engine, monkeypatch):
+    waits = HostState(phase="pending", why="job 7: Resources")
+    monkeypatch.setattr(engine, "start", lambda plan, output: engine.found.update({plan.name: waits}))
+
+
+def test_a_command_that_an_engine_cannot_place_at_once_is_placed_later(run, monkeypatch, caplog):
+    engine, play = run
+    learner_without_an_address(engine, monkeypatch)
+    failures = iter([OSError("squeue: Unable to contact slurm controller")])
+
+    def come():
+        engine.found["learner-0"] = HostState(phase="running", address="10.0.0.1")
+        monkeypatch.setattr(engine, "start", busy)
+
+    def busy(plan, output):
+        for failure in failures:
+            raise failure
+        Engine.start(engine, plan, output)
+
+    play({5: come})
+    assert engine.started == [("generators-0", "at 10.0.0.1")]
+    assert "generators-0 cannot be started and is tried again in 15 s: squeue: Unable" in caplog.text
+
+
+def test_a_command_that_has_not_begun_ends_at_once_and_is_never_placed(run, monkeypatch, caplog):
+    engine, play = run
+    learner_without_an_address(engine, monkeypatch)
+    stopped_s = []
+
+    def fail():
+        stopped_s.append(Clock.passed_s)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play({5: fail})
+    assert Clock.passed_s - stopped_s[0] < 1.0
+    assert list(engine.found) == ["learner-0"] and "cannot be killed" not in caplog.text
+
+
 def test_an_engine_is_asked_once_a_tick_however_many_hosts_there_are(run):
     engine, play = run
     names = [f"generators-{index}" for index in range(1, 9)]
@@ -486,6 +563,18 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
     assert asked == [["--gpus-per-node=2"], []]
 
 
+def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
+    file = str(tmp_path / "learner-0.pid")
+    with subprocess.Popen(["sh", "-c", slurm._TERMINATED, file]) as stop:
+        time.sleep(0.5)  # srun takes that long
+        with subprocess.Popen(["sh", "-c", slurm._NAMED, file, "sleep", "600"]) as command:
+            try:
+                assert stop.wait(60) == 0
+                assert command.wait(60) == -signal.SIGTERM
+            finally:
+                command.kill()
+
+
 def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path, monkeypatch):
     passed_s, asked, told = itertools.count(step=10.0), [], []
     clock = SimpleNamespace(monotonic=lambda: next(passed_s), sleep=lambda wait_s: None)
@@ -509,6 +598,42 @@ def test_down_ends_though_slurm_does_not_clear_a_node_and_up_may_follow(tmp_path
     states = iter(["RUNNING"])
     with pytest.raises(RunError, match="job 7 is RUNNING"):
         next(iter(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "left"),
+    [
+        (None, "claimed", []),
+        ("slurm", "claimed", ["job.sh"]),
+        ("local", "hosts", []),
+        ("slurm", "hosts", ["job.sh"]),
+        ("slurm", "submitted", ["job.sh"]),
+    ],
+)
+def test_a_start_leaves_nothing_by_which_down_would_take_it_for_an_earlier_one(
+    tmp_path, monkeypatch, kind, how, left
+):
+    ours = config(run={"name": "far", "root": str(tmp_path)}, cluster={"kind": kind, "generator_hosts": 2})
+    directory = RunDirectory(ours.run.directory)
+    directory.create(fresh=False)
+    replace_text(directory.config, dump_config(ours))
+    for path in (directory.job, directory.stopping):
+        path.write_text('{"within_s": 3600, "text": "saving"}')
+    if how == "claimed":
+        with claimed(directory, ours, lambda: None, BestEffort(), fresh=False):
+            pass
+    elif how == "hosts":
+
+        def fail(config):
+            raise RunError("no engine")
+
+        monkeypatch.setattr(hosts_command, "open_cluster", fail)
+        with pytest.raises(RunError, match="no engine"), started_on_hosts(ours, fresh=False, console=False):
+            pass
+    else:
+        monkeypatch.setattr(slurm_jobs, "ask", lambda *words, **_: "" if words[0] == "squeue" else "9")
+        assert list(hosts_command.submitted(ours, ["asyncrl", "up"], fresh=False))
+    assert [path.name for path in (directory.job, directory.stopping) if path.exists()] == left
 
 
 def test_a_job_of_slurm_has_a_node_for_each_host_and_the_options_of_the_user_last(tmp_path):

@@ -112,6 +112,17 @@ def test_explicit_shares_are_kept_and_the_learner_gets_the_rest():
         ),
         ({"generator": {"gpu_memory_utilization": 0.95}}, 1, "generator.gpu_memory_utilization", "at most 0.87"),
         ({"weights": {"transport": "nccl"}}, 1, "weights.transport", "leave it auto, which is slot here"),
+        (
+            {
+                "scorers": {"judge": {"model": "m", "gpus": [0, 3]}},
+                "reward": {"functions": [{"function": "model_score", "params": {"scorer": "judge"}}]},
+            }, 2,
+            "scorers.judge.gpus", "found 3, but this machine shows 2 GPUs (see CUDA_VISIBLE_DEVICES); allowed is 0 to 1",
+        ),
+        (
+            {"algorithm": {"advantage": "distill", "reference": {"path": "t", "scorers": 1, "gpus": [1]}}}, 1,
+            "algorithm.reference.gpus", "found 1, but this machine shows 1 GPU",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_machine_rules_out_is_named_with_the_way_out(sections, gpus, key, said):

@@ -146,3 +146,8 @@ def test_a_rank_that_lost_its_parent_before_it_begins_does_not_begin(tmp_path):
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(120)
     assert not (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_the_rendezvous_has_a_port_at_every_address(address):
+    assert 0 < free_port(address) < 65536

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from asyncrl.commands.down import Ended, end_run
 from asyncrl.control.listening import listen
 from asyncrl.control.scoring import endpoint_of
 from asyncrl.errors import RunError
@@ -160,6 +161,20 @@ def test_the_supervisor_is_whoever_holds_the_lock_whatever_the_file_says(tmp_pat
         finally:
             holder.kill()
     assert directory.supervisor() is None
+
+
+def test_who_starts_the_hosts_from_elsewhere_is_not_passed_over_by_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would start the learner's supervisor again."""
+    directory = begun(tmp_path)
+    monkeypatch.setattr("asyncrl.hosting.processes._holds_lock", lambda process, names: False)
+    directory.supervisor_lock.touch()
+    with RunLock(directory.driver_lock):
+        said = rf"is looked after by pid {os.getpid()} on host .*give the command there"
+        with pytest.raises(RunError, match=said):
+            end_run(directory)
+    assert end_run(directory) == Ended(False, 0)
 
 
 def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> None:

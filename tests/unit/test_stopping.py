@@ -76,7 +76,7 @@ def test_the_text_says_what_is_done_and_what_a_second_ctrl_c_loses(tmp_path, doi
     directory = run_at(tmp_path, trained=7, saved=saved, measured=rows)
     announce(directory, doing, SLOW_S)
     assert read_stop(directory).text == text and text in caplog.text
-    directory.forget_earlier()
+    directory.forget_stop(by_slurm=False)
     assert read_stop(directory) is None
 
 
