@@ -70,11 +70,11 @@ class Objective:
                 totals |= {"tokens/solved": tokens.solved_T, "policy/nll/solved": nll_T}
                 loss = loss + self.imitation * nll_T.sum() / max(counts.solved, 1)
             of_step = sums(**totals, **{LOSS: loss})
-            theirs = {f"policy/{name}": one for name, one in token_loss.metrics.items()} | dict(weight_metrics)
-            if taken := theirs.keys() & {*metrics, *of_step}:
+            given = {f"policy/{name}": one for name, one in token_loss.metrics.items()} | dict(weight_metrics)
+            if taken := given.keys() & {*metrics, *of_step}:
                 found = f"the loss or the correction returns a metric that is {min(taken)} here"
                 raise ConfigError(f"{found}, which is measured in every run; give it another name")
-            return LossSums(loss=loss, metrics={**metrics, **theirs, **of_step})
+            return LossSums(loss=loss, metrics={**metrics, **given, **of_step})
 
         return loss_of
 
