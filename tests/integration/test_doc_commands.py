@@ -46,7 +46,7 @@ NOT_TYPED = {
     "asyncrl eval MODEL": "needs named sets: tests/integration/test_tasks_run.py types it",
     "asyncrl samples --dropped": "the run here drops no group: tests/unit/test_samples.py shows such samples",
     "asyncrl samples --pairs": "needs a run with telemetry.pairs: tests/integration/test_presets.py types it",
-    "asyncrl up --config configs/quickstart.yaml --from": "needs that step: tests/integration/test_early_end.py types it",
+    "asyncrl up --config configs/quickstart.yaml learner.steps=300 --from": "needs that step: tests/integration/test_early_end.py types it",
     "asyncrl rank": "runs until its learner ends: tests/integration/test_rank_hosts.py",
     "asyncrl scale": "needs a run that is up: tests/integration/test_scale.py",
     "asyncrl up": "minutes; typed once, for all of them, as `asyncrl up --config task.yaml` with smaller numbers",

@@ -194,7 +194,7 @@ def test_a_reader_that_leaves(project):
 
 
 def test_a_follower_whose_reader_leaves_ends_when_it_has_more_to_say(project):
-    command, run = started(project, "samples --follow"), project / "runs" / "old"
+    command, run = started(project, "samples --follow"), project / "runs" / "other"
     with command.process as process:
         assert process.stdout is not None and process.stdout.readline()
         process.stdout.close()
