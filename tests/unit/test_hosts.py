@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +42,7 @@ from asyncrl.launch import calling
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from tests.support.ports import free_ports
+from tests.support.waiting import let_pass
 
 KEYS = RunKeys(bytes(range(32))).join
 PLAIN = {
@@ -566,7 +566,7 @@ def test_a_step_of_slurm_asks_for_the_gpus_of_its_host(tmp_path, monkeypatch):
 def test_a_stop_waits_for_a_command_of_slurm_that_is_only_just_placed(tmp_path):
     file = str(tmp_path / "learner-0.pid")
     with subprocess.Popen(["sh", "-c", slurm._TERMINATED, file]) as stop:
-        time.sleep(0.5)  # srun takes that long
+        let_pass(0.5)  # srun takes that long
         with subprocess.Popen(["sh", "-c", slurm._NAMED, file, "sleep", "600"]) as command:
             try:
                 assert stop.wait(60) == 0
