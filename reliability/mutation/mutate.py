@@ -40,6 +40,7 @@ TESTS = {
     "group_rewards": "advantages algo_metrics",
     "returns": "advantages",
     "advantages": "advantages",
+    "preferences": "preferences",
     "token_advantages": "advantages",
     "turn_advantages": "turn_advantages",
     "losses": "losses",
