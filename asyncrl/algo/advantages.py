@@ -153,13 +153,11 @@ def gdpo(
     combined_S = torch.zeros_like(rewards.rewards_S, dtype=torch.float64)
     for name, weight in chosen.items():
         part_S = rewards.parts[name].double()
-        is_given_S = ~part_S.isnan()
         # An answer without the part is in neither mean nor spread, and gets nothing for it.
-        centred_S = rewards.centred_S(part_S.nan_to_num(), is_given_S.double())
-        centred_S = torch.where(is_given_S, centred_S, 0.0)
-        most_S = (rewards.group_sum_S(is_given_S.double()) - 1.0).clamp(min=1.0)
-        spread_S = (rewards.group_sum_S(centred_S.square()) / most_S).sqrt()
-        combined_S += weight * centred_S / (spread_S + std_eps)
+        given_S, part_S = (~part_S.isnan()).double(), part_S.nan_to_num()
+        spread_S = rewards.group_std_S(part_S, ddof=1, weights_S=given_S)
+        scaled_S = rewards.centred_S(part_S, given_S) / (spread_S + std_eps)
+        combined_S += weight * torch.where(given_S > 0, scaled_S, 0.0)
     return _whiten_compared(combined_S, rewards)
 
 

@@ -23,9 +23,8 @@ class GroupRewards:
     num_groups: int
     lengths_S: Tensor  # int64, number of action tokens of each sequence
     sequence_T: Tensor  # int64, non-decreasing: the sequence of each action token
-    parts: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # of the reward, [S], NaN if absent; used by gdpo
+    # Parts of the reward, each [S], NaN where a sequence lacks the part; used by gdpo.
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
     token_rewards_T: Tensor | None = None  # added to `rewards_S`, e.g. minus the KL penalty
     values_T: Tensor | None = None  # the critic's values; used by gae
     greedy_rewards_group: Tensor | None = None  # [G], of the greedy response to each prompt; used by remax
@@ -105,10 +104,11 @@ class GroupRewards:
         weights_S = torch.ones_like(values_S) if weights_S is None else weights_S
         return values_S - self.group_sum_S(weights_S * values_S) / self.group_sum_S(weights_S)
 
-    def group_std_S(self, values_S: Tensor, *, ddof: int) -> Tensor:
-        """[S]: standard deviation of the group; 0 for a group of one."""
-        variance_S = self.group_sum_S(self.centred_S(values_S).square()) / (self.sizes_S - ddof).clamp(min=1)
-        return variance_S.sqrt()
+    def group_std_S(self, values_S: Tensor, *, ddof: int, weights_S: Tensor | None = None) -> Tensor:
+        """[S]: standard deviation of the group, among those with a weight of 1; 0 for a group of one."""
+        weights_S = torch.ones_like(values_S) if weights_S is None else weights_S
+        squares_S = weights_S * self.centred_S(values_S, weights_S).square()
+        return (self.group_sum_S(squares_S) / (self.group_sum_S(weights_S) - ddof).clamp(min=1)).sqrt()
 
     def per_token(self, values_S: Tensor) -> Tensor:
         """float32 [T]: each token gets the value of its sequence."""

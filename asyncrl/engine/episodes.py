@@ -185,10 +185,8 @@ class EpisodeSampler:
         if not rollouts:
             text = "the episode ended without an answer of the model that can be trained on"
             if outcome.finish_reason == "time":
-                text = (
-                    f"environment.episode_s ({config.episode_s:g}) passed before the first answer was whole; "
-                )
-                text += "raise it, or lower sampling.max_response_tokens"
+                text = f"environment.episode_s ({config.episode_s:g}) passed before the first answer was "
+                text += "whole; raise it, or lower sampling.max_response_tokens"
             raise EnvironmentFault(text, reason="silent")
         if self._scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
             found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"

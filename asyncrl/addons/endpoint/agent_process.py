@@ -151,7 +151,7 @@ class _Program:
     ) -> None:
         self.printed = Printed()
         self.status = 0
-        self._command, self.variables, self._memory_gib = command, variables, memory_gib
+        self._command, self._variables, self._memory_gib = command, variables, memory_gib
         self._process: subprocess.Popen[bytes] | None = None
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -177,7 +177,7 @@ class _Program:
             # All that inherited the key, wherever they have moved. Without a descriptor to look, it is left
             # to the end of the environment.
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self.variables['OPENAI_API_KEY']}")
+                await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self._variables['OPENAI_API_KEY']}")
         await asyncio.wait({self._following}, timeout=END_S)
         self._following.cancel()
 
@@ -188,7 +188,7 @@ class _Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self.variables,
+                env=self._variables,
                 start_new_session=True,
             )
             if self._memory_gib:

@@ -105,7 +105,8 @@ class OpenEpisode:
                 self._unbegun[digest] += not was_refused
                 text = f"{MOST_CALLS} calls of this episode are in progress; wait until one has ended"
                 raise self.noted(Refused(429, text, "too_many_calls"))
-            self._unbegun[digest] -= was_refused
+            if was_refused:
+                self._unbegun[digest] -= 1
             task = asyncio.ensure_future(self._answer(dialect, call, train))
             self._running.add(task)
             task.add_done_callback(self._ended)
@@ -170,25 +171,28 @@ class OpenEpisode:
             self._has_chatted = True
             chat = partial(self._talk.chat, tools=call.tools, calls_tools=call.calls_tools)
             answers, spent = await _all(chat(call.messages, **limits) for _ in range(call.choices))
-            if spent is None:
-                return answers
-            if not answers:
+            if spent is not None and not answers:
                 raise spent
             # The choices that ended are answered: the agent gets all that is trained.
-            self.overflowed |= spent.finish_reason == "length"
-            self.spent = spent.finish_reason if spent.finish_reason != "length" else ""
+            if spent is not None:
+                self._spend(spent)
             return answers
         except BudgetSpent as spent:
+            self._spend(spent)
             if spent.finish_reason == "length":
-                self.overflowed = True
                 text = "the conversation is longer than the context, or the episode's tokens are used up"
                 raise Refused(400, text, "context_length_exceeded") from spent
-            self.spent = spent.finish_reason
             raise over() from spent
         except (ConfigError, RenderError, EnvironmentFault, RecursionError, UnicodeError, TypeError) as error:
             raise Refused(400, f"the messages cannot be used: {error}", "invalid_request") from error
         except EngineError as error:
             raise Refused(503, f"the model cannot answer: {error}", "engine") from error
+
+    def _spend(self, spent: BudgetSpent) -> None:
+        if spent.finish_reason == "length":
+            self.overflowed = True
+        else:
+            self.spent = spent.finish_reason
 
     def _ended(self, task: asyncio.Task[Json]) -> None:
         self._running.discard(task)
