@@ -108,7 +108,8 @@ class GroupRewards:
         """[S]: standard deviation of the group, among those with a weight of 1; 0 for a group of one."""
         weights_S = torch.ones_like(values_S) if weights_S is None else weights_S
         squares_S = weights_S * self.centred_S(values_S, weights_S).square()
-        return (self.group_sum_S(squares_S) / (self.group_sum_S(weights_S) - ddof).clamp(min=1)).sqrt()
+        variance_S = self.group_sum_S(squares_S) / (self.group_sum_S(weights_S) - ddof).clamp(min=1)
+        return variance_S.sqrt()
 
     def per_token(self, values_S: Tensor) -> Tensor:
         """float32 [T]: each token gets the value of its sequence."""

@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant("tokens", "dtype=torch.float64, device=values.device).index_add(\n        0, segment, values.double()",
            "dtype=values.dtype, device=values.device).index_add(\n        0, segment, values"),
     Mutant("group_rewards", "(self.group_sum_S(weights_S) - ddof).clamp(min=1)", "self.group_sum_S(weights_S)"),
-    Mutant("group_rewards", "(self.sizes_S - ddof).clamp(min=1)", "(self.sizes_S - ddof)"),
+    Mutant("group_rewards", "(self.group_sum_S(weights_S) - ddof).clamp(min=1)", "(self.group_sum_S(weights_S) - ddof)"),
     Mutant("group_rewards", "return variance_S.sqrt()", "return variance_S"),
     Mutant("group_rewards", "/ self.group_sum_S(weights_S)", "/ self.sizes_S"),
     Mutant("group_rewards", "self.rewards_S.double() + segment_sum(", "self.rewards_S.double() - segment_sum("),
