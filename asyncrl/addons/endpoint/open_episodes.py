@@ -105,8 +105,7 @@ class OpenEpisode:
                 self._unbegun[digest] += not was_refused
                 text = f"{MOST_CALLS} calls of this episode are in progress; wait until one has ended"
                 raise self.noted(Refused(429, text, "too_many_calls"))
-            if was_refused:
-                self._unbegun[digest] -= 1
+            self._unbegun.subtract([digest] * was_refused)
             task = asyncio.ensure_future(self._answer(dialect, call, train))
             self._running.add(task)
             task.add_done_callback(self._ended)
