@@ -265,7 +265,8 @@ def learner_spec(
     config: Config, directory: RunDirectory, store_url: str, placement: Placement
 ) -> ProcessSpec:
     """Describe the learner's process, or with several ranks the process that starts them."""
-    busy = len(placement.generators) or config.generator.count or 0
+    # At max_lag 0 the generators wait while the learner trains, and it waits while they sample.
+    busy = config.staleness.max_lag and (len(placement.generators) or config.generator.count or 0)
     threads = config.learner.threads or share_of_cores(config.ranks_per_host + busy)
     module = "learner_process" if config.learner.ranks == 1 else "ranks"
     argv = module_argv(f"asyncrl.launch.{module}")
@@ -304,7 +305,8 @@ def generator_maker(
     ranks = tuple(seats)
 
     def make(index: int, count: int, running: Collection[str]) -> ProcessSpec:
-        threads = config.generator.threads or share_of_cores(count + len(ranks))
+        busy = len(ranks) if config.staleness.max_lag else 0
+        threads = config.generator.threads or share_of_cores(count + busy)
         # An index beyond the count: generators that are leaving still have their GPUs.
         wanted = max(count, index + 1)
         placement = placement_of(config, gpus, generators=wanted, has_learner=bool(ranks))

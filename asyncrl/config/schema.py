@@ -5,7 +5,6 @@ A value belongs to the section of the component that reads it. The component rec
 
 import hashlib
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from asyncrl.algo.staleness import lag_bound
@@ -18,10 +17,7 @@ from asyncrl.config.reward_section import TEACHER_NAME, ModelJudge, RewardFuncti
 from asyncrl.config.rules import RULES, RUN_RULES
 from asyncrl.config.run_fields import RunFields
 from asyncrl.config.sections import ModelConfig
-from asyncrl.files import read_record
 
-# Among the values that must not change: the digest of the model's weights, if a stage made them.
-BEGAN_WITH = "weights of a stage"
 # Our keys, and those of other trainers with the same meaning.
 _SAME = {
     "learner.optimizer.lr": "learning_rate",
@@ -183,9 +179,7 @@ class Config(RunFields):
         if isinstance(template := self.model.chat_template, str):
             digest = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
             fixed["model.chat_template"] = f"a template with digest {digest}"
-        start = (self.model.lora and self.model.lora.start) or Path(self.model.path)
-        made = read_record(start.parent / "stage.json") or {}
-        return fixed | {BEGAN_WITH: made.get("digest")}
+        return fixed
 
 
 def _own_key(place: str, task: DataSource | EvalSet, key: str) -> str:

@@ -98,7 +98,9 @@ class EpisodeSampler:
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
-        started_s, size, seed = time.monotonic(), limits.rollouts, seed_of(self._seed, ticket_id, prompt)
+        started_s, size = time.monotonic(), limits.rollouts
+        # A held-out prompt has the same seed in all evaluations, which can then be compared.
+        seed = group_seed(self._seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
         # Statistics of whole groups need all episodes, and the advantage that asks for it the greedy one.
         most_missing = 0 if limits.whole else min(self._most_missing, size - 1)
@@ -270,11 +272,6 @@ def _weighted(turns: Turns | None, weight: float) -> Turns | None:
     if turns is None or turns.rewards is None:
         return turns
     return replace(turns, rewards=turns.rewards * np.float32(weight))
-
-
-def seed_of(run_seed: int, ticket_id: int, prompt: Prompt) -> int:
-    """The seed of a group. A held-out prompt has the same in all evaluations, which can then be compared."""
-    return group_seed(run_seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
 
 
 def group_seed(run_seed: int, ticket_id: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError
 
+from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import RunError, RunNotUp
 from asyncrl.files import (
     make_directory,
@@ -31,6 +32,8 @@ from asyncrl.run.lock import holder_of, is_locked
 from asyncrl.telemetry.status import SILENT_S, read_status
 
 _CHECKPOINT = re.compile(r"(?:step-(?=\d{6})|checkpoint-)(\d+)", re.ASCII)
+# Among a run's values that must not change: the digest of its first weights, if a stage made them.
+BEGAN_WITH = "weights of a stage"
 RESTORE = "restore it from a copy, or begin again with --fresh"
 
 
@@ -323,3 +326,9 @@ def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
     # `shutil` collects the errors of a copy; the first one is named.
     reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")
+
+
+def first_weights(model: ModelConfig) -> tuple[Path, str | None]:
+    """Return the directory of the first weights and, if a stage made them, the digest that it recorded."""
+    path = (model.lora and model.lora.start) or Path(model.path)
+    return path, (read_record(RunDirectory(path.parent).stage) or {}).get("digest")

@@ -8,7 +8,7 @@ from typing import Any, Self
 from asyncrl.config.schema import Config
 from asyncrl.lineage import INITIAL, History
 from asyncrl.run.checkpoint import CheckpointStore, Saveable
-from asyncrl.run.directory import RunDirectory
+from asyncrl.run.directory import BEGAN_WITH, RunDirectory, first_weights
 
 # Lineages are drawn: a learner cannot know how many learners died before it without a checkpoint.
 MAX_LINEAGE = (1 << 32) - 1
@@ -22,7 +22,7 @@ class LearnerState:
     ledger: Mapping[str, Any] = field(default_factory=dict)  # `settled` of the training lane's intake
     history: History = INITIAL  # lineages of the weights
     evaluation: dict[str, Any] = field(default_factory=dict)  # `Evaluation.state` of each set by its name
-    # Config values that must not change: `Config.fixed_values`.
+    # Values that must not change: `Config.fixed_values`, and `BEGAN_WITH`.
     fixed: dict[str, Any] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)  # adaptive coefficients of KL and entropy
     curriculum: dict[str, Any] = field(default_factory=dict)  # `Curricula.state`; empty without one
@@ -47,7 +47,8 @@ class LearnerState:
         history = self.history.resumed(
             self.version, lineage=secrets.randbelow(MAX_LINEAGE) + 1, longest_lag=config.lag_bound
         )
-        return replace(self, history=history, fixed=config.fixed_values(rows=rows))
+        fixed = config.fixed_values(rows=rows) | {BEGAN_WITH: first_weights(config.model)[1]}
+        return replace(self, history=history, fixed=fixed)
 
 
 def resume(

@@ -10,12 +10,12 @@ from asyncrl.config.document import Node
 from asyncrl.config.load import panel
 from asyncrl.config.named_files import EXPORT
 from asyncrl.config.resume import resume_findings
-from asyncrl.config.schema import BEGAN_WITH, Config
+from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
 from asyncrl.run.best import Record, read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
-from asyncrl.run.directory import RunDirectory, needing
+from asyncrl.run.directory import BEGAN_WITH, RunDirectory, first_weights, needing
 from asyncrl.run.lock import RunLock
 from asyncrl.telemetry.status import read_status
 
@@ -65,11 +65,11 @@ def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mi
     weights = str(saved.path / EXPORT)
     if fixed.get("model.lora.rank"):
         weights = "DIRECTORY of `asyncrl export --merge`"
-    values = config.fixed_values(rows=rows)
-    if fixed.get(BEGAN_WITH, values[BEGAN_WITH]) != values[BEGAN_WITH]:
+    _, made = first_weights(config.model)
+    if fixed.get(BEGAN_WITH, made) != made:
         found = "the stage there was trained again, and made other weights than this run began with"
         yield Mistake(("model.path",), f"{found}; begin another run (another run.name, or --fresh)")
-    yield from resume_findings(Config, fixed, values, weights=weights)
+    yield from resume_findings(Config, fixed, config.fixed_values(rows=rows), weights=weights)
 
 
 def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None, data: DataFiles) -> None:

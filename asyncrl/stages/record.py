@@ -10,7 +10,7 @@ from asyncrl.config.load import panel
 from asyncrl.config.resume import resume_findings
 from asyncrl.errors import ConfigError
 from asyncrl.files import read_record, replace_text
-from asyncrl.run.directory import RunDirectory
+from asyncrl.run.directory import RunDirectory, first_weights
 from asyncrl.stages.settings import StageConfig
 
 
@@ -42,7 +42,8 @@ def digest_of(model: Path) -> str:
 def begin_stage(config: StageConfig, directory: RunDirectory, fixed: Mapping[str, Any]) -> None:
     """Record what the stage is begun with, unless it was begun before."""
     if not read_stage(directory):
-        write_stage(directory, stage=config.stage, finished=False, fixed=fixed, begins_with=_start(config)[1])
+        made = first_weights(config.model)[1]
+        write_stage(directory, stage=config.stage, finished=False, fixed=fixed, begins_with=made)
 
 
 def refuse_changed_stage(config: StageConfig, directory: RunDirectory, fixed: Mapping[str, Any]) -> None:
@@ -51,16 +52,10 @@ def refuse_changed_stage(config: StageConfig, directory: RunDirectory, fixed: Ma
         return
     findings = resume_findings(StageConfig, begun["fixed"], fixed, weights=str(directory.model))
     found = [f"{keys[0]}: {text}" for keys, text in findings]
-    path, digest = _start(config)
+    path, digest = first_weights(config.model)
     if not found and digest != begun["begins_with"]:
         then = f"the stage there made other weights (digest {digest}) than this one began with"
         cure = f"remove {directory.path}, and the same command trains it from the new ones"
         found.append(f"{path}: {then} ({begun['begins_with']}); {cure}")
     if found:
         raise ConfigError(panel(found, title=f"the config with which {directory.path} is to be resumed"))
-
-
-def _start(config: StageConfig) -> tuple[Path, str | None]:
-    """Return the directory of the first weights and, if a stage made them, the digest that it recorded."""
-    path = (config.model.lora and config.model.lora.start) or Path(config.model.path)
-    return path, read_stage(RunDirectory(path.parent)).get("digest")

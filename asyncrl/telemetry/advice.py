@@ -14,7 +14,6 @@ WAITING = 0.3  # an idle share that is worth advice
 PAUSED = 0.15  # the same for the time that generators pause for weight updates
 BUSY = 0.1  # a learner that waits less than this finds groups in the queue
 QUEUED_STEPS = 1.0  # steps by which groups age in the queue before it is worth advice
-MORE_THREADS = "raise learner.threads"  # where no core is free for another rank
 MOST_TIMES = 3  # advise at most this many times the current generators: rates change with their number
 FIRST_STEPS = 3  # trained steps before there is advice
 WAITS = ("", "wait_groups")  # what a learner does, in its status, while it waits for groups
@@ -63,6 +62,8 @@ def bottleneck(state: RunView) -> str:
     idle = state.idle_generators or 0.0
     if paused is not None and paused > PAUSED:
         return f"generators stand still {paused:.0%} for weight updates: train larger batches"
+    if state.status is not None and state.status.max_lag == 0 and _free_cores(state) == 0:
+        return "sampling and training take turns on all cores (staleness.max_lag is 0)"
     if learner > WAITING and idle > WAITING:
         return f"learner waits {learner:.0%}, generators {idle:.0%}: raise staleness.max_lag or window_groups"
     if learner > WAITING:
@@ -71,10 +72,8 @@ def bottleneck(state: RunView) -> str:
         count = len(state.members)
         needed = _needed(count, idle, learner)
         fewer = f"{needed} of {count} would do, or " if needed < count else ""
-        full = _free_cores(state) == 0
-        return (
-            f"generators wait {idle:.0%} of the time: {fewer}{MORE_THREADS if full else 'add learner.ranks'}"
-        )
+        cure = "raise learner.threads" if _free_cores(state) == 0 else "add learner.ranks"
+        return f"generators wait {idle:.0%} of the time: {fewer}{cure}"
     queued = state.history.latest("staleness/in_queue") or 0.0
     # At max_lag 0 generators and learner would take turns.
     lower = min(int(queued), state.status.max_lag - 1 if state.status else 0)

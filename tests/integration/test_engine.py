@@ -261,6 +261,25 @@ def test_turns_of_one_salt_keep_their_cache_through_an_update_and_nothing_else_r
     runner.run(apply(engine, disk_order(0, model, tmp_path)))
 
 
+@tied
+def test_a_prompt_that_was_read_is_not_read_again_but_for_its_end(world, monkeypatch):
+    runner, engine, _ = world
+    prompt, cached, generate = [1, *range(3, 72)], [], engine._llm.generate
+
+    async def observed(*args, **kwargs):
+        async for output in generate(*args, **kwargs):
+            yield output
+        cached.append(output.num_cached_tokens)
+
+    async def one_by_one():
+        for _ in range(2):
+            await engine.sample(prompt, 1, spec(tokens=1))
+
+    monkeypatch.setattr(engine._llm, "generate", observed)
+    runner.run(one_by_one())
+    assert cached == [0, 64]
+
+
 @both
 def test_a_response_that_a_string_ends_has_the_models_logprobs(world):
     runner, engine, model = world

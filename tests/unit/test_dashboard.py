@@ -668,8 +668,16 @@ def test_no_more_processes_are_advised_than_there_are_cores(learner, generators,
     run = SyntheticRun.__new__(SyntheticRun)
     run.step, run.total_steps, run.ids, run.started_at = 3, 130, [], 0.0
     state = state_with(learner, generators, count=2)
-    sentence = bottleneck(replace(state, status=replace(run.status(), cores=cores)))
+    sentence = bottleneck(replace(state, status=replace(run.status(), cores=cores, max_lag=1)))
     assert said in sentence and len(sentence) <= 78
+
+
+def test_sides_that_take_turns_on_the_same_cores_are_not_advised_to_overlap() -> None:
+    run = SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 3, 130, [], 0.0
+    state = state_with(0.5, 0.5, count=1)
+    for cores, lag, said in ((2, 0, "take turns"), (2, 1, "raise"), (8, 0, "raise"), (None, 0, "raise")):
+        assert said in bottleneck(replace(state, status=replace(run.status(), cores=cores, max_lag=lag)))
 
 
 def test_the_wait_for_the_start_of_generators_gives_no_advice() -> None:

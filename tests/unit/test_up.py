@@ -133,6 +133,22 @@ def test_a_generator_that_would_overfill_a_gpu_is_not_made(monkeypatch, tmp_path
     assert [make(index, 9, [f"g{other}" for other in range(index)]).name for index in range(9)]
 
 
+def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
+    for lag, learner_threads, generator_threads in ((0, "12", "6"), (1, "4", "4")):
+        config = config_of(staleness={"max_lag": lag}, generator={"count": 2}, learner={"device": "cpu"})
+        directory, placement = RunDirectory(tmp_path / str(lag)), placement_of(config, 0)
+        directory.create(fresh=False)
+        directory.draw_secret()
+        learner = up.learner_spec(config, directory, "unix:///s", placement)
+        make = up.generator_maker(
+            config, directory, "unix:///s", RunKeys(b"k" * 32).join, learner=placement.learner_seats
+        )
+        assert learner.env["OMP_NUM_THREADS"] == learner_threads
+        assert make(0, 2, ()).env["OMP_NUM_THREADS"] == generator_threads
+
+
 def _start(config, directory):
     with up.claimed(directory, config, lambda: None, BestEffort(), fresh=True):
         pass

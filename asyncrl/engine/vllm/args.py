@@ -59,6 +59,8 @@ def engine_args(
     if model.has_4bit_base:
         arguments["quantization"] = "bitsandbytes"  # that of the package vllm-bnb-plugin
     if device == "cpu":
+        # A group shares whole blocks of its prompt. On CPUs vLLM's have 128 tokens: few prompts fill one.
+        arguments.setdefault("block_size", 32)
         if build_of("torch") != CPU:  # vLLM runs on a GPU all the same, and would ask for nearly all of it
             arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization or SMALL_SHARE
         if generator.threads is not None and generator.tensor_parallel == 1:
