@@ -24,9 +24,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
     The i-th smallest (from 0) is the maximum of C(i, k - 1) of the C(n, k) choices.
     """
-    choices = [math.comb(i, k - 1) for i in range(len(rewards))]
-    total = sum(count * reward for count, reward in zip(choices, sorted(rewards), strict=True))
-    return total / math.comb(len(rewards), k)
+    total = math.comb(len(rewards), k)  # of many rewards no float has the counts, but their shares
+    return sum(math.comb(i, k - 1) / total * reward for i, reward in enumerate(sorted(rewards)))
 
 
 def maj_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:

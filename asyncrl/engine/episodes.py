@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,54 +56,38 @@ class EpisodeFailed(RewardError):
         self.reason = reason
 
 
+@dataclass(eq=False)
 class EpisodeSampler:
     """Plays and scores whole groups of episodes, in which environment and model act in turn."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        scorer: Scorer | None,
-        environment: Environment,
-        config: EnvironmentConfig,
-        *,
-        renderer: Renderer,
-        read: Read,
-        max_prompt_tokens: int,
-        generator_id: str,
-        seed: int,
-        max_sequences: int = MOST_SEQUENCES,
-        most_missing: int = 0,
-        counts: Counter[str] | None = None,
-    ) -> None:
-        """Take the run's `seed`. Without a `scorer` the reward is the environment's.
+    engine: Engine
+    scorer: Scorer | None  # without one, the reward is the environment's
+    environment: Environment
+    config: EnvironmentConfig
+    _: KW_ONLY
+    renderer: Renderer
+    read: Read
+    max_prompt_tokens: int
+    generator_id: str
+    seed: int  # of the run
+    max_sequences: int = MOST_SEQUENCES  # an episode is cut off when it would begin another one
+    # Episodes that failed, without which a group may go if its limits do not ask for whole groups.
+    most_missing: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
-        An episode of `max_sequences` is cut off when it would begin another sequence. A group may go without
-        `most_missing` episodes that failed, if its limits do not ask for whole groups.
-        """
-        self._engine = engine
-        self._scorer = scorer
-        self._environment = environment
-        self._config = config
-        self._renderer = renderer
-        self._read = read
-        self._max_prompt_tokens = max_prompt_tokens
-        self._generator_id = generator_id
-        self._seed = seed
-        self._max_sequences = max_sequences
-        self._most_missing = most_missing
+    def __post_init__(self) -> None:
         self.clock = Clock()
         self.faults: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter() if counts is None else counts
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
     ) -> Group:
         started_s, size = time.monotonic(), limits.rollouts
         # A held-out prompt has the same seed in all evaluations, which can then be compared.
-        seed = group_seed(self._seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
+        seed = group_seed(self.seed, ticket_id if prompt.held_out is None else -1 - prompt.held_out)
         specs = [spec] * size + [replace(spec, temperature=0.0)] * greedy
         # Statistics of whole groups need all episodes, and the advantage that asks for it the greedy one.
-        most_missing = 0 if limits.whole else min(self._most_missing, size - 1)
+        most_missing = 0 if limits.whole else min(self.most_missing, size - 1)
         missing: Counter[str] = Counter()
 
         async def play(index: int, one: SamplingSpec) -> Episode | None:
@@ -125,8 +109,8 @@ class EpisodeSampler:
         unscored = _flattened(episodes)
         group = Group(
             ticket_id=ticket_id,
-            generator_id=self._generator_id,
-            finished_version=finished_version(self._engine, unscored["rollouts"]),
+            generator_id=self.generator_id,
+            finished_version=finished_version(self.engine, unscored["rollouts"]),
             sampling_s=sampled_s - started_s,
             missing=missing,
             **unscored,
@@ -150,7 +134,7 @@ class EpisodeSampler:
         Raises EngineError, and EpisodeFailed if every replay fails.
         """
         faults: list[str] = []
-        while len(faults) <= self._config.replays:
+        while len(faults) <= self.config.replays:
             try:
                 played = await self._attempt(prompt, spec, seed=seed, episode=episode)
             except EnvironmentFault as fault:
@@ -164,17 +148,17 @@ class EpisodeSampler:
         raise EpisodeFailed(text, last)
 
     async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
-        config, began_s = self._config, time.monotonic()
+        config, began_s = self.config, time.monotonic()
         own_text = "" if prompt.messages else prompt.text
-        session = Session(self._renderer, history=config.history, own_text=own_text)
+        session = Session(self.renderer, history=config.history, own_text=own_text)
         budget = Budget(
-            max_prompt_tokens=self._max_prompt_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,
             max_turns=config.max_turns,
-            max_sequences=self._max_sequences,
+            max_sequences=self.max_sequences,
             ends_at_s=began_s + config.episode_s,
         )
-        talk = SessionTalk(session, self._engine, spec, self._read, budget)
+        talk = SessionTalk(session, self.engine, spec, self.read, budget)
         try:
             outcome = await self._outcome(talk, prompt, seed=seed, episode=episode)
         except EnvironmentFault:
@@ -190,7 +174,7 @@ class EpisodeSampler:
                 text = f"environment.episode_s ({config.episode_s:g}) passed before the first answer was "
                 text += "whole; raise it, or lower sampling.max_response_tokens"
             raise EnvironmentFault(text, reason="silent")
-        if self._scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
+        if self.scorer is None and outcome.reward is None and outcome.finish_reason == "stop":
             found = "the episode ended by itself, the environment gave no reward, and reward.functions is []"
             raise EnvironmentFault(f"{found}; give a reward, or name a function", reason="returned")
         last_ids = talk.last.sampled_ids.tolist() if talk.last else []
@@ -201,7 +185,7 @@ class EpisodeSampler:
             outcome=outcome,
             messages=talk.transcript,
             response=talk.response,
-            raw_response=partial(self._renderer.decode, without_stop(self._renderer, last_ids)),
+            raw_response=partial(self.renderer.decode, without_stop(self.renderer, last_ids)),
             token_ids=talk.last.ids if talk.last else (),
             turns=len(session.turns),
             metrics={
@@ -223,10 +207,10 @@ class EpisodeSampler:
         """
         opening = prompt.messages or prompt.text
         playing = asyncio.ensure_future(
-            self._environment.play(talk, prompt.row, prompt=opening, seed=seed, episode=episode)
+            self.environment.play(talk, prompt.row, prompt=opening, seed=seed, episode=episode)
         )
         try:
-            bound_s = self._config.episode_s + LAST_STEPS * self._config.step_s
+            bound_s = self.config.episode_s + LAST_STEPS * self.config.step_s
             await asyncio.wait({playing}, timeout=bound_s)
         finally:
             talk.close()
@@ -235,7 +219,7 @@ class EpisodeSampler:
                 await asyncio.wait({playing}, timeout=END_S)
         if playing.done() and not playing.cancelled():
             return playing.result()
-        if self._scorer is None:
+        if self.scorer is None:
             found = f"the environment neither ended within {bound_s:g} s nor gave a reward"
             advice = "raise environment.episode_s, or bound what the environment waits for"
             raise EnvironmentFault(f"{found}; {advice}", reason="hung")
@@ -243,24 +227,24 @@ class EpisodeSampler:
 
     async def _scored(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[list[Episode], list[Score]]:
         scores = [Score(total=0.0, parts={})] * len(episodes)
-        if self._scorer is not None:
-            scores = await self._scorer.score([_reward_input(prompt, episode) for episode in episodes])
+        if self.scorer is not None:
+            scores = await self.scorer.score([_reward_input(prompt, episode) for episode in episodes])
         scored = [self._with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         return scored, scores
 
     def _with_score(self, episode: Episode, score: Score) -> Episode:
         total, parts, own = score.total, dict(score.parts), episode.outcome.reward
-        if own is None and self._scorer is not None and not parts:
+        if own is None and self.scorer is not None and not parts:
             raise RewardError(ABSTAINED)
         if own is not None:
-            total, parts[ENVIRONMENT_PART] = total + self._config.weight * own, own
+            total, parts[ENVIRONMENT_PART] = total + self.config.weight * own, own
         rollouts = tuple(
             replace(
                 one,
                 reward=total,
                 reward_parts=parts,
                 answer=score.answer,
-                turns=_weighted(one.turns, self._config.weight),
+                turns=_weighted(one.turns, self.config.weight),
             )
             for one in episode.rollouts
         )

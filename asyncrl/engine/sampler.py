@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -70,26 +70,20 @@ class TaskSampler:
         return await self._samplers[prompt.task].group(prompt, ticket_id, limits, spec, greedy=greedy)
 
 
+@dataclass(eq=False)
 class Sampler:
     """Samples and scores whole groups of single responses."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        scorer: Scorer,
-        decode: Callable[..., str],
-        generator_id: str,
-        *,
-        counts: Counter[str] | None = None,
-    ) -> None:
-        """Take `decode(ids)`, which gives the text of a response, with `raw=True` with special tokens."""
-        self._engine = engine
-        self._scorer = scorer
-        self._decode = decode
-        self._generator_id = generator_id
+    engine: Engine
+    scorer: Scorer
+    decode: Callable[..., str]  # gives the text of a response's ids, with `raw=True` with special tokens
+    generator_id: str
+    _: KW_ONLY
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
         self.clock = Clock()
         self.faults: Counter[str] = Counter()  # stays empty
-        self.counts: Counter[str] = Counter() if counts is None else counts
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False
@@ -104,8 +98,8 @@ class Sampler:
         group = Group(
             ticket_id=ticket_id,
             rollouts=tuple(rollouts),
-            generator_id=self._generator_id,
-            finished_version=finished_version(self._engine, rollouts),
+            generator_id=self.generator_id,
+            finished_version=finished_version(self.engine, rollouts),
             sampling_s=sampled_s - started_s,
             recorded={"image_digests": images.digests} if images else {},
         )
@@ -130,7 +124,7 @@ class Sampler:
     ) -> list[Rollout]:
         """The rollouts of all requests, which run concurrently; the first failure cancels the others."""
         tasks = [
-            asyncio.create_task(self._engine.sample(prompt_ids, count, spec, images=images))
+            asyncio.create_task(self.engine.sample(prompt_ids, count, spec, images=images))
             for count, spec in requests
         ]
         try:
@@ -152,8 +146,8 @@ class Sampler:
         inputs = [
             RewardInput(
                 prompt=prompt.text,
-                response=self._decode(ids),
-                raw_response=partial(self._decode, ids, raw=True),
+                response=self.decode(ids),
+                raw_response=partial(self.decode, ids, raw=True),
                 row=prompt.row,
                 chat=prompt.chat,
                 truncated=rollout.truncated,
@@ -162,7 +156,7 @@ class Sampler:
             )
             for rollout, ids in zip(rollouts, all_ids, strict=True)
         ]
-        scores = await self._scorer.score(inputs)
+        scores = await self.scorer.score(inputs)
         if not all(score.parts for score in scores):
             raise RewardError(ABSTAINED)
         rewarded = tuple(

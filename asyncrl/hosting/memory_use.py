@@ -119,7 +119,7 @@ MOMENTS: dict[str, tuple[str, Callable[[ModelShape], float]]] = {
 }
 
 
-def moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
+def _moments_bytes(shape: ModelShape, optimizer: OptimizerConfig) -> int:
     """Bytes of the moments of an optimizer."""
     return round(MOMENTS[optimizer.kind][1](shape))
 
@@ -174,7 +174,7 @@ class Rank:
         if self.learner.offload_optimizer:
             return 0
         master = self.shape.trained * FP32 if self.stage > 0 else 0
-        return self._share(moments_bytes(self.shape, optimizer) + master, 1, from_stage=1)
+        return self._share(_moments_bytes(self.shape, optimizer) + master, 1, from_stage=1)
 
     @property
     def head(self) -> int:
@@ -395,5 +395,5 @@ def checkpoint_bytes(
     stage = zero_stage(learner.zero_stage, model.dtype)
     each = FP32 * (stage > 0) + DTYPE_BYTES[model.dtype] * (stage < 3)
     trained = (learner.optimizer, critic) if critic else (learner.optimizer,)
-    moments = sum(moments_bytes(shape, one) for one in trained)
+    moments = sum(_moments_bytes(shape, one) for one in trained)
     return shape.trained * each * len(trained) + moments + exported_bytes(shape, model)

@@ -9,6 +9,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.hosting.machine import read_model
 from asyncrl.trainer.base import Trainer
 from asyncrl.trainer.miniature import require_agreement
+from asyncrl.trainer.sequence_parallel import length_dependent
 from asyncrl.weights.agreement import learner_fault
 
 
@@ -30,8 +31,15 @@ def certified_probe(config: Config, trainer: Trainer) -> tuple[Sequence[Sequence
     The learner and transformers score these, packed, and one more beyond a sliding window. Raises ConfigError
     on every rank if they differ by more than rounding explains.
     """
-    text = read_model(config.model)[0].get_text_config()
-    longest = config.sampling.max_tokens
+    model = read_model(config.model)[0]
+    text, longest = model.get_text_config(), config.sampling.max_tokens
+    for kind, most in length_dependent(model).items():
+        if longest > most:
+            raise ConfigError(
+                f"model.path: found rope_type {kind} and sequences of up to {longest} tokens; above {most}, "
+                "all positions of a pack would depend on its longest sequence; lower "
+                "sampling.max_prompt_tokens or sampling.max_response_tokens, or choose another model"
+            )
     last = min(config.weights.probe_tokens, longest - 1)
     lengths = [max(2, last // 3), max(2, last // 2), last]
     window = getattr(text, "sliding_window", None) or longest

@@ -104,16 +104,7 @@ def open_lead_run(
         is_shared=config.cluster.kind is not None,
         pushes=open_pushes(config, directory.path, stop, state.version),
     )
-    page = open_page(
-        config,
-        directory,
-        version=state.version,
-        hub=hub,
-        taking=taking,
-        renew=renew,
-        guard=reporting.guard,
-        exporter=reporting.exporter,
-    )
+    page = open_page(config, directory, state.version, hub, taking, renew, reporting)
     return LeadRun(
         trainer=trainer,
         probe=probe,

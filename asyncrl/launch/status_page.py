@@ -16,8 +16,8 @@ from asyncrl.control.zmq import ControlHub
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.progress import doing
 from asyncrl.launch.taking import Taking
+from asyncrl.report.reports import Reporting
 from asyncrl.run.directory import RunDirectory
-from asyncrl.telemetry.exporter import Exporter
 from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 from asyncrl.telemetry.text import duration
@@ -139,17 +139,15 @@ class StatusPage:
 def open_page(
     config: Config,
     directory: RunDirectory,
-    *,
     version: int,
     hub: ControlHub,
     taking: Taking,
     renew: Callable[[str], None],
-    guard: BestEffort,
-    exporter: Exporter | None,
+    reporting: Reporting,
 ) -> StatusPage:
     """Show a run that begins at `version`, in its directory and to Prometheus if that is asked for."""
     shows: list[Show] = [partial(write_status, directory.status), Heard(directory.metrics).show]
-    if exporter:
+    if exporter := reporting.exporter:
         shows.append(partial(exporter.show_status, max_bytes=config.store.max_gib * 2**30))
     now_at = time.time()
     now = StatusSnapshot(
@@ -166,4 +164,4 @@ def open_page(
         ranks=config.learner.ranks,
         cores=len(os.sched_getaffinity(0)) if resolve_device(config) == "cpu" else None,
     )
-    return StatusPage(now=now, hub=hub, taking=taking, renew=renew, shows=shows, guard=guard)
+    return StatusPage(now=now, hub=hub, taking=taking, renew=renew, shows=shows, guard=reporting.guard)

@@ -179,16 +179,9 @@ class Reporting:
 def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step: int) -> Reporting:
     """Open trackers, timeline and samples. `key_id` and `step` as in `open_trackers`."""
     exporter = open_exporter(config, "learner", directory.target("learner"))
-    trackers = open_trackers(
-        config.telemetry,
-        run=config.run.name,
-        key_id=key_id,
-        directory=directory.path,
-        metrics=directory.metrics / "learner.jsonl",
-        samples=directory.samples,
-        resolved=config.model_dump(mode="json"),
-        step=step,
-    )
+    values = config.model_dump(mode="json")
+    of_run = config.telemetry, config.run.name, directory.path, values
+    trackers = open_trackers(*of_run, key_id=key_id, step=step)
     if exporter:
         trackers.add(exporter)
     pairs = None

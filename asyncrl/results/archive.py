@@ -76,8 +76,9 @@ class Archive(RunView):
         """Return the sum of a counter over all generators, each of which counts from 0 after a restart."""
         total = 0.0
         for rows in self.generators.values():
-            counts = [0.0, *(row.get(name, 0.0) for row in rows)]
-            total += sum(now - before if now >= before else now for before, now in pairwise(counts))
+            for before, now in pairwise([{}, *rows]):
+                goes_on = now.get("alive_s", 0.0) > before.get("alive_s", 0.0)
+                total += now.get(name, 0.0) - (before.get(name, 0.0) if goes_on else 0.0)
         return total
 
     @property

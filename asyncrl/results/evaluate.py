@@ -9,6 +9,7 @@ from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.lanes import group_limits
 from asyncrl.config.load import load_config
 from asyncrl.config.named_files import is_stage
+from asyncrl.config.resolved import dump_values
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, vocabulary_size
 from asyncrl.engine.base import SamplingSpec
@@ -49,9 +50,10 @@ def evaluate_model(
             raise RunError(f"{directory.path} is a stage, whose rows are no prompts; {hint}")
     is_adapter = (Path(model) / SETTINGS).exists()
     # Of a whole model, an adapter of the config is no part; and nothing is compared with a reference.
-    chosen = [f"model.path={model}", "model.lora=null"]
+    value = dump_values(model, in_a_line=True)
+    chosen = [f"model.path={value}", "model.lora=null"]
     if is_adapter:
-        chosen = [f"model.lora.start={model}", "model.lora.sync=adapter", "algorithm.reference=null"]
+        chosen = [f"model.lora.start={value}", "model.lora.sync=adapter", "algorithm.reference=null"]
     overrides = [*overrides, *chosen]
     sets = load_config(config_path, overrides).data.sets
     if not sets:
@@ -75,9 +77,11 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
         for name, one in sets.items():
             spec = SamplingSpec.of(one.sampling, one.eval.temperature)
             limits = group_limits(one, vocabulary)[1]
-            numbered = enumerate(asked[name], start=1)
+            # As many episodes as a generator holds: the seconds of those that wait for the engine count, too.
+            held = one.generator.max_running * one.environment.episodes_per_slot // limits.rollouts
+            room, numbered = asyncio.Semaphore(max(1, held)), enumerate(asked[name], start=1)
             groups = await asyncio.gather(
-                *(_answered(sampler, prompt, number, limits, spec) for number, prompt in numbered)
+                *(_answered(sampler, prompt, number, limits, spec, room) for number, prompt in numbered)
             )
             metrics |= summarise(groups, version=0, name=name).metrics
             if all(group.dead_reason for group in groups):
@@ -87,11 +91,17 @@ async def _evaluate(config: Config, *only: str) -> dict[str, float]:
 
 
 async def _answered(
-    sampler: GroupSampler, prompt: Prompt, number: int, limits: GroupLimits, spec: SamplingSpec
+    sampler: GroupSampler,
+    prompt: Prompt,
+    number: int,
+    limits: GroupLimits,
+    spec: SamplingSpec,
+    room: asyncio.Semaphore,
 ) -> Group:
     """Return the group of a prompt, which is dead if its answers or their rewards failed, as in training."""
     try:
-        return await sampler.group(prompt, number, limits, spec)
+        async with room:
+            return await sampler.group(prompt, number, limits, spec)
     except Exception as error:
         if isinstance(error, EngineError) and not isinstance(error, ResultError):
             raise

@@ -4,6 +4,7 @@ A run with `model.lora` has an adapter in its checkpoints, which can be merged i
 """
 
 import json
+import re
 import shutil
 from functools import partial
 from importlib import resources
@@ -180,7 +181,7 @@ def _front_matter(archive: Archive, *, is_adapter: bool) -> str:
     values = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags + more}
     if (model := _setting(archive, "model.path")) != "?" and not is_local(model):
         values |= {"base_model": model} | ({"base_model_relation": "adapter"} if is_adapter else {})
-    names = [source.partition(":")[0] for source in archive.sources]
+    names = [re.split("[:@]", source)[0] for source in archive.sources]
     if data := [name for name in names if name.count("/") == 1 and not is_local(name)]:
         values["datasets"] = data
     return yaml.safe_dump(values, sort_keys=False)

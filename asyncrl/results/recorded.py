@@ -103,9 +103,13 @@ def recorded_samples(directory: RunDirectory, wanted: Wanted) -> Iterator[Sample
 
 
 def evaluated_steps(directory: RunDirectory) -> list[int]:
-    """Return the steps of the evaluations whose samples were written."""
-    names = {path.stem.removeprefix("step-") for path in directory.evaluations.rglob("step-*.jsonl")}
-    return sorted(int(name) for name in names if name.isdecimal())
+    """Return the steps of the evaluations whose samples were written, in the order of their writing."""
+    written = {
+        int(name): path.stat().st_mtime_ns
+        for path in directory.evaluations.rglob("step-*.jsonl")
+        if (name := path.stem.removeprefix("step-")).isdecimal()
+    }
+    return sorted(written, key=lambda step: (written[step], step))
 
 
 def pairs_of(run: Path | None) -> Iterator[str]:

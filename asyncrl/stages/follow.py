@@ -16,7 +16,6 @@ from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.fanout import Trackers, open_trackers
-from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.status import StatusSnapshot, write_status
 
 EVERY_S = 1.0  # between two writes of the status
@@ -46,15 +45,9 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         )  # fmt: skip
         self._trackers: Trackers | None = None
         if leads:
-            self._trackers = open_trackers(
-                config.telemetry,
-                run=config.run.name,
-                key_id=key_id(directory.keys().join.record),
-                directory=directory.path,
-                metrics=directory.metrics / f"{LEARNER}.jsonl",
-                samples=directory.samples,
-                resolved=config.model_dump(mode="json"),
-            )
+            values, key = config.model_dump(mode="json"), key_id(directory.keys().join.record)
+            of_run = config.telemetry, config.run.name, directory.path, values
+            self._trackers = open_trackers(*of_run, key_id=key)
 
     def __enter__(self) -> Self:
         self._show(state="starting")

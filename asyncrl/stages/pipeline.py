@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -73,7 +73,8 @@ def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -
 def _handed_on(config: StageConfig) -> list[str]:
     """Return the overrides with which the next part begins where this stage ends."""
     model, made = config.model, RunDirectory(config.run.directory).model
-    if model.lora is None:
-        return [f"model.path={made}"]
-    lora = model.lora.model_dump(mode="json", exclude={"sync", "load_in_4bit"}) | {"start": str(made)}
-    return [f"model.path={model.path}", f"model.lora={dump_values(lora, in_a_line=True)}"]
+    found: dict[str, Any] = {"model.path": str(made)}
+    if model.lora is not None:
+        lora = model.lora.model_dump(mode="json", exclude={"sync", "load_in_4bit"}) | {"start": str(made)}
+        found = {"model.path": model.path, "model.lora": lora}
+    return [f"{key}={dump_values(value, in_a_line=True)}" for key, value in found.items()]

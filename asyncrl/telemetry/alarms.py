@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from asyncrl.algo.ranges import EQUAL
 from asyncrl.telemetry.text import number
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _truncated(value: float, past: Past) -> bool:
 
 def _flat(value: float, past: Past) -> bool:
     before = [row.get("group/zero_variance", 0.0) for row in list(past.recent)[-FLAT_STEPS + 1 :]]
-    return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0
+    return len(before) == FLAT_STEPS - 1 and min(value, *before) >= 1.0 - EQUAL
 
 
 def _chosen(value: float, past: Past) -> bool:

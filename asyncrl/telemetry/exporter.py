@@ -38,19 +38,18 @@ PROGRESS = ("version", "sampled_tokens", "groups")  # one of these changes when 
 class Exporter(Collector):
     """A tracker that keeps the newest values and serves them over HTTP."""
 
-    def __init__(
-        self, *, host: str, port: int, target: Path, run: str, process: str, prefix: str, stall_s: float
-    ) -> None:
-        """Listen on `host`. Raises RunError if that is not an address of this machine.
+    def __init__(self, config: Config, port: int, process: str, target: Path) -> None:
+        """Listen at the config's host and, counted from it for generators, `port`.
 
-        Args:
-            port: port to bind. With 0, and with a message when the port is taken, any free port is used.
-            target: file that tells Prometheus where this process listens; `close` removes it.
-            run, process: labels of the target.
-            prefix: prefix of the names of all logged metrics.
-            stall_s: `control.stall_s`, shown next to the seconds since the last progress.
+        With 0, and with a message when the port is taken, any free one is used. `target` is the file that
+        tells Prometheus where this `process` listens; `close` removes it. Raises RunError if the host is no
+        address of this machine.
         """
-        self._prefix, self._stall_s, self._target = prefix, stall_s, target
+        index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
+        host, port = config.telemetry.prometheus_host, port and port + (1 + int(index[0]) if index else 0)
+        port = port if port <= MOST_PORT else 0  # a host may give its generators any number
+        self._prefix, self._target = GENERATOR_PREFIX if index else PREFIX, target
+        self._stall_s = config.control.stall_s  # shown next to the seconds since the last progress
         self._values: Mapping[str, float] = {}
         self._status: Sequence[Metric] = ()
         self._marks: tuple[object, ...] = ()
@@ -67,7 +66,7 @@ class Exporter(Collector):
                 ) from error
             log.warning("port %d of %s for metrics is taken; any free port is used", port, host)
             self._server, _ = start_http_server(0, host, registry)
-        labels = {"run": run, "process": process}
+        labels = {"run": config.run.name, "process": process}
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_text(target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
@@ -126,20 +125,8 @@ class Exporter(Collector):
 
 def open_exporter(config: Config, process: str, target: Path) -> Exporter | None:
     """Serve the metrics of the learner or generator named `process`; None unless the config asks for it."""
-    telemetry = config.telemetry
-    if telemetry.prometheus_port is None:
-        return None
-    index = re.search(r"\d+$", process)  # of generators on one machine: g0, g1, ...
-    port = telemetry.prometheus_port and telemetry.prometheus_port + (1 + int(index[0]) if index else 0)
-    return Exporter(
-        host=telemetry.prometheus_host,
-        port=port if port <= MOST_PORT else 0,  # a host may give its generators any number
-        target=target,
-        run=config.run.name,
-        process=process,
-        prefix=GENERATOR_PREFIX if index else PREFIX,
-        stall_s=config.control.stall_s,
-    )
+    port = config.telemetry.prometheus_port
+    return None if port is None else Exporter(config, port, process, target)
 
 
 def prometheus_name(name: str, prefix: str = PREFIX) -> tuple[str, dict[str, str]]:

@@ -13,6 +13,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.alarms import Alarms
 from asyncrl.telemetry.base import SampleRecord, Tracker
+from asyncrl.telemetry.state import LEARNER
 from asyncrl.telemetry.trackers import JsonlTracker, TensorBoardTracker, WandbTracker
 
 log = logging.getLogger(__name__)
@@ -104,38 +105,24 @@ class _Kept:
 
 def open_trackers(
     config: TelemetryConfig,
-    *,
     run: str,
-    key_id: str,
     directory: Path,
-    metrics: Path,
-    samples: Path,
-    resolved: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    key_id: str,
     step: int = 0,
 ) -> Trackers:
     """Open the learner's trackers: JSONL always; others, with their libraries, if the config asks for them.
 
-    Args:
-        run: name of the run.
-        key_id: id of the run's key. A fresh run of the same name has another, so it keeps the old curves.
-        directory: the run directory.
-        metrics, samples: JSONL files for metrics and for rollouts.
-        resolved: the whole config as plain values, which trackers show.
-        step: finished steps. Later steps that an earlier process logged will be logged again.
+    They are of the run in `directory`, and show the `values` of its whole config. `key_id` is the id of its
+    key: a fresh run of the same name has another, so it keeps the old curves. Steps after `step`, which an
+    earlier process logged, will be logged again.
     """
+    metrics, samples = directory / "metrics" / f"{LEARNER}.jsonl", directory / "samples.jsonl"
     openers: list[Callable[[], Tracker]] = [partial(JsonlTracker, metrics, samples)]
     if config.wandb != "off":
-        openers.append(
-            partial(
-                WandbTracker,
-                mode=config.wandb,
-                project=config.wandb_project,
-                name=run,
-                run_id=f"{run}-{key_id}",
-                directory=directory,
-                config=resolved,
-            )
-        )
+        opener = partial(WandbTracker, mode=config.wandb, project=config.wandb_project, name=run)
+        openers.append(partial(opener, run_id=f"{run}-{key_id}", directory=directory, config=values))
     if config.tensorboard:
-        openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=resolved, step=step))
+        openers.append(partial(TensorBoardTracker, directory / "tensorboard", config=values, step=step))
     return Trackers(openers)

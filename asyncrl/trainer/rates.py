@@ -9,20 +9,20 @@ def rate_share(
 ) -> Callable[[int], float]:
     """Return a function from an optimizer step, counted from 0, to its share of the rate `lr`.
 
-    It is a schedule of transformers without its first step, in which the rate is 0. What it falls to is the
-    share of the first step after the run, and of all later ones. Raises ValueError or TypeError for wrong
-    `arguments`.
+    It is a schedule of transformers without the first step of a warm-up, in which the rate is 0. What it
+    falls to is the share of the first step after the run, and of all later ones. Raises ValueError or
+    TypeError for wrong `arguments`.
     """
     # Both take seconds to import, and commands read the parameters of this package's functions.
     import torch
     from transformers import get_scheduler
 
-    rising = max(1, warmup_steps)
+    left_out = min(warmup_steps, 1)
     share = get_scheduler(
         "constant_with_warmup" if schedule == "constant" else schedule,
         torch.optim.SGD([torch.zeros(1)], lr=lr),
-        num_warmup_steps=rising,
-        num_training_steps=max(total_steps, rising) + 1,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=max(total_steps, warmup_steps, 1) + left_out,
         scheduler_specific_kwargs=dict(arguments),
     ).lr_lambdas[0]
-    return lambda step: float(share(min(step, total_steps) + 1))
+    return lambda step: float(share(min(step, total_steps) + left_out))

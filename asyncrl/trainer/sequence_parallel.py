@@ -152,6 +152,16 @@ def across_ranks(attention: Callable[..., tuple[Tensor, None]]) -> Callable[...,
     return exchanged
 
 
+def length_dependent(config: Any) -> dict[str, int]:
+    """Return the kinds of rotary embedding that depend on the longest sequence, if it has more tokens."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    found = [part for part in parts if part.get("rope_type") in LENGTH_DEPENDENT]
+    known = "original_max_position_embeddings"
+    return {part["rope_type"]: part.get(known) or text.max_position_embeddings for part in found}
+
+
 def require_divisible(config: Any, count: int) -> None:
     """Raise ConfigError if `count` ranks cannot divide a model with this transformers config."""
     text = config.get_text_config()
@@ -160,9 +170,7 @@ def require_divisible(config: Any, count: int) -> None:
             f"learner.sequence_parallel: found {count}; allowed is a divisor of the "
             f"{text.num_attention_heads} attention heads of the model"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if count > 1 and (found := kinds.intersection(LENGTH_DEPENDENT)):
+    if count > 1 and (found := length_dependent(config)):
         raise ConfigError(
             f"learner.sequence_parallel: found {count}, but the model's rope_type {', '.join(sorted(found))} "
             "depends on the length of the sequence, of which each rank sees only a part; set it to 1"

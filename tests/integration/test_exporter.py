@@ -13,17 +13,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import RunError
-from asyncrl.telemetry.exporter import GENERATOR_PREFIX, PREFIX, Exporter
+from asyncrl.telemetry.exporter import Exporter
+from tests.support.task_config import config_of
 from tests.support.telemetry_records import snapshot
 
 pytestmark = pytest.mark.integration
 
 
 def exporter(
-    tmp_path: Path, *, port: int = 0, stall_s: float = 60.0, prefix: str = PREFIX, host: str = "127.0.0.1"
+    tmp_path: Path, *, port: int = 0, stall_s: float = 60.0, process: str = "x", host: str = "127.0.0.1"
 ) -> Exporter:
-    target = tmp_path / "prometheus" / "x.json"
-    return Exporter(host=host, port=port, target=target, run="r", process="x", prefix=prefix, stall_s=stall_s)
+    telemetry = {"prometheus_host": host, "prometheus_port": port}
+    config = config_of(run={"name": "r"}, telemetry=telemetry, control={"stall_s": stall_s})
+    return Exporter(config, port, process, tmp_path / "prometheus" / "x.json")
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_the_target_file_leads_to_the_process_and_goes_with_it(tmp_path: Path) -
 def test_progress_has_an_age_that_only_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr("asyncrl.telemetry.exporter.time", SimpleNamespace(monotonic=lambda: now.s))
-    with closing(exporter(tmp_path, stall_s=30.0, prefix=GENERATOR_PREFIX)) as one:
+    with closing(exporter(tmp_path, stall_s=30.0, process="g0")) as one:
         metrics = {"sampled_tokens": 5.0, "version": 1.0, "groups": 1.0}
 
         def age_s(after_s: float, **changes: float) -> float:

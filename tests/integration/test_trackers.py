@@ -22,9 +22,8 @@ from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 for step, steps in ((0, [1, 2, 3, 12]), (2, [3, 4])):  # the second process resumes after step 2
     trackers = open_trackers(
-        TelemetryConfig({tracker}=True), run="quick", key_id="5a17", directory=directory,
-        metrics=directory / "m.jsonl",
-        samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}}, step=step,
+        TelemetryConfig({tracker}=True), "quick", directory,
+        {{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}}, key_id="5a17", step=step,
     )
     for done in steps:
         trackers.log({{"reward/mean": done + step / 10, "policy/loss": math.nan, **LAGS}}, step=done)

@@ -53,7 +53,7 @@ def test_the_settings_of_a_config_are_those_of_the_installed_vllm_and_never_ours
             ModelConfig(path="m"), GeneratorConfig(), SamplingConfig(), WeightsConfig(), device=device
         )
         # The user's are merged with ours, or replace them.
-        assert ours.keys() - {"hf_overrides", "max_num_batched_tokens"} <= REFUSED.keys()
+        assert ours.keys() - {"hf_overrides", "max_num_batched_tokens", "block_size"} <= REFUSED.keys()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

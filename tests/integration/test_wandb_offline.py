@@ -20,9 +20,8 @@ from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({directory!r})
 trackers = open_trackers(
-    TelemetryConfig(wandb="offline", wandb_project="p"), run="quickstart", key_id="5a17", directory=directory,
-    metrics=directory / "m.jsonl",
-    samples=directory / "s.jsonl", resolved={{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}},
+    TelemetryConfig(wandb="offline", wandb_project="p"), "quickstart", directory,
+    {{"batch": {{"groups": 32}}, "weights": {{"probe_limit": 0.05}}}}, key_id="5a17",
 )
 for step in [1, 2, 3, 2, 3, 25]:  # a resume goes back
     held_out = {{"eval/hard/accuracy": 0.5, "eval/hard/se/accuracy": 0.125, "eval/hard/prompts": 1000.0}}

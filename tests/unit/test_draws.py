@@ -26,6 +26,8 @@ def test_best_at_k_is_the_mean_maximum_of_all_draws():
         for k in range(1, len(rewards) + 1):
             draws = list(combinations(rewards, k))
             assert best_at_k(rewards, k) == pytest.approx(sum(map(max, draws)) / len(draws))
+    # Of 4,096 rewards, C(4096, 2048) is no float.
+    assert best_at_k([0.0] * 4095 + [1.0], 2048) == pytest.approx(0.5)
     marks = [1.0, 0.0, 0.0, 1.0, 0.0]
     assert all(best_at_k(marks, k) == pytest.approx(pass_at_k(2, 5, k)) for k in range(1, 6))
 

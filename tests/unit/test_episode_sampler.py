@@ -499,7 +499,7 @@ def test_tools_without_a_parser_are_the_episodes_fault_and_do_not_end_the_run():
         return read(prompt_ids, rollout, tools)
 
     made, _ = sampler(offers, replays=1)
-    made._read = read_strictly
+    made.read = read_strictly
     with pytest.raises(RewardError, match=r"all 2 attempts at an episode: 2 x model.tool_parser: there are"):
         group_of(made)
 

@@ -34,7 +34,7 @@ ANSWER = Rollout(
 def evaluated(tmp_path, monkeypatch):
     """Evaluate three prompts, of which some raise: metrics of the command."""
 
-    def run(*errors: Exception | None) -> dict[str, float]:
+    def run(*errors: Exception | None, held: int = 256) -> dict[str, float]:
         rows = tmp_path / "rows.jsonl"
         rows.write_text(
             "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(len(errors)))
@@ -46,13 +46,23 @@ def evaluated(tmp_path, monkeypatch):
         config = config_of(
             model={"path": model},
             data={"train": str(train), "eval": str(rows)},
-            eval={"samples": 1},
+            eval={"samples": 2, "temperature": 1.0},
+            generator={"max_running": held},
         )
 
+        playing = 0
+
         async def group(prompt: Prompt, number: int, *_: object) -> Group:
+            nonlocal playing
+            playing += 1
+            await asyncio.sleep(0)
+            assert playing <= max(1, held * config.environment.episodes_per_slot // 2), (
+                "episodes have seconds to end in, so none waits for the engine"
+            )
+            playing -= 1
             if (error := errors[number - 1]) is not None:
                 raise error
-            return Group(ticket_id=number, rollouts=(ANSWER,), generator_id="eval", finished_version=0)
+            return Group(ticket_id=number, rollouts=(ANSWER,) * 2, generator_id="eval", finished_version=0)
 
         @asynccontextmanager
         async def sampler_of(*_: object) -> AsyncIterator[Any]:
@@ -77,6 +87,11 @@ def test_a_set_without_any_score_is_refused_with_the_first_reason(evaluated):
         RunError, match=r"data\.eval: each of 2 prompts failed, the first with: ValueError: odd"
     ):
         evaluated(ValueError("odd row"), ResultError("no reward"))
+
+
+@pytest.mark.parametrize("held", [1, 4, 6])
+def test_no_more_answers_are_under_way_than_a_generator_holds(evaluated, held):
+    assert evaluated(*[None] * 9, held=held)["eval/prompts"] == 9
 
 
 @pytest.mark.parametrize(("given", "is_run"), [("runs/a", True), ("a", True), ("other/model", False)])
@@ -125,6 +140,11 @@ def config_for(tmp_path, monkeypatch):
         return asked[0]
 
     return of
+
+
+@pytest.mark.parametrize("name", ["007", "1.5", "run 1: best/hf", "null"])
+def test_a_model_has_the_name_that_was_given(config_for, name):
+    assert config_for(name, "model: {path: base}\n").model.path == name
 
 
 def test_a_whole_model_is_measured_without_the_adapter_of_the_config(config_for):

@@ -52,6 +52,23 @@ def test_figures_are_those_of_the_checkpoint_not_of_the_end_of_the_run(tmp_path:
     assert "trained tokens: 50,000" in card and "step 60" not in card and "0.55" not in card
 
 
+def test_the_card_says_how_the_run_sampled_and_with_what_optimizer(tmp_path: Path) -> None:
+    chosen = {"sampling": {"temperature": 0.5, "top_k": 20}, "learner": {"optimizer": {"kind": "muon"}}}
+    data = {"data": {"train": "openai/gsm8k@abc123"}}
+    card = card_of(run_with(tmp_path, CONFIG | chosen | data))
+    assert "sampled at temperature `0.5`\n" in card and "optimizer: `muon`, learning rate" in card
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k"]
+
+
+def test_each_life_of_a_generator_counts_from_0(tmp_path: Path) -> None:
+    run, counts = run_with(tmp_path, CONFIG), [(10.0, 100.0), (20.0, 300.0), (10.0, 400.0), (5.0, 400.0)]
+    rows = [
+        {"step": None, "time": 1.0, "alive_s": alive_s, "sampled_tokens": count} for alive_s, count in counts
+    ]
+    (run.metrics / "g0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_archive(run).counted("sampled_tokens") == 300 + 400 + 400
+
+
 def test_the_hub_can_read_its_front_matter(tmp_path: Path) -> None:
     _, front, _ = card_of(run_with(tmp_path / "hub", CONFIG)).split("---\n", 2)
     assert yaml.safe_load(front) == {

@@ -41,8 +41,8 @@ class Learner:
         return [value, self.other_share.encode()]
 
 
-def certify(learner: Learner, path: Path, window: int | None = None) -> Any:
-    sizes: Any = {"sliding_window": window, "use_sliding_window": True} if window else {}
+def certify(learner: Learner, path: Path, window: int | None = None, **sizes: Any) -> Any:
+    sizes |= {"sliding_window": window, "use_sliding_window": True} if window else {}
     model = {"path": str(tiny_qwen2(path, **sizes)), "dtype": "float32"}
     config = config_of(model=model, sampling={"max_prompt_tokens": 100, "max_response_tokens": 100})
     return certified_probe(config, learner)  # type: ignore[arg-type]
@@ -62,6 +62,17 @@ def test_one_sequence_is_longer_than_a_sliding_window(tmp_path: Path) -> None:
     learner = Learner()
     certify(learner, tmp_path, window=100)
     assert learner.lengths[0] == [10, 16, 32, 132]
+
+
+@pytest.mark.parametrize("before", [200, 199])
+def test_positions_that_depend_on_the_longest_sequence_of_a_pack_are_refused(before, tmp_path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": before, **factors}
+    if before == 200:
+        certify(Learner(), tmp_path, rope_parameters=rope)
+    else:
+        with pytest.raises(ConfigError, match="longrope and sequences of up to 200 tokens; above 199"):
+            certify(Learner(), tmp_path, rope_parameters=rope)
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,13 @@ def test_restarts_come_back_to_the_rate() -> None:
 def test_a_share_of_the_steps_is_a_warm_up_of_so_many() -> None:
     assert shares("linear", 0.25, 12) == shares("linear", 3, 12)
     assert OptimizerConfig(warmup_steps=0.01).warmup_of(12) == 1
+
+
+def test_without_a_warm_up_no_schedule_is_moved_on() -> None:
+    """transformers takes 10,000 steps for the falling part of `inverse_sqrt` then, and 1 for a warm-up of 1."""
+    assert shares("inverse_sqrt", 0, 100) == pytest.approx(
+        [(1 + step / 10_000) ** -0.5 for step in range(100)]
+    )
+    assert shares("inverse_sqrt", 4, 6) == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, (4 / 5) ** 0.5, (4 / 6) ** 0.5]
+    )

@@ -62,6 +62,10 @@ def test_copies_of_checkpoints_and_evaluations_are_none(tmp_path: Path) -> None:
     for name in ("step-000010.jsonl", "step-000010.bak.jsonl", "step-000010-copy.jsonl"):
         (directory.evaluations / name).touch()
     assert evaluated_steps(directory) == [10]
+    # An evaluation of steps that `--from` has set aside is not the newest.
+    (directory.evaluations / "step-000004.jsonl").touch()
+    os.utime(directory.evaluations / "step-000010.jsonl", ns=(1, 1))
+    assert evaluated_steps(directory) == [10, 4]
 
 
 def test_a_key_that_is_given_stands_for_one_that_is_drawn_and_is_never_exchanged(tmp_path: Path) -> None:

@@ -226,16 +226,16 @@ def test_a_value_that_is_no_number_costs_no_other_value(
     odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = {"reward/mean": np.float32(0.5), "half \ud83d": torch.tensor(0.25), b"bytes": 1, "step": 9.0}
-    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
+    metrics = tmp_path / "metrics" / "learner.jsonl"
     config = TelemetryConfig(tensorboard=True)
-    trackers = open_trackers(config, run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files)
+    trackers = open_trackers(config, "a", tmp_path, RESOLVED, key_id="5a17")
     seen = Recorder()
     trackers.add(seen)
     for step in (1, 2):
         trackers.log({"policy/entropy": odd, **others}, step=step)
     trackers.close()
     assert seen.calls == ["log", "log", "close"]
-    for step, line in enumerate(lines(files["metrics"]), start=1):
+    for step, line in enumerate(lines(metrics), start=1):
         assert (line["step"], line["reward/mean"], line["half \\ud83d"], line["b'bytes'"]) == (
             step,
             0.5,
@@ -346,15 +346,14 @@ from asyncrl.config.sections import TelemetryConfig
 from asyncrl.telemetry.exporter import prometheus_name
 from asyncrl.telemetry.fanout import open_trackers
 directory = Path({str(tmp_path)!r})
-trackers = open_trackers(TelemetryConfig(), run="a", key_id="5a17", directory=directory, metrics=directory / "m.jsonl",
-                         samples=directory / "s.jsonl", resolved={{"weights": {{"probe_limit": 0.05}}}})
+trackers = open_trackers(TelemetryConfig(), "a", directory, {{"weights": {{"probe_limit": 0.05}}}}, key_id="5a17")
 trackers.log({{"a": 1.0}}, step=1)
 trackers.close()
 import asyncrl.telemetry.live, asyncrl.telemetry.status
 sys.exit(any(name in sys.modules for name in ("wandb", "tensorboard", "torch", "plotext")))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    assert lines(tmp_path / "m.jsonl")[0]["a"] == 1.0
+    assert lines(tmp_path / "metrics" / "learner.jsonl")[0]["a"] == 1.0
 
 
 def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
@@ -364,18 +363,11 @@ def test_online_wandb_without_a_key_is_left_out_and_says_what_to_do(
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(type(wandb.api), "api_key", None)
-    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(
-        TelemetryConfig(wandb="online"),
-        run="a",
-        key_id="5a17",
-        directory=tmp_path,
-        resolved=RESOLVED,
-        **files,
-    )
+    metrics = tmp_path / "metrics" / "learner.jsonl"
+    trackers = open_trackers(TelemetryConfig(wandb="online"), "a", tmp_path, RESOLVED, key_id="5a17")
     trackers.log({"a": 1.0}, step=1)
     trackers.close()
-    assert lines(files["metrics"])[0]["a"] == 1.0
+    assert lines(metrics)[0]["a"] == 1.0
     (message,) = caplog.records
     assert message.exc_info and "wandb login" in str(message.exc_info[1])
 
@@ -606,7 +598,8 @@ def test_skipped_steps_are_added_up_over_the_window_and_slow_growth_is_no_explos
 
 def test_flat_groups_ring_after_five_steps_of_nothing_else() -> None:
     alarms = Alarms()
-    flat = [1.0] * 4 + [0.99] + [1.0] * 6
+    # A share of sequences is a sum of 1 / size in float32: of 50, it is just below 1.
+    flat = [1.0] * 4 + [0.99] + [1.0, float(np.float32(1 / 50)) * 50] * 3
     assert [
         alarms.watch({"group/zero_variance": value}, step)["alarm/no_signal"]
         for step, value in enumerate(flat)
@@ -649,15 +642,13 @@ def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
 
 
 def test_alarms_stand_beside_the_metrics_of_a_step_and_nowhere_else(tmp_path: Path) -> None:
-    files = {"metrics": tmp_path / "m.jsonl", "samples": tmp_path / "s.jsonl"}
-    trackers = open_trackers(
-        TelemetryConfig(), run="a", key_id="5a17", directory=tmp_path, resolved=RESOLVED, **files
-    )
+    metrics = tmp_path / "metrics" / "learner.jsonl"
+    trackers = open_trackers(TelemetryConfig(), "a", tmp_path, RESOLVED, key_id="5a17")
     trackers.log({**HEALTHY, "weights/probe_max": 0.04, "weights/probe_limit": 0.05}, step=1)
     trackers.log({"eval/accuracy": 0.5}, step=1)
     trackers.log({"completions/truncated_share": 0.9})
     trackers.close()
-    first, evaluation, by_time = lines(files["metrics"])
+    first, evaluation, by_time = lines(metrics)
     assert ringing(first) == ["probe"] and first["alarm/entropy"] == 0.0
     assert not [name for name in (*evaluation, *by_time) if name.startswith("alarm/")]
 

@@ -186,6 +186,7 @@ class VLLMEngine:
             logprobs=min(spec.top_k, self._llm.model_config.get_vocab_size()) if spec.is_truncated else 0,
             flat_logprobs=True,
             detokenize=bool(spec.stop),
+            skip_special_tokens=False,  # the text is read for `stop` only, which may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._generate(prompt_ids, params, None if self._recompute_kv else salt, images)
