@@ -47,7 +47,7 @@ from asyncrl.run.keys import (
 )
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
-from asyncrl.run.starts import CODE_VARIABLE, code_of
+from asyncrl.run.starts import CODE_VARIABLE, code_of, read_starts
 from asyncrl.telemetry.logs import setup_logging
 
 LEAVE_S = 20.0  # seconds that generators get to leave by themselves after the learner has finished
@@ -204,6 +204,8 @@ def claimed(
         directory.make()
     with RunLock(directory.supervisor_lock):
         with needing(directory.path):
+            starts = 0 if fresh else len(read_starts(directory.starts))
+            earlier = directory.config.read_text(encoding="utf-8") if starts else ""
             directory.create(fresh=fresh, config=dump_config(config))
             directory.draw_secret(given)
             CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).require_signature()
@@ -211,7 +213,13 @@ def claimed(
         with may_fail("removal of what an earlier start left"):
             directory.forget_stop(by_slurm=isinstance(config, Config) and config.cluster.kind == "slurm")
             directory.forget_earlier()
-        yield directory.keys()
+        try:
+            yield directory.keys()
+        finally:
+            # What was trained so far had other settings than a start that failed before its learner began.
+            if earlier and len(read_starts(directory.starts)) == starts:
+                with may_fail("restoring the config of the last start"):
+                    replace_text(directory.config, earlier, durable=True)
 
 
 def _how_to_join(config: Config, join_key: Path, url: str) -> list[str]:

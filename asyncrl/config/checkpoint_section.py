@@ -84,7 +84,7 @@ class CheckpointConfig(Part):
     keep: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept; a damaged one then costs steps but no group."""
     keep_every: PositiveInt | None = None
-    """N: every Nth checkpoint is kept for good."""
+    """N: every Nth checkpoint is kept for good; after a change of this or of `every`, by the new numbers."""
     best: Metric | None = None
     """Metric such as `eval/accuracy`. The checkpoint with its best value is kept, for `asyncrl export RUN
     --best` and `asyncrl eval RUN --best`."""

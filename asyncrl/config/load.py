@@ -251,15 +251,19 @@ def _allowed(schema: Schema, detail: Any) -> str:
     return f"{text}; correct the value"
 
 
+# Leaves that many sections have: written in one, they mean no other one's.
+EVERYWHERE = ("name", "path")
+
+
 def _suggest_key(model: type[Root], keys: Keys) -> str:
     """List the keys that are allowed at a place, and suggest a similar one there or elsewhere."""
     key, known = str(keys[-1]).lower().replace("-", "_"), known_keys(model, keys[:-1])
     if key in model.ABSENT:
         return f"{model.ABSENT[key]}; delete it"
     meant = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    meant = (
-        meant or meant_keys(model, key, section=str(keys[0])) or difflib.get_close_matches(key, known, n=1)
-    )
+    if not meant and (len(keys) == 1 or key not in EVERYWHERE):
+        meant = meant_keys(model, key, section=str(keys[0]))
+    meant = meant or difflib.get_close_matches(key, known, n=1)
     text = f"allowed are {', '.join(known)}" if known else "allowed is a plain value"
     return f"{text}; did you mean `{'` or `'.join(meant)}`?" if meant else f"{text}; delete it"
 

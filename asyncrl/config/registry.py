@@ -262,4 +262,4 @@ def load(target: str) -> Callable[..., Any]:
 def _hint(word: str, known: Iterable[str]) -> str:
     known = list(known)
     otherwise = f"known are {', '.join(sorted(known))}." if known else "it takes none."
-    return did_you_mean(word.lower(), known, otherwise)
+    return did_you_mean(word.lower(), known, otherwise, cutoff=0.7)  # `ppo` is not `spo`

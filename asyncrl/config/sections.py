@@ -145,7 +145,7 @@ class BatchConfig(Part):
 class SamplingConfig(Part):
     """Sampling of rollouts for training."""
 
-    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Temperature, in generators and learner."""
     max_prompt_tokens: PositiveInt = 512
     """Token limit of prompts."""
@@ -344,7 +344,7 @@ class EvalConfig(Part):
     """Number of prompts, from the start of `data.eval`."""
     samples: Samples = 1
     """Samples per prompt, for pass@k, best@k and maj@k."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Temperature; 0 is greedy and allows one sample."""
 
 

@@ -29,7 +29,9 @@ class _Template(Formatter):
     """`str.format` with a bound on widths, which may come from the row, as in {column:>{width}}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the text of a field. Raises ValueError for messages, and a large width or precision."""
+        """Return the text of a field. Raises ValueError for null, messages, and a large width."""
+        if value is None:
+            raise ValueError("a column is null, which becomes no text; fill it in, or leave the row out")
         if isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value):
             raise ValueError("a column has chat messages, which become no text; name one that has text")
         for number in re.findall(r"\d+", format_spec):

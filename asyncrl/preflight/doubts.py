@@ -32,7 +32,6 @@ LOWEST_LR = 1e-10  # in a million steps, a weight moves by at most 0.0001
 LEAST_TOP_P = 0.01  # of a vocabulary, the most probable token has more
 LEAST_STALL_S = 60.0
 HIGHEST_PROBE_LIMIT = 10.0  # about ln of a vocabulary
-HIGHEST_TEMPERATURE = 3.0  # from there on, language models write no words
 HIGHEST_LR = 0.01  # Adam moves each weight by about the rate: models are fine-tuned with 1e-6 to 1e-4
 REPEATED = 0.2  # share of rows that are repetitions of others
 LONG_ANSWER = 5  # characters; shorter answers are in a prompt by chance
@@ -160,9 +159,6 @@ def _numbers(config: Config) -> Iterator[str]:
             f"control.stall_s is {config.control.stall_s:g}, and a run without a new group for so long ends"
         )
         yield f"{found}, as while engines start; set at least {LEAST_STALL_S:g}"
-    for section, chosen in (("sampling", sampling.temperature), ("eval", config.eval.temperature)):
-        if chosen > HIGHEST_TEMPERATURE:
-            yield f"{section}.temperature is {chosen:g}, at which tokens are nearly random; set 0.6 to 1.2"
     for key, one in config.environments.items():
         if one.is_used and one.step_s > one.episode_s:
             text = f"{key}.step_s is {one.step_s:g}, but {key}.episode_s, which ends the whole episode, is"

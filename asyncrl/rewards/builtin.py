@@ -11,16 +11,19 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from asyncrl.rewards.library import LIBRARY, NEEDS, PYTHON
+from asyncrl.rewards.library import LIBRARY, NEEDS, NULL, PYTHON
 
 _NUMBER = re.compile(
     r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+"
 )
 _FINAL = re.compile(r"####\s*(" + _NUMBER.pattern + ")")
+_MINUS = "\u2212"  # as typeset
 
 
 def exact_match(prompt: str, response: str, answer: object) -> tuple[float, str]:
     """1 if the response equals the column `answer`, apart from surrounding white space."""
+    if answer is None:
+        raise ValueError(NULL)
     return float(response.strip() == str(answer).strip()), response.strip()
 
 
@@ -29,24 +32,25 @@ def arithmetic(prompt: str, response: str, answer: object) -> tuple[float, str |
     expected = str(answer).strip()
     if not _NUMBER.fullmatch(expected):
         raise ValueError(f"column `answer` holds no number: {expected[:80]!r}")
-    found = _NUMBER.search(response)
+    found = _NUMBER.search(response.replace(_MINUS, "-"))
     return _compare(found[0] if found else None, _value(expected))
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
-    """1 if the response's number after its last `####`, else its last number, is that of column `answer`."""
+    """1 if the first number behind the response's last `####`, else its last number, is that of `answer`."""
     reference = _FINAL.findall(answer)
     if not reference:
         raise ValueError(f"column `answer` holds no `#### number`: {answer[-80:]!r}")
-    found = _FINAL.findall(response) or _NUMBER.findall(response)
-    return _compare(found[-1] if found else None, _value(reference[-1]))
+    text, mark, final = response.replace(_MINUS, "-").rpartition("####")
+    found = _NUMBER.findall(final)[:1] or _NUMBER.findall(text)[-1:] if mark else _NUMBER.findall(final)[-1:]
+    return _compare(found[0] if found else None, _value(reference[-1]))
 
 
 def words_used(prompt: str, response: str, words: Sequence[str]) -> float:
     """Share of the column `words` that the response uses as whole words, plural included, in any case."""
     if isinstance(words, str) or not words:
         raise ValueError(f"column `words` must be a list of at least one word, found {words!r}")
-    used = [re.search(rf"\b{re.escape(word)}(s|es)?\b", response, re.IGNORECASE) for word in words]
+    used = [re.search(rf"(?<!\w){re.escape(word)}(s|es)?(?!\w)", response, re.IGNORECASE) for word in words]
     return sum(map(bool, used)) / len(words)
 
 

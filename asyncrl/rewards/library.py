@@ -41,13 +41,15 @@ if os.path.lexists("/tmp/program"):
     os.unlink("/tmp/program")
 sys.exit(status != 0)
 """
+NULL = "column `answer` is null"
 _BOXED = "\\boxed{"
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCED = re.compile(r"```([\w+-]*)\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (
         r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\)?\.?\}?\s*\}",
-        r"(?i:answer(?:\s+is)?)\s*:?\s*(?:\*\*)?\(?([A-J])\)?(?![A-Za-z])",
+        r"(?i:answer(?:\s+is)?+)\s*+:?\s*+(?:\*\*)?\(?([A-J])\)?(?![A-Za-z])",
         r"\(([A-J])\)",
         r"(?<![A-Za-z'])([A-J])(?=[\s.):]*$)",
     )
@@ -71,12 +73,14 @@ def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None
             left = f"{own_s:.1f} s of {_DECISION_S:g} s"
             raise TimeoutError(f"the machine left math-verify {left} for an answer")
 
+    if answer is None:
+        raise ValueError(NULL)
     text = str(answer).rpartition("####")[2].strip()
     expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
     if not expected:
         require_time()
         raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
-    found = parse(response, raise_on_error=False)
+    found = parse(_final(response), raise_on_error=False)
     score = float(verify(expected, found, raise_on_error=False)) if found else 0.0
     if not score:
         require_time()
@@ -95,8 +99,16 @@ def _normal_form(found: Any) -> str:
 
 def boxed(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
     r"""1 if the content of the last `\boxed{}` equals column `answer`, apart from white space."""
+    if answer is None:
+        raise ValueError(NULL)
     found = _last_box(response)
     return float(found is not None and found.split() == str(answer).split()), found
+
+
+def _final(response: str) -> str:
+    """The content of the last pair of answer tags, else all. Next to a tag, no number or letter is found."""
+    tagged: list[str] = _TAGGED.findall(response)
+    return tagged[-1] if tagged else response
 
 
 def _last_box(text: str) -> str | None:
@@ -120,7 +132,8 @@ def choice(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
     expected = str(answer).strip().strip("().").upper()
     if not re.fullmatch("[A-J]", expected):
         raise ValueError(f"column `answer` holds no letter from A to J: {str(answer)[:80]!r}")
-    found = next((letters[-1] for one in _CHOICES if (letters := one.findall(response.strip()))), None)
+    text = _final(response).strip()
+    found = next((letters[-1] for one in _CHOICES if (letters := one.findall(text))), None)
     return float(found == expected), found
 
 
@@ -136,10 +149,11 @@ def json_schema(prompt: str, response: str, schema: Mapping[str, Any] | str) -> 
     except SchemaError as error:
         raise ValueError(f"`schema` is no JSON schema: {error.message}") from error
     try:
-        found = json.loads([response, *(text for _, text in _FENCED.findall(response))][-1])
-    except (ValueError, RecursionError):
+        text = [response, *(text for _, text in _FENCED.findall(response))][-1]
+        # NaN and Infinity are no JSON, and no `int` either.
+        return float(kind(wanted).is_valid(json.loads(text, parse_constant=int)))
+    except (ValueError, OverflowError, RecursionError):
         return 0.0
-    return float(kind(wanted).is_valid(found))
 
 
 def tags(prompt: str, response: str, names: tuple[str, ...] = ("think", "answer")) -> float:
@@ -192,7 +206,7 @@ def code(
     kinds = ({name, *family}, {""}, {language for language, _ in blocks})
     found = [text for kind in kinds[::-1] for language, text in blocks if language in kind]
     program = found[-1] if found else response
-    passed = [_passes(program, test, interpreter) for test in tests]
+    passed = (_passes(program, test, interpreter) for test in tests)  # one by one: `all` ends at a failure
     return sum(passed) / len(tests) if share else float(all(passed))
 
 
@@ -211,7 +225,10 @@ def _passes(program: str, test: Any, interpreter: str) -> bool:
     if len(str(test["output"]).encode()) > OUTPUT_BYTES:
         kept = f"{OUTPUT_BYTES >> 10} KiB, which is what is kept of a program's output"
         raise ValueError(f"the `output` of a test has more than {kept}; leave the row out")
-    result = _result(program, str(test["input"]), interpreter)
+    if test["output"] is None:
+        raise ValueError("the `output` of a test is null")
+    stdin = "" if test["input"] is None else str(test["input"])
+    result = _result(program, stdin, interpreter)
     if result.status != "ok" and interpreter != PYTHON:
         # The program is wrong only where an empty one ends well.
         empty = _result("", "", interpreter)

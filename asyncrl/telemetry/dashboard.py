@@ -80,7 +80,7 @@ def _advice(state: RunView, width: int) -> Text:
         line = Text(visible(state.status.message), "bold")
     elif state.status and state.status.is_final:
         line = Text(f"the run has {state.status.state}", "bold")
-    elif state.notes and state.now - state.notes[-1].at < NOTE_S:
+    elif state.notes and (state.status is None or state.now - state.notes[-1].at < NOTE_S):
         line = Text(f"! {visible(str(state.notes[-1]))}", "bold yellow")
     else:
         line = Text(f"> {bottleneck(state)}", "magenta")

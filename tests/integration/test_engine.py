@@ -290,6 +290,14 @@ def test_a_response_that_a_string_ends_has_the_models_logprobs(world):
 
 
 @both
+def test_the_text_of_a_special_token_ends_a_response_too(world):
+    runner, engine, _ = world
+    rollouts = runner.run(engine.sample([1, 403, 407], 64, spec(temperature=2.0, tokens=200, stop=("<s>",))))
+    begins = [rollout.response_ids.tolist() for rollout in rollouts if 1 in rollout.response_ids]
+    assert begins and all(ids.index(1) == len(ids) - 1 for ids in begins)
+
+
+@both
 def test_cancelled_and_dropped_requests_leave_the_engine(world, tmp_path):
     runner, engine, model = world
 

@@ -79,7 +79,12 @@ MISTAKES = [
     ("telemetry:\n  wandb: true", 8, "telemetry.wandb", "found true; allowed is one of off, online, offline"),
     ("sampling:", 7, "sampling", "found nothing; allowed is a section with temperature"),
     ("sampling: fast", 7, "sampling", "found 'fast'; allowed is a section with temperature"),
-    ("sampling:\n  temperature: .nan", 8, "sampling.temperature", "allowed is a finite number >= 0.01"),
+    (
+        "sampling:\n  temperature: .nan",
+        8,
+        "sampling.temperature",
+        "allowed is a finite number from 0.01 to 2",
+    ),
     (
         "algorithm:\n  advantage:\n    name: mine.py:advantage\n    scales: [1, .inf]",
         10,
@@ -379,7 +384,7 @@ configs = st.builds(
             "model": {"path": text},
             "data": {"train": text, "template": text},
             "reward": {"functions": [{"function": "a:" + text, "weight": lr}]},
-            "sampling": {"stop": stop, "temperature": max(lr, 0.01)},
+            "sampling": {"stop": stop, "temperature": min(max(lr, 0.01), 2.0)},
             "staleness": {"max_lag": lag},
             "batch": {"groups": groups},
             "learner": {"optimizer": {"lr": lr}},

@@ -18,6 +18,7 @@ from asyncrl.results import evaluate
 from asyncrl.types import Group, Prompt, Rollout, VersionSpan
 from tests.support.characters import character_tokenizer
 from tests.support.task_config import README, config_of
+from tests.support.waiting import turns
 
 ANSWER = Rollout(
     prompt_ids=np.array([1], dtype=np.int32),
@@ -55,7 +56,7 @@ def evaluated(tmp_path, monkeypatch):
         async def group(prompt: Prompt, number: int, *_: object) -> Group:
             nonlocal playing
             playing += 1
-            await asyncio.sleep(0)
+            await turns(1)
             assert playing <= max(1, held * config.environment.episodes_per_slot // 2), (
                 "episodes have seconds to end in, so none waits for the engine"
             )

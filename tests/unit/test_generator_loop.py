@@ -358,7 +358,7 @@ def only_dead(world: World) -> Group:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generator(fault, greedy):
     world = World(greedy=greedy)
-    sample, read = world.engine.sample, world.generator.sampler._decode
+    sample, read = world.engine.sample, world.generator.sampler.decode
 
     async def sample_badly(
         prompt_ids: Sequence[int], count: int, spec: SamplingSpec, **_: Any
@@ -371,7 +371,7 @@ def test_an_answer_that_nobody_can_train_on_fails_its_ticket_and_not_the_generat
         return read(token_ids)
 
     world.engine.sample = sample_badly
-    world.generator.sampler._decode = read_strictly
+    world.generator.sampler.decode = read_strictly
 
     assert only_dead(world).ticket_id == 2
 

@@ -42,6 +42,15 @@ def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours(monk
         assert maths("", rf"\boxed{{{float(number.replace(',', '')) + 1}}}", answer)[0] == 0
 
 
+@pytest.mark.parametrize("answer", ["12", "-3", "1/2"])
+def test_math_reads_the_answer_between_tags_and_not_the_thought(answer):
+    response = f"<think>It is 5, or 7.</think><answer>{answer}</answer>"
+    assert (
+        maths("", response, answer)[0] == 1
+        and maths("", response, "5")[0] == maths("", response, "7")[0] == 0
+    )
+
+
 @pytest.mark.parametrize(
     "equal",
     [
@@ -102,6 +111,8 @@ def test_boxed_takes_the_last_whole_box(response, score, found):
         ("It must be C.", "C"),
         ("A dog", None),
         ("", None),
+        ("<think>(A) is wrong, so B.</think><answer>B</answer>", "B"),
+        ("The answer" + "\n" * 40_000 + "x", None),  # in linear time
     ],
 )
 def test_choice_finds_the_letter(response, letter):
@@ -125,11 +136,18 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3
         ('{"n": 2}', 0),
         ('{"n": 3} and more', 0),
         ("[" * 100_000, 0),
+        ('{"n": NaN}', 0),
+        ('{"n": Infinity}', 0),
         ("", 0),
     ],
 )
 def test_json_schema_wants_json_that_satisfies_it(response, score):
     assert json_schema("", response, SCHEMA) == json_schema("", response, json.dumps(SCHEMA)) == score
+
+
+def test_a_response_that_cannot_be_checked_scores_0():
+    assert json_schema("", "1e400", {"type": "number", "multipleOf": 0.5}) == 0
+    assert json_schema("", "[" * 300 + "]" * 300, {"type": "array", "items": {"$ref": "#"}}) == 0
 
 
 def test_a_wrong_schema_is_refused():
@@ -215,6 +233,18 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
         assert code("", f"```{language}\ndraft\n```\n{response}", [{}], interpreter=interpreter) == 1
     assert code("", FOUND.format("", "text"), [{}], interpreter=interpreter) == 1
     assert code("", "```text\n4\n```\n```c\nprogram\n```", [{}], interpreter=interpreter) == 1
+
+
+def test_tests_behind_a_failed_one_are_run_for_a_share_only(monkeypatch):
+    ran = []
+
+    def passes(program, test, interpreter):
+        ran.append(test)
+        return test == "good"
+
+    monkeypatch.setattr(library, "_passes", passes)
+    assert library.code("", "x", ["good", "bad", "good"]) == 0 and ran == ["good", "bad"]
+    assert library.code("", "x", ["good", "bad", "good"], share=True) == 2 / 3
 
 
 def test_an_interpreter_that_is_missing_is_named(monkeypatch):

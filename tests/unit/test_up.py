@@ -11,6 +11,7 @@ import pytest
 from asyncrl.best_effort import BestEffort
 from asyncrl.cli import foreground
 from asyncrl.commands import hosts, up
+from asyncrl.config.resolved import dump_config
 from asyncrl.errors import RunError, StoreError
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.placement import placement_of
@@ -19,6 +20,7 @@ from asyncrl.launch import own_store
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import RunKeys
 from asyncrl.run.lock import RunLock
+from asyncrl.run.starts import record_start
 from tests.support.task_config import config_of
 from tests.support.waiting import HANG
 
@@ -147,6 +149,20 @@ def test_sides_that_take_turns_have_all_cores_each(monkeypatch, tmp_path):
         )
         assert learner.env["OMP_NUM_THREADS"] == learner_threads
         assert make(0, 2, ()).env["OMP_NUM_THREADS"] == generator_threads
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_start_whose_learner_never_began_leaves_the_settings_of_the_training(begins, tmp_path):
+    texts = []
+    for learning_rate in (1e-5, 2e-5):
+        rate = {"optimizer": {"lr": learning_rate}}
+        config = config_of(run={"name": "r", "root": str(tmp_path)}, learner=rate)
+        directory = RunDirectory(config.run.directory)
+        with up.claimed(directory, config, lambda: None, BestEffort(), fresh=False):
+            if begins or not texts:
+                record_start(directory.starts, 0, None)
+            texts.append(dump_config(config))
+    assert directory.config.read_text() == texts[begins]
 
 
 def _start(config, directory):

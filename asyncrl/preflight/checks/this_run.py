@@ -11,6 +11,7 @@ from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import StoreServer
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig
+from asyncrl.errors import DataError
 from asyncrl.evaluation import Rounds
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.route import peers_in, with_addresses
@@ -89,10 +90,15 @@ def rewards(config: Config) -> Finding:
     """Check that the processes of rewards and environment start, and that one seed gives one beginning."""
     from asyncrl.data.prompts import PromptSource
 
+    try:
+        prompts = PromptSource.of(config)
+    except DataError:
+        return fine("not tried without prompts")
+
     async def load() -> None:
         players = Players.of(config, config.run.root)
         try:
-            await players.start(PromptSource.of(config))
+            await players.start(prompts)
         finally:
             await players.close()
 
