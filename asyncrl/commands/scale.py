@@ -97,7 +97,7 @@ class Scaled:
         _forget(self._path)
 
     def _write(self, wanted: int, refused: str = "") -> None:
-        write_wanted(self._path, wanted * self._each, refused=refused, each=self._each)
+        _write_wanted(self._path, wanted * self._each, refused=refused, each=self._each)
 
     def _grow(self, wanted: int, *, is_extra: bool) -> None:
         taken = self._supervisor.names  # with the names of generators that are leaving
@@ -140,7 +140,7 @@ def scale_run(change: str, run: Path | None) -> Scaling:
         hosts = f", in steps of the {each} of a host" if each > 1 else ""
         raise RunError(f"{change} would make {wanted} of {now}; allowed is {each} to {MOST}{hosts}")
     before = _running(directory)
-    write_wanted(directory.scale, wanted, each=each)
+    _write_wanted(directory.scale, wanted, each=each)
     until_s = time.monotonic() + FOLLOW_S
     while len(after := _running(directory)) * each != wanted:
         if refused := (read_record(directory.scale) or {}).get("refused"):
@@ -178,7 +178,7 @@ def read_wanted(path: Path) -> int | None:
     return wanted if isinstance(wanted, int) and 1 <= wanted <= MOST else None
 
 
-def write_wanted(path: Path, count: int, *, refused: str = "", each: int = 1) -> None:
+def _write_wanted(path: Path, count: int, *, refused: str = "", each: int = 1) -> None:
     """Write the wanted number of generators, of which a host has `each`, and why another was `refused`."""
     more = ({"each": each} if each > 1 else {}) | ({"refused": refused} if refused else {})
     replace_text(path, json.dumps({"generators": count} | more))

@@ -28,10 +28,15 @@ ROLES = {
 class _Template(Formatter):
     """`str.format` with a bound on widths, which may come from the row, as in {column:>{width}}."""
 
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """Return the value of a field. Raises LookupError for null, whose text would be `None`."""
+        found = super().get_field(field_name, args, kwargs)
+        if found[0] is None:
+            raise LookupError(f"`{field_name}`, which is null")
+        return found
+
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the text of a field. Raises ValueError for null, messages, and a large width."""
-        if value is None:
-            raise ValueError("a column is null, which becomes no text; fill it in, or leave the row out")
+        """Return the text of a field. Raises ValueError for messages, and a large width or precision."""
         if isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value):
             raise ValueError("a column has chat messages, which become no text; name one that has text")
         for number in re.findall(r"\d+", format_spec):
@@ -123,6 +128,9 @@ class PromptReader:
         except (ValueError, IndexError, AttributeError, TypeError) as error:
             cure = "write {column}, and {{ for a brace"
             raise DataError(f"{self.template_key} is not a valid template ({error}); {cure}") from error
+        except LookupError as error:
+            text = f"{self.template_key} wants a value of {error}; correct or remove the row"
+            raise DataError(f"{where}: {text}") from error
 
 
 def with_messages(row: Row, data: DataConfig, taken: Counter[str]) -> Row:

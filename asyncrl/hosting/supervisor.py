@@ -137,14 +137,6 @@ class Supervisor:
         """Ids of the running processes, by name."""
         return {name: run.process.pid for name, child in self._children.items() if (run := child.running)}
 
-    def deaths(self) -> dict[str, int]:
-        """How often each process died within the last ten minutes."""
-        since_s = self._host.now_s() - _RESTART_WINDOW_S
-        return {
-            name: sum(death_s >= since_s for death_s in child.deaths_s)
-            for name, child in self._children.items()
-        }
-
     @property
     def doing(self) -> str | None:
         """What the process that ends the run reported last; None if it does not run."""

@@ -11,20 +11,17 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from asyncrl.rewards.library import LIBRARY, NEEDS, NULL, PYTHON
+from asyncrl.rewards.library import LIBRARY, NEEDS, PYTHON, known
 
 _NUMBER = re.compile(
-    r"(?<![0-9.])[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+]?\.[0-9]+"
+    r"(?<![0-9.])[-+\u2212]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|[-+\u2212]?\.[0-9]+"
 )
 _FINAL = re.compile(r"####\s*(" + _NUMBER.pattern + ")")
-_MINUS = "\u2212"  # as typeset
 
 
 def exact_match(prompt: str, response: str, answer: object) -> tuple[float, str]:
     """1 if the response equals the column `answer`, apart from surrounding white space."""
-    if answer is None:
-        raise ValueError(NULL)
-    return float(response.strip() == str(answer).strip()), response.strip()
+    return float(response.strip() == known(answer).strip()), response.strip()
 
 
 def arithmetic(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
@@ -32,17 +29,18 @@ def arithmetic(prompt: str, response: str, answer: object) -> tuple[float, str |
     expected = str(answer).strip()
     if not _NUMBER.fullmatch(expected):
         raise ValueError(f"column `answer` holds no number: {expected[:80]!r}")
-    found = _NUMBER.search(response.replace(_MINUS, "-"))
+    found = _NUMBER.search(response)
     return _compare(found[0] if found else None, _value(expected))
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
-    """1 if the first number behind the response's last `####`, else its last number, is that of `answer`."""
+    """1 if the first number after the response's last `####`, else its last, is that of column `answer`."""
     reference = _FINAL.findall(answer)
     if not reference:
         raise ValueError(f"column `answer` holds no `#### number`: {answer[-80:]!r}")
-    text, mark, final = response.replace(_MINUS, "-").rpartition("####")
-    found = _NUMBER.findall(final)[:1] or _NUMBER.findall(text)[-1:] if mark else _NUMBER.findall(final)[-1:]
+    _, mark, behind = response.rpartition("####")
+    line = behind.lstrip().partition("\n")[0]  # only this one: other marks begin headings
+    found = (mark and _NUMBER.findall(line)[:1]) or _NUMBER.findall(response)[-1:]
     return _compare(found[0] if found else None, _value(reference[-1]))
 
 
@@ -64,7 +62,7 @@ def _compare(found: str | None, expected: Decimal) -> tuple[float, str | None]:
 
 
 def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", "").replace("$", ""))
+    return Decimal(number.replace(",", "").replace("$", "").replace("\u2212", "-"))
 
 
 BUILTINS: dict[str, Callable[..., Any]] = {

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,25 @@ if os.path.lexists("/tmp/program"):
     os.unlink("/tmp/program")
 sys.exit(status != 0)
 """
-NULL = "column `answer` is null"
 _BOXED = "\\boxed{"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCED = re.compile(r"```([\w+-]*)\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (
         r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\)?\.?\}?\s*\}",
+        # Possessive: much white space would otherwise be split in all ways.
         r"(?i:answer(?:\s+is)?+)\s*+:?\s*+(?:\*\*)?\(?([A-J])\)?(?![A-Za-z])",
         r"\(([A-J])\)",
         r"(?<![A-Za-z'])([A-J])(?=[\s.):]*$)",
     )
 )
+
+
+def known(value: object, name: str = "column `answer`") -> str:
+    """The value as text. Raises ValueError for null, whose text would be an answer."""
+    if value is None:
+        raise ValueError(f"{name} is null")
+    return str(value)
 
 
 def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
@@ -73,18 +80,22 @@ def maths(prompt: str, response: str, answer: object) -> tuple[float, str | None
             left = f"{own_s:.1f} s of {_DECISION_S:g} s"
             raise TimeoutError(f"the machine left math-verify {left} for an answer")
 
-    if answer is None:
-        raise ValueError(NULL)
-    text = str(answer).rpartition("####")[2].strip()
+    text = known(answer).rpartition("####")[2].strip()
     expected = parse(text if _BOXED in text else f"{_BOXED}{text}}}", raise_on_error=False)
     if not expected:
         require_time()
         raise ValueError(f"column `answer` holds no mathematical answer: {text[:80]!r}")
-    found = parse(_final(response), raise_on_error=False)
+    found = parse(_answered(response), raise_on_error=False)
     score = float(verify(expected, found, raise_on_error=False)) if found else 0.0
     if not score:
         require_time()
     return score, _normal_form(found[0]) if found else None
+
+
+def _answered(response: str) -> str:
+    """The content of the last `<answer>…</answer>`, else the whole response."""
+    _, opened, content = response.rpartition("</answer>")[0].rpartition("<answer>")
+    return content.partition("</answer>")[0] if opened else response
 
 
 def _normal_form(found: Any) -> str:
@@ -99,16 +110,8 @@ def _normal_form(found: Any) -> str:
 
 def boxed(prompt: str, response: str, answer: object) -> tuple[float, str | None]:
     r"""1 if the content of the last `\boxed{}` equals column `answer`, apart from white space."""
-    if answer is None:
-        raise ValueError(NULL)
-    found = _last_box(response)
-    return float(found is not None and found.split() == str(answer).split()), found
-
-
-def _final(response: str) -> str:
-    """The content of the last pair of answer tags, else all. Next to a tag, no number or letter is found."""
-    tagged: list[str] = _TAGGED.findall(response)
-    return tagged[-1] if tagged else response
+    found, expected = _last_box(response), known(answer)
+    return float(found is not None and found.split() == expected.split()), found
 
 
 def _last_box(text: str) -> str | None:
@@ -132,7 +135,7 @@ def choice(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
     expected = str(answer).strip().strip("().").upper()
     if not re.fullmatch("[A-J]", expected):
         raise ValueError(f"column `answer` holds no letter from A to J: {str(answer)[:80]!r}")
-    text = _final(response).strip()
+    text = _answered(response).strip()
     found = next((letters[-1] for one in _CHOICES if (letters := one.findall(text))), None)
     return float(found == expected), found
 
@@ -150,10 +153,13 @@ def json_schema(prompt: str, response: str, schema: Mapping[str, Any] | str) -> 
         raise ValueError(f"`schema` is no JSON schema: {error.message}") from error
     try:
         text = [response, *(text for _, text in _FENCED.findall(response))][-1]
-        # NaN and Infinity are no JSON, and no `int` either.
-        return float(kind(wanted).is_valid(json.loads(text, parse_constant=int)))
-    except (ValueError, OverflowError, RecursionError):
+        # `int` refuses NaN and Infinity, which are no JSON.
+        found = json.loads(text, parse_constant=int)
+    except (ValueError, RecursionError):
         return 0.0
+    with suppress(OverflowError, RecursionError):
+        return float(kind(wanted).is_valid(found))
+    return 0.0
 
 
 def tags(prompt: str, response: str, names: tuple[str, ...] = ("think", "answer")) -> float:
@@ -206,7 +212,7 @@ def code(
     kinds = ({name, *family}, {""}, {language for language, _ in blocks})
     found = [text for kind in kinds[::-1] for language, text in blocks if language in kind]
     program = found[-1] if found else response
-    passed = (_passes(program, test, interpreter) for test in tests)  # one by one: `all` ends at a failure
+    passed = (_passes(program, test, interpreter) for test in tests)
     return sum(passed) / len(tests) if share else float(all(passed))
 
 
@@ -222,11 +228,10 @@ def _passes(program: str, test: Any, interpreter: str) -> bool:
         return result.status == "ok" and result.stderr.endswith(proof)
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
         raise ValueError(f"a test is Python text or has `input` and `output`, found {str(test)[:80]!r}")
-    if len(str(test["output"]).encode()) > OUTPUT_BYTES:
+    expected = known(test["output"], "`output` of a test")
+    if len(expected.encode()) > OUTPUT_BYTES:
         kept = f"{OUTPUT_BYTES >> 10} KiB, which is what is kept of a program's output"
         raise ValueError(f"the `output` of a test has more than {kept}; leave the row out")
-    if test["output"] is None:
-        raise ValueError("the `output` of a test is null")
     stdin = "" if test["input"] is None else str(test["input"])
     result = _result(program, stdin, interpreter)
     if result.status != "ok" and interpreter != PYTHON:
@@ -236,7 +241,7 @@ def _passes(program: str, test: Any, interpreter: str) -> bool:
             said = empty.stderr.strip()[-200:] or empty.status
             cure = "install it below /usr, of which the sandbox shows the programs"
             raise EnvironmentFault(f"`{interpreter}` runs no program in the sandbox ({said}); {cure}")
-    return result.status == "ok" and result.stdout.split() == str(test["output"]).split()
+    return result.status == "ok" and result.stdout.split() == expected.split()
 
 
 def _result(program: str, stdin: str, interpreter: str) -> Result:

@@ -186,7 +186,8 @@ class _Worker:
         given: dict[str, Any] = {"truncated": one.truncated, "response_tokens": one.response_tokens}
         if part in self._raw:
             given["raw_response"] = one.raw_response() if one.raw_response else one.response
-        return {**one.columns, **given}  # what was measured, where a row has such a column
+        # What was measured, also where the row has a column of this name.
+        return {**one.columns, **given}
 
     async def load(self) -> None:
         """Start; if the process dies or hangs, start another one. A reported error is raised immediately."""

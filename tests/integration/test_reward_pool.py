@@ -499,7 +499,8 @@ def test_the_response_with_its_special_tokens_is_decoded_if_a_function_asks_for_
         return "<think>dog"
 
     async def scenario(pool):
-        given = [ask("dog"), RewardInput(prompt="p", response="dog", raw_response=decode, row={})]
+        row = {"raw_response": "of another run"}
+        given = [ask("dog"), RewardInput(prompt="p", response="dog", raw_response=decode, row=row)]
         assert [score.total for score in await pool.score(given)] == scores
         assert len(decoded) == (names != ["good"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.hosting.children import ProcessSpec
 from asyncrl.hosting.progress import Pace, Sign
-from asyncrl.hosting.supervisor import Supervisor
+from asyncrl.hosting.supervisor import _RESTART_WINDOW_S, Supervisor
 
 SIGKILL, SIGTERM = -9, -15
 LONGEST_S = 1e6
@@ -168,6 +168,12 @@ def supervised(host: VirtualHost, *specs: ProcessSpec, **more: object) -> Iterat
             yield supervisor
     finally:
         assert not host.left
+
+
+def deaths(supervisor: Supervisor) -> dict[str, int]:
+    """How often each process died within the time that `max_restarts` is for."""
+    since_s, children = supervisor._host.now_s() - _RESTART_WINDOW_S, supervisor._children
+    return {name: sum(at_s >= since_s for at_s in child.deaths_s) for name, child in children.items()}
 
 
 def run_for(supervisor: Supervisor, wait_s: float) -> None:

@@ -14,6 +14,7 @@ from asyncrl.hosting import children
 from asyncrl.hosting.children import ProcessSpec, ThisHost, family
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
+from tests.support.virtual_host import deaths
 from tests.support.waiting import stop, wait_until
 
 HEAD = """
@@ -85,7 +86,7 @@ def test_one_life(tmp_path, caplog):
     one, before = spec(LIFE.format(tries=str(tmp_path / "tries")), tmp_path), descriptors()
     with Supervisor([one], max_restarts=2, limits=Limits(hang_s=5.0, slow_s=600.0)) as supervisor:
         supervisor.run(lambda: supervisor.request_stop("it works") if said(one, "up") else None)
-        assert supervisor.deaths() == {"one": 2}
+        assert deaths(supervisor) == {"one": 2}
         assert list(supervisor.pids().values()) == said(one, "up")
         children = said(one, "child")
         assert len(children) == 3 and all(map(is_gone, children[:2])) and not is_gone(children[2])

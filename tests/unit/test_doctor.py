@@ -196,12 +196,6 @@ def test_a_disk_without_room_and_one_that_cannot_be_written(tmp_path, monkeypatc
         assert finding.verdict == "failed" and "Read-only file system" in finding.found and finding.fix
 
 
-@pytest.mark.parametrize("bind", ["5555", "tcp://:5555", "tcp://0.0.0.0", "ipc:///x"])
-def test_a_bind_that_is_no_address(bind):
-    finding = host.port(bind)
-    assert finding.verdict == "failed" and "tcp://HOST:PORT" in finding.fix
-
-
 @pytest.mark.parametrize(
     ("error", "fix"),
     [(OSError(98, "Address already in use"), "ss -ltnp"), (OSError(99, "Cannot assign requested address"), "ip addr"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,14 @@ def test_a_row_that_makes_no_prompt_is_named(tmp_path, jsonl, row, data, chat, m
     model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
     with pytest.raises(DataError, match=message):
         source(model, jsonl("t", {"prompt": "fine"}, row), chat=chat, **data)
+
+
+@pytest.mark.parametrize(("field", "hint"), [("hint", None), ("hint[text]", {"text": None})])
+def test_a_template_refuses_null(tmp_path, jsonl, field, hint):
+    train = jsonl("t", {"prompt": "p", "hint": {"text": "h"}}, {"prompt": "q", "hint": hint})
+    named = f"t.jsonl:2: data.template wants a value of `{field}`, which is null; correct or remove the row"
+    with pytest.raises(DataError, match=re.escape(named)):
+        source(character_tokenizer(tmp_path / "m"), train, template=f"{{prompt}} {{{field}!s:>9}}")
 
 
 def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl):

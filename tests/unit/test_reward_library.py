@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,15 +43,6 @@ def test_math_gives_1_to_references_in_three_ways_and_0_to_their_neighbours(monk
         assert maths("", rf"\boxed{{{float(number.replace(',', '')) + 1}}}", answer)[0] == 0
 
 
-@pytest.mark.parametrize("answer", ["12", "-3", "1/2"])
-def test_math_reads_the_answer_between_tags_and_not_the_thought(answer):
-    response = f"<think>It is 5, or 7.</think><answer>{answer}</answer>"
-    assert (
-        maths("", response, answer)[0] == 1
-        and maths("", response, "5")[0] == maths("", response, "7")[0] == 0
-    )
-
-
 @pytest.mark.parametrize(
     "equal",
     [
@@ -77,6 +69,20 @@ def test_math_that_a_busy_machine_did_not_finish_is_a_failure_and_no_0(
     refused = nullcontext() if is_read else pytest.raises(ValueError, match="no mathematical answer")
     with pytest.raises(TimeoutError, match=r"0\.3 s of 5 s") if is_failure else refused:
         assert maths("", r"$\pi$", r"\pi")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("<think>It is 5.</think><answer>12</answer>", "5", 0),
+        ("<think>It is 5.</think><answer>12</answer>", "12", 1),
+        ("<answer>-3</answer>", "-3", 1),
+        ("<answer>1</answer> no, <answer>\n$2$\n</answer> of 9 </answer>", "2", 1),
+        ("It is 5, or <answer>", "5", 1),
+    ],
+)
+def test_math_reads_the_last_answer_element_alone(response, answer, score):
+    assert maths("", response, answer)[0] == score
 
 
 def test_math_says_0_to_nothing_and_refuses_a_row_without_an_answer():
@@ -109,15 +115,21 @@ def test_boxed_takes_the_last_whole_box(response, score, found):
         ("I choose (A) over (B)", "B"),
         ("B", "B"),
         ("It must be C.", "C"),
+        ("<think>(A) is wrong, so B.</think><answer>B</answer>", "B"),
         ("A dog", None),
         ("", None),
-        ("<think>(A) is wrong, so B.</think><answer>B</answer>", "B"),
-        ("The answer" + "\n" * 40_000 + "x", None),  # in linear time
     ],
 )
 def test_choice_finds_the_letter(response, letter):
     assert choice("", response, "B") == (float(letter == "B"), letter)
     assert choice("", response, "(b)") == (float(letter == "B"), letter)
+
+
+def test_choice_reads_much_white_space_in_linear_time():
+    started_s = time.process_time()
+    assert choice("", "answer" + "\n" * 40_000 + ":" + "\n" * 40_000 + "x", "B") == (0.0, None)
+    assert choice("", "answer" + "\n" * 40_000 + "B" + " x", "B") == (1.0, "B")
+    assert time.process_time() - started_s < 5, "quadratic time takes half a minute, linear time none"
 
 
 def test_choice_refuses_a_row_without_a_letter():
@@ -136,8 +148,8 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3
         ('{"n": 2}', 0),
         ('{"n": 3} and more', 0),
         ("[" * 100_000, 0),
-        ('{"n": NaN}', 0),
-        ('{"n": Infinity}', 0),
+        ('{"n": 3, "m": NaN}', 0),
+        ('{"n": 3, "m": -Infinity}', 0),
         ("", 0),
     ],
 )
@@ -145,9 +157,12 @@ def test_json_schema_wants_json_that_satisfies_it(response, score):
     assert json_schema("", response, SCHEMA) == json_schema("", response, json.dumps(SCHEMA)) == score
 
 
-def test_a_response_that_cannot_be_checked_scores_0():
-    assert json_schema("", "1e400", {"type": "number", "multipleOf": 0.5}) == 0
-    assert json_schema("", "[" * 300 + "]" * 300, {"type": "array", "items": {"$ref": "#"}}) == 0
+def test_json_that_cannot_be_checked_is_wrong_and_a_broken_reference_is_the_schemas_fault():
+    tree = {"items": {"$ref": "#"}}
+    assert json_schema("", "[[]]", tree) == 1 and json_schema("", "[" * 900 + "]" * 900, tree) == 0
+    assert json_schema("", "1e400", {"multipleOf": 2}) == 0
+    with pytest.raises(Exception, match="nowhere"):
+        json_schema("", "{}", {"$ref": "#/nowhere"})
 
 
 def test_a_wrong_schema_is_refused():
@@ -235,16 +250,11 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
     assert code("", "```text\n4\n```\n```c\nprogram\n```", [{}], interpreter=interpreter) == 1
 
 
-def test_tests_behind_a_failed_one_are_run_for_a_share_only(monkeypatch):
+def test_code_without_share_stops_at_the_first_test_that_fails(monkeypatch):
     ran = []
-
-    def passes(program, test, interpreter):
-        ran.append(test)
-        return test == "good"
-
-    monkeypatch.setattr(library, "_passes", passes)
-    assert library.code("", "x", ["good", "bad", "good"]) == 0 and ran == ["good", "bad"]
-    assert library.code("", "x", ["good", "bad", "good"], share=True) == 2 / 3
+    monkeypatch.setattr(library, "_passes", lambda program, test, by: ran.append(test) or test != 2)
+    assert code("", "", [1, 2, 3]) == 0 and ran == [1, 2]
+    assert code("", "", [1, 2, 3], share=True) == pytest.approx(2 / 3) and ran == [1, 2, 1, 2, 3]
 
 
 def test_an_interpreter_that_is_missing_is_named(monkeypatch):
@@ -252,6 +262,21 @@ def test_an_interpreter_that_is_missing_is_named(monkeypatch):
     with pytest.raises(RewardError, match="`code` needs the interpreter `ruby`, which is no program on PATH"):
         worker._load("code", {"interpreter": "ruby"})
     assert functions.load_function("code") is code
+
+
+@pytest.mark.parametrize("function", [boxed, maths, builtin.exact_match])
+def test_null_is_no_answer(function):
+    with pytest.raises(ValueError, match="column `answer` is null"):
+        function("", r"\boxed{None}", None)
+
+
+def test_a_test_without_input_reads_nothing_and_one_without_output_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        library, "_result", lambda program, stdin, by: SimpleNamespace(status="ok", stdout=f"[{stdin}]")
+    )
+    assert code("", "", [{"input": None, "output": "[]"}]) == 1
+    with pytest.raises(ValueError, match="`output` of a test is null"):
+        code("", "", [{"input": "", "output": None}])
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

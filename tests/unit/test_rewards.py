@@ -63,6 +63,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "data"
         ("465", 0),
         ("4 6", 0),
         ("-46", 0),
+        ("\u221246", 0),
         ("", 0),
         ("none", 0),
     ],
@@ -94,10 +95,10 @@ def test_arithmetic_finds_any_integer_it_is_given(value, before, after):
         ("#### 7.2", 0),
         ("#### -72", 0),
         ("#### none, rather 72", 1),
-        ("#### 71 was wrong, so\n#### **72**", 1),
+        ("#### Conclusion\n3 and 69 make 72", 1),
+        ("#### 4 was wrong, so\n#### **72**", 1),
         ("#### Answer: 72 apples in 2 bags", 1),
-        ("72 ####", 1),
-        ("#### \u221272", 0),
+        ("it is 72 ####", 1),
         ("no number", 0),
         ("", 0),
     ],
@@ -114,6 +115,7 @@ def test_gsm8k_takes_the_final_answer(response, expected):
         ("$1,234,567.50", "1234567.5"),
         ("-3", "-3"),
         ("\u22123", "-3"),
+        ("-3", "\u22123"),
         (".5", "0.5"),
         ("+7", "7"),
         ("10 - 3", "3"),
@@ -158,16 +160,11 @@ def test_words_used_agrees_with_splitting_by_hand(used, between):
 
 def test_words_used_quotes_the_word_and_refuses_a_row_without_words():
     assert words_used("", "abc", ["a.c"]) == 0
-    assert words_used("", "In .NET or C++, for $5", [".NET", "C++", "$5"]) == 1
+    assert words_used("", "C++ (or .NET) for $5", ["C++", ".NET", "$5"]) == 1
+    assert words_used("", "AC++ x.NETs $55", ["C++", "$5"]) == 0
     for words in ([], "pen"):
         with pytest.raises(ValueError, match="`words` must be a list"):
             words_used("", "pen", words)
-
-
-@pytest.mark.parametrize("function", ["exact_match", "boxed", "math"])
-def test_a_null_is_no_answer(function):
-    with pytest.raises(ValueError, match="column `answer` is null"):
-        load_function(function)("", r"\boxed{None} None", None)
 
 
 def test_exact_match_ignores_outer_white_space_only():

@@ -13,6 +13,7 @@ from tests.support.virtual_host import (
     SIGKILL,
     Terminated,
     VirtualHost,
+    deaths,
     one,
     run_for,
     run_until,
@@ -67,7 +68,7 @@ def test_a_process_that_dies_is_started_again_and_the_run_ends_with_the_learner(
     host = VirtualHost(learner=flaky)
     with supervised(host, one(tmp_path, ends_run=True), max_restarts=2) as supervisor:
         supervisor.run()
-        assert supervisor.deaths() == {"learner": 1}
+        assert deaths(supervisor) == {"learner": 1}
     assert [process.status for process in host.processes] == [7, 0]
 
 
@@ -95,7 +96,7 @@ def test_deaths_of_more_than_ten_minutes_ago_do_not_count(tmp_path):
     host = VirtualHost(rare=dies(7, after_s=601.0), often=dies(7, after_s=590.0))
     with supervised(host, one(tmp_path, "rare"), max_restarts=1) as supervisor:
         run_until(supervisor, lambda: len(host.of("rare")) == 20, within_s=20_000.0)
-        assert supervisor.deaths() == {"rare": 1}
+        assert deaths(supervisor) == {"rare": 1}
     assert all(pause_s <= 0.5 + SLACK_S for pause_s in pauses_s(host, "rare")), (
         "the back-off forgets them too"
     )
@@ -113,7 +114,7 @@ def test_a_users_mistake_is_not_repeated(tmp_path):
         supervised(host, one(tmp_path, ends_run=True), max_restarts=5) as supervisor,
     ):
         supervisor.run()
-    assert supervisor.deaths() == {"learner": 0} and len(host.processes) == 1
+    assert deaths(supervisor) == {"learner": 0} and len(host.processes) == 1
 
 
 def test_a_process_that_the_host_cannot_start_is_tried_again_and_costs_no_restart(tmp_path, caplog):
@@ -121,7 +122,7 @@ def test_a_process_that_the_host_cannot_start_is_tried_again_and_costs_no_restar
     host.refuses = lambda spec, stands_by: len(host.refused_s) < 3
     with supervised(host, one(tmp_path, ends_run=True)) as supervisor:
         run_until(supervisor, lambda: supervisor.pids())
-        assert supervisor.deaths() == {"learner": 0}
+        assert deaths(supervisor) == {"learner": 0}
     assert host.refused_s == pytest.approx([0.0, 15.0, 30.0], abs=SLACK_S)
     assert host.processes[0].began_s == pytest.approx(45.0, abs=SLACK_S)
     assert caplog.text.count("learner cannot be started and is tried again in 15 s: no process id") == 3
@@ -151,7 +152,7 @@ def test_a_standby_takes_the_place_of_the_one_that_died(tmp_path):
         run_until(supervisor, lambda: standby.is_called)
         assert supervisor.pids() == {"learner": standby.pid}
         supervisor.run()
-        assert supervisor.deaths() == {"learner": 1}
+        assert deaths(supervisor) == {"learner": 1}
     assert len(host.of("learner")) == 1, "no other took the place"
 
 
@@ -168,7 +169,7 @@ def test_a_standby_that_cannot_be_started_harms_nobody(tmp_path, caplog):
     host.refuses = lambda spec, stands_by: stands_by
     with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=1) as supervisor:
         run_for(supervisor, 200.0)
-        assert supervisor.deaths() == {"learner": 0}
+        assert deaths(supervisor) == {"learner": 0}
     assert host.refused_s == pytest.approx([60.0, 120.0, 180.0], abs=3 * SLACK_S)
     assert "a standby of learner cannot be started and is tried again" in caplog.text
 
@@ -185,7 +186,7 @@ def test_a_standby_that_cannot_live_harms_nobody(tmp_path):
     host = VirtualHost(learner=program)
     with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=5) as supervisor:
         supervisor.run()
-        assert supervisor.deaths() == {"learner": 1}
+        assert deaths(supervisor) == {"learner": 1}
     assert len(host.of("learner")) == 2
     assert [standby.began_s for standby in host.of("learner", stands_by=True)] == pytest.approx(
         [60.0, 120.0], abs=3 * SLACK_S
@@ -202,7 +203,7 @@ def test_a_standby_that_dies_when_it_is_called_costs_one_restart_more(tmp_path):
 
     host = VirtualHost(learner=program)
     with supervised(host, one(tmp_path, ends_run=True, has_standby=True), max_restarts=5) as supervisor:
-        run_until(supervisor, lambda: supervisor.deaths() == {"learner": 2})
+        run_until(supervisor, lambda: deaths(supervisor) == {"learner": 2})
         supervisor.run()
     assert [process.stands_by for process in host.processes] == [False, True, True]
 
@@ -311,7 +312,7 @@ def test_a_generator_that_was_dismissed_is_started_again_unless_the_run_is_over(
     host = VirtualHost(learner=works, g0=dies(0, after_s=5.0))
     with supervised(host, one(tmp_path, ends_run=True), one(tmp_path, "g0")) as supervisor:
         run_until(supervisor, lambda: len(host.of("g0")) == 3)
-        assert supervisor.deaths() == {"learner": 0, "g0": 0}
+        assert deaths(supervisor) == {"learner": 0, "g0": 0}
     assert pauses_s(host, "g0") == pytest.approx([10.0, 10.0], abs=2 * SLACK_S)
 
 
@@ -346,7 +347,7 @@ def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
         assert left.spec.log_path.read_text() == "up\nthanks\n"
         assert killed.status == SIGKILL, "a process that does not leave is killed"
         assert killed.ended_s - drained_s == pytest.approx(40.0, abs=SLACK_S)
-        assert supervisor.pids().keys() == {"learner"} and supervisor.deaths() == {"learner": 0}, (
+        assert supervisor.pids().keys() == {"learner"} and deaths(supervisor) == {"learner": 0}, (
             "nobody died or came back"
         )
         supervisor.add(one(tmp_path, "g0"))
@@ -356,7 +357,7 @@ def test_processes_come_and_go_while_the_run_goes_on(tmp_path):
 def test_a_process_that_waits_for_its_restart_can_be_drained(tmp_path):
     host = VirtualHost(learner=works, g0=dies(7))
     with supervised(host, one(tmp_path, ends_run=True), one(tmp_path, "g0"), max_restarts=9) as supervisor:
-        run_until(supervisor, lambda: supervisor.deaths()["g0"] == 5 and "g0" not in supervisor.pids())
+        run_until(supervisor, lambda: deaths(supervisor)["g0"] == 5 and "g0" not in supervisor.pids())
         supervisor.drain("g0")
         run_until(supervisor, lambda: "g0" not in supervisor.names, within_s=1.0)
         run_for(supervisor, 60.0)
@@ -415,5 +416,5 @@ def test_the_same_fault_counts_within_ten_minutes_only(tmp_path):
     host = VirtualHost(learner=dies(FAULT_FOUND, after_s=400.0, text=FAULT + "nothing"))
     with supervised(host, one(tmp_path), max_restarts=50) as supervisor:
         run_until(supervisor, lambda: len(host.processes) == 10, within_s=10_000.0)
-        assert supervisor.deaths() == {"learner": 2}
+        assert deaths(supervisor) == {"learner": 2}
     assert math.isfinite(host.processes[-1].ended_s)

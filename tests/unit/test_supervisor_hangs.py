@@ -6,7 +6,16 @@ import pytest
 
 from asyncrl.errors import RunError
 from asyncrl.hosting.progress import Limits, Pace
-from tests.support.virtual_host import SIGKILL, VirtualHost, one, run_for, run_until, supervised, works
+from tests.support.virtual_host import (
+    SIGKILL,
+    VirtualHost,
+    deaths,
+    one,
+    run_for,
+    run_until,
+    supervised,
+    works,
+)
 
 LIMITS = Limits(hang_s=300.0, slow_s=1800.0)
 SLACK_S = 1.5  # a second between two signs, and two ticks
@@ -29,7 +38,7 @@ def test_a_process_that_hangs_is_killed_with_its_family_and_started_again(tmp_pa
         assert first.status == SIGKILL and not first.has_child
         assert first.ended_s == pytest.approx(300.0, abs=SLACK_S)
         run_for(supervisor, 10_000.0)
-        assert supervisor.deaths() == {"g0": 0} and len(host.processes) == 2, "one that works is left alone"
+        assert deaths(supervisor) == {"g0": 0} and len(host.processes) == 2, "one that works is left alone"
     assert "g0 hangs and is killed: g0 made no progress for" in caplog.text
     assert re.search(
         r"g0 died \(g0 made no progress for 300 s in `wait for a lock`\); restart 1 of 1", caplog.text
@@ -42,7 +51,7 @@ def test_a_process_that_is_stopped_is_replaced(tmp_path):
         run_for(supervisor, 50.0)
         host.processes[0].stop()
         run_until(supervisor, lambda: len(host.processes) == 2)
-        assert supervisor.deaths() == {"g0": 1}
+        assert deaths(supervisor) == {"g0": 1}
     assert host.processes[0].ended_s == pytest.approx(350.0, abs=SLACK_S)
 
 
@@ -107,7 +116,7 @@ def test_a_process_that_never_starts_is_replaced(tmp_path):
     with supervised(host, one(tmp_path, "g0"), max_restarts=5, limits=limits) as supervisor:
         run_until(supervisor, lambda: len(host.processes) == 2)
         run_for(supervisor, 100.0)
-        assert supervisor.deaths() == {"g0": 1}
+        assert deaths(supervisor) == {"g0": 1}
     assert host.processes[0].ended_s == pytest.approx(30.0, abs=SLACK_S)
 
 
@@ -117,7 +126,7 @@ def test_silence_while_the_supervisor_itself_was_stopped_does_not_count(tmp_path
         for _ in range(20):
             run_for(supervisor, 10.0)
             host.sleep(3600.0)
-        assert supervisor.deaths() == {"g0": 0} and len(host.processes) == 1
+        assert deaths(supervisor) == {"g0": 0} and len(host.processes) == 1
         run_until(supervisor, lambda: len(host.processes) == 2, within_s=120.0)
 
 
@@ -133,7 +142,7 @@ def test_a_standby_that_hangs_is_replaced_and_costs_no_restart(tmp_path):
         run_until(supervisor, lambda: len(host.of("learner", stands_by=True)) == 2)
         assert first.status == SIGKILL
         assert first.ended_s - stopped_s == pytest.approx(30.0, abs=SLACK_S), "it only waits: the quick pace"
-        assert supervisor.deaths() == {"learner": 0} and len(host.of("learner")) == 1
+        assert deaths(supervisor) == {"learner": 0} and len(host.of("learner")) == 1
 
 
 def test_what_the_kernel_holds_ends_the_run_with_its_reason(tmp_path):
