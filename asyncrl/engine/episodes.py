@@ -74,10 +74,8 @@ class EpisodeSampler:
     # Episodes that failed, without which a group may go if its limits do not ask for whole groups.
     most_missing: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.clock = Clock()
-        self.faults: Counter[str] = Counter()
+    clock: Clock = field(init=False, default_factory=Clock)
+    faults: Counter[str] = field(init=False, default_factory=Counter)
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False

@@ -80,10 +80,8 @@ class Sampler:
     generator_id: str
     _: KW_ONLY
     counts: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.clock = Clock()
-        self.faults: Counter[str] = Counter()  # stays empty
+    clock: Clock = field(init=False, default_factory=Clock)
+    faults: Counter[str] = field(init=False, default_factory=Counter)  # stays empty
 
     async def group(
         self, prompt: Prompt, ticket_id: int, limits: GroupLimits, spec: SamplingSpec, *, greedy: bool = False

@@ -180,8 +180,9 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
     """Open trackers, timeline and samples. `key_id` and `step` as in `open_trackers`."""
     exporter = open_exporter(config, "learner", directory.target("learner"))
     values = config.model_dump(mode="json")
-    of_run = config.telemetry, config.run.name, directory.path, values
-    trackers = open_trackers(*of_run, key_id=key_id, step=step)
+    trackers = open_trackers(
+        config.telemetry, config.run.name, directory.path, values, key_id=key_id, step=step
+    )
     if exporter:
         trackers.add(exporter)
     pairs = None

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import Start, read_starts
 from asyncrl.telemetry.alarms import PREFIX
-from asyncrl.telemetry.history import Row, numbers
+from asyncrl.telemetry.history import Row, growth, numbers
 from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.state import FAULTS, LEARNER, RunView, read_state
 
@@ -74,12 +74,8 @@ class Archive(RunView):
 
     def counted(self, name: str) -> float:
         """Return the sum of a counter over all generators, each of which counts from 0 after a restart."""
-        total = 0.0
-        for rows in self.generators.values():
-            for before, now in pairwise([{}, *rows]):
-                goes_on = now.get("alive_s", 0.0) > before.get("alive_s", 0.0)
-                total += now.get(name, 0.0) - (before.get(name, 0.0) if goes_on else 0.0)
-        return total
+        lines = (pairwise([{}, *rows]) for rows in self.generators.values())
+        return sum(growth(before, now, name) for before, now in chain.from_iterable(lines))
 
     @property
     def faults(self) -> dict[str, float]:

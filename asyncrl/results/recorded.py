@@ -124,7 +124,7 @@ def pairs_of(run: Path | None) -> Iterator[str]:
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
     new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
     yield from choose(map(sample_from, new), wanted)[0]
-    for sample in until_over(directory, lambda: map(sample_from, new)):
+    for sample in _until_over(directory, lambda: map(sample_from, new)):
         if wanted.rank(sample) is not None:
             yield sample
 
@@ -157,7 +157,7 @@ def logs_of(run: Path | None, name: str | None, *, follow: bool) -> Iterator[str
     """
     directory = find_run(run)
     read = _warnings(directory) if name is None else _printed(directory, name)
-    return until_over(directory, read) if follow else iter(read())
+    return _until_over(directory, read) if follow else iter(read())
 
 
 def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
@@ -198,7 +198,7 @@ def _line(record: dict[str, Any]) -> str:
     return f"{at[:19]} {process} {level.upper()} {said}\n"
 
 
-def until_over(directory: RunDirectory, read: Callable[[], Iterable[T]]) -> Iterator[T]:
+def _until_over(directory: RunDirectory, read: Callable[[], Iterable[T]]) -> Iterator[T]:
     """Yield what `read` returns, every `FOLLOW_S` seconds until the run is over."""
     while True:
         is_up = directory.is_up  # before reading, so that the last ones are shown

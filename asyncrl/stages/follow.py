@@ -46,8 +46,9 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         self._trackers: Trackers | None = None
         if leads:
             values, key = config.model_dump(mode="json"), key_id(directory.keys().join.record)
-            of_run = config.telemetry, config.run.name, directory.path, values
-            self._trackers = open_trackers(*of_run, key_id=key)
+            self._trackers = open_trackers(
+                config.telemetry, config.run.name, directory.path, values, key_id=key
+            )
 
     def __enter__(self) -> Self:
         self._show(state="starting")

@@ -64,16 +64,17 @@ def numbers(record: Mapping[str, Any]) -> Row:
     return {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
 
 
-def growth_share(before: Row, now: Row, name: str) -> float | None:
-    """Return the growth of a counter of seconds as a share of the time between two lines of a generator.
+def growth(before: Row, now: Row, name: str) -> float:
+    """Return the growth of a counter between two lines of a generator. It starts from 0 at a restart."""
+    goes_on = now.get("alive_s", 0.0) > before.get("alive_s", 0.0)
+    return now.get(name, 0.0) - (before.get(name, 0.0) if goes_on else 0.0)
 
-    The counters start from 0 when the generator restarts. None if the share is not known.
-    """
+
+def growth_share(before: Row, now: Row, name: str) -> float | None:
+    """Return the growth of a counter of seconds as a share of the time between two lines; None if unknown."""
     if "alive_s" not in now:
         return None
-    since = {} if now["alive_s"] <= before.get("alive_s", 0.0) else before
-    alive_s = now["alive_s"] - since.get("alive_s", 0.0)
-    counted_s = now.get(name, 0.0) - since.get(name, 0.0)
+    alive_s, counted_s = growth(before, now, "alive_s"), growth(before, now, name)
     return min(1.0, max(0.0, counted_s / alive_s)) if alive_s > 0 else None
 
 
