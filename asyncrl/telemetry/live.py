@@ -58,10 +58,10 @@ class PlainReporter:
     def show(self, state: RunView) -> None:
         """Write what is new. Steps that a restarted learner makes again are written again."""
         self._said_at = self._said_at or state.now
-        steps = state.trained_steps
+        steps, shown_at = state.trained_steps, self._trained_at
         for step in steps:
             trained_at = state.history.rows[step].get("time", self._trained_at)
-            if step > self._step or trained_at > self._trained_at:
+            if step > self._step or trained_at > shown_at:
                 self._trained_at = max(trained_at, self._trained_at)
                 if trained_at >= self._since:
                     self._say(step_line(state, step), state.now)
