@@ -1,6 +1,7 @@
 """SkyPilot gives every node one command: two networks of this machine stand in for two nodes."""
 
 import os
+import signal
 import subprocess
 from contextlib import closing
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_nodes_with_one_command_and_one_secret_train_together(tmp_path):
             words = ["up", "--plain", "--config", str(config), "cluster.kind=local", f"run.root={root}"]
             with (tmp_path / f"{number}.out").open("wb") as output:
                 process = subprocess.Popen(
-                    host.command(*ASYNCRL, *words, "generator.count=1", "learner.steps=3"),
+                    host.command(*ASYNCRL, *words, "generator.count=1", "learner.steps=10000"),
                     env=os.environ
                     | {
                         "SKYPILOT_NODE_IPS": nodes,
@@ -45,12 +46,14 @@ def test_nodes_with_one_command_and_one_secret_train_together(tmp_path):
         def said() -> str:
             return "\n".join((tmp_path / f"{number}.out").read_text()[-3000:] for number in range(2))
 
-        def is_over() -> bool:
+        def has_trained_and_heard() -> bool:
             assert not any(process.poll() for process in running), said()
-            return all(process.poll() == 0 for process in running)
+            return len(steps(roots[0] / "whole")) >= 3 and bool(rows(roots[0] / "whole", "generators-0.g0"))
 
-        wait_until(is_over, 500.0, said)
-    assert steps(roots[0] / "whole") == [1, 2, 3]
+        # A run of few steps may end before the learner hears of a generator.
+        wait_until(has_trained_and_heard, 500.0, said)
+        call("down", str(roots[0] / "whole"))
+        assert [process.wait(timeout=500) for process in running] == [128 + signal.SIGTERM, 0], said()
     assert (roots[0] / "whole/run.key").read_text() == SECRET
     there, here = (rows(root / "whole", "generators-0.g0") for root in reversed(roots))
     assert there and "alive_s" in here[0], "the learner keeps what it hears"
