@@ -307,6 +307,8 @@ def _read(
     if path.resolve() in above:
         raise ConfigError(f"{where}{path} extends itself; remove one `extends`")
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe, and a config is read more than once")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1

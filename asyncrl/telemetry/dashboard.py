@@ -78,6 +78,8 @@ def _advice(state: RunView, width: int) -> Text:
         line = Text(silent, "bold red")
     elif state.status and state.status.message:
         line = Text(visible(state.status.message), "bold")
+        if state.status.is_final:
+            return line  # the reason is worth more than a line
     elif state.status and state.status.is_final:
         line = Text(f"the run has {state.status.state}", "bold")
     elif state.notes and (state.status is None or state.now - state.notes[-1].at < NOTE_S):

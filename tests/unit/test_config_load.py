@@ -1,6 +1,7 @@
 """Every planted mistake is named with its line and a way out; good configs come back equal."""
 
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -337,6 +338,8 @@ def test_extends_merges_left_to_right_and_keeps_lines(tmp_path: Path) -> None:
 def test_extends_that_cannot_work_is_said(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "extends: run.yaml\n")
     assert "extends itself" in complaint(path)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "it is a pipe, and a config is read more than once; give the" in complaint(tmp_path / "pipe.yaml")
     path = write(tmp_path, GOOD + "extends: none.yaml\n")
     message = complaint(path)
     assert f"{path}:7  extends: cannot read" in message

@@ -219,6 +219,8 @@ def test_a_silent_learner_and_a_failed_run_are_said_first(tmp_path: Path) -> Non
     lines = picture(read_state(run.directory), 80, 24)
     assert "failed" in lines[0] and "left" not in lines[0]
     assert lines[1].startswith("CUDA out of memory↵in rank 0")
+    run.finish("failed", "word " * 40 + "end")
+    assert "end" in "".join(picture(read_state(run.directory), 80, 24)[1:4]), "a reason is not cut"
     run.finish()
     assert picture(read_state(run.directory), 80, 24)[1] == "the run has finished"
 
