@@ -92,8 +92,10 @@ def measure(
     """
     recorded: dict[str, Tensor] = {}
     if "reference_logprobs_T" in columns and sequences and TEACHER in sequences[0].recorded:
-        taught = [one.recorded[TEACHER][one.keep] for one in sequences]
-        recorded = {"reference_logprobs_T": torch.from_numpy(np.concatenate(taught))}
+        taught = np.concatenate([one.recorded[TEACHER][one.keep] for one in sequences])
+        # NaN stands in groups without the column, after a resume without the processes of the teacher.
+        if not np.isnan(taught).any():
+            recorded = {"reference_logprobs_T": torch.from_numpy(taught)}
     names = sorted(set(columns) - set(recorded))
     if not names:
         return recorded

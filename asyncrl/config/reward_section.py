@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 
 def _address(value: str) -> str:
     if _ADDRESS.fullmatch(value):
-        return value.rstrip("/")
+        return value
     allowed = "it must be http://HOST:PORT/PATH or https://..., without user, password, `?` and `#`"
     raise ValueError(f"{allowed}; a key goes into the variable that `key_env` names")
 
@@ -228,6 +228,13 @@ class RewardConfig(Part):
     `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
     """Address-space limit of each reward process, in GiB; unset for rewards on a GPU."""
+
+    @model_validator(mode="after")
+    def _code_has_its_own_sandbox(self) -> Self:
+        if self.sandbox != "none" and any(one.function == "code" for one in self.functions):
+            found = "is bubblewrap, in which `code` cannot make the sandbox that each program has"
+            raise Mistakes(Mistake(("reward.sandbox",), f"{found}; drop it, or `code`"))
+        return self
 
     @property
     def judgement_bytes(self) -> int:

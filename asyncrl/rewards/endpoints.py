@@ -41,7 +41,7 @@ class HttpService:
     def __init__(self, settings: HttpReward, *, place: str = "") -> None:
         """Take the path behind the address. Raises RewardError if the service's key is not set."""
         self._settings = settings
-        self._url = settings.url + place
+        self._url = settings.url.rstrip("/") + place if place else settings.url
         self._key = key_of(settings)
         self._client: Any = None
         self._limiter: AsyncLimiter | None = None
@@ -212,10 +212,13 @@ def key_of(settings: HttpReward) -> str | None:
     """Return the key of a service, or None if it needs none. Raises RewardError."""
     if settings.key_env is None:
         return None
-    if key := os.environ.get(settings.key_env):
+    # A secret that was made from a file often ends in a newline.
+    key = os.environ.get(settings.key_env, "").strip()
+    if key and key.isascii() and key.isprintable():
         return key
+    found = "has characters that no HTTP header can hold" if key else "is not set"
     cure = "export it, or drop key_env for a service without a key"
-    raise RewardError(f"{settings.key_env} (key_env), the key of {settings.url}, is not set; {cure}")
+    raise RewardError(f"{settings.key_env} (key_env), the key of {settings.url}, {found}; {cure}")
 
 
 def read_template(path: Path) -> tuple[jinja2.Template, frozenset[str]]:

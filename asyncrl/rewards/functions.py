@@ -19,6 +19,8 @@ from asyncrl.rewards.forms import GIVEN, UNSAID, Form, Row, form_of
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 # A longer answer is replaced by its beginning and a digest, so that equal answers stay equal.
 ANSWER_CHARACTERS = 64
+# One loop for all calls: a client that a user's module keeps has connections of the loop that opened them.
+_LOOP = asyncio.Runner()
 
 
 def load_function(name: str, params: Mapping[str, Any] = EMPTY) -> Callable[..., Any]:
@@ -73,7 +75,7 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
         others = [{name: row[name] for name in row if name not in params} for row in rows]
         positional, named = form.arguments(prompts, responses, others, apart)
         value = function(*positional, **named, **params)
-        returned = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        returned = _LOOP.run(_awaited(value)) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]
 
     return call

@@ -43,7 +43,7 @@ if os.path.lexists("/tmp/program"):
 sys.exit(status != 0)
 """
 _BOXED = "\\boxed{"
-_FENCED = re.compile(r"```([\w+-]*)\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([\w+-]*)[^\n`]*\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (

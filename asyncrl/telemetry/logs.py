@@ -130,7 +130,8 @@ def setup_logging(role: str, directory: Path, *, console: bool) -> LogContext:
 
 def _secrets() -> re.Pattern[str]:
     """Match logins in URLs and the values of secret environment variables, plain and escaped as in JSON."""
-    values = [value for name, value in os.environ.items() if is_secret(name)]
+    # Without white space, so that a form in which a newline is escaped twice is found, too.
+    values = [value.strip() for name, value in os.environ.items() if is_secret(name)]
     long = [value for value in values if len(value) >= SECRET_CHARACTERS]
     forms = {form for value in long for form in (value, json.dumps(value)[1:-1])}
     longest_first = sorted(forms, key=len, reverse=True)  # one may contain another

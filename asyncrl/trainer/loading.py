@@ -64,6 +64,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
+        require_writable(model.generation_config)
         misfits = [
             f"{name} has shape {list(stored)}, by config.json {list(expected)}"
             for name, stored, expected in sorted(found["mismatched_keys"])
@@ -96,6 +97,17 @@ def load_model(
     freeze_vision(model)
     # Gradient checkpointing needs training mode; without dropout nothing else depends on the mode.
     return without_dropout(model).to(device).train()
+
+
+def require_writable(generation: Any) -> None:
+    """Make a generation config one that transformers writes: it reads others, too. Raises ValueError."""
+    if generation is None:
+        return
+    try:
+        generation.validate(strict=True)
+    except ValueError:  # most often a temperature without `do_sample`
+        generation.do_sample = True
+        generation.validate(strict=True)
 
 
 def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
@@ -136,7 +148,10 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
     With `config.lora`, `state` is an adapter, and the directory one of PEFT's.
     """
     if config.lora is None:
-        model.save_pretrained(directory, state_dict=state)
+        # Nothing trains buffers, but routers of experts choose by them.
+        buffers = dict(model.named_buffers())
+        kept = {name: each for name, each in model.state_dict().items() if name in buffers}
+        model.save_pretrained(directory, state_dict=state | kept)
     else:
         directory.mkdir()
         save_file(state, directory / TENSORS, metadata={"format": "pt"})

@@ -170,7 +170,9 @@ class ValueModule(nn.Module):
         """`backbone` is a model without output layer; `sequence_ranks` as in `PolicyModule`."""
         super().__init__()
         self.backbone, self._sequence_ranks = backbone, sequence_ranks
-        self.head = ValueHead(backbone.config.hidden_size).to(device=backbone.device, dtype=backbone.dtype)
+        # Some backbones end with a projection to the size of their embeddings.
+        size = backbone.get_input_embeddings().embedding_dim
+        self.head = ValueHead(size).to(device=backbone.device, dtype=backbone.dtype)
 
     def forward(self, **packed: Any) -> Tensor:
         """values_T, float32, each before its action token; `packed` as in `PolicyModule`."""

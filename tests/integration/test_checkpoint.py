@@ -140,6 +140,7 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
             "weight_decay": 0.0,
             "warmup_steps": 5,
             "eps": 1e-3,
+            "max_grad_norm": 0.25,
             "schedule": "constant",
             "schedule_arguments": {},
         },
@@ -155,8 +156,8 @@ def test_a_resumed_optimizer_has_the_numbers_of_today(
         "steps of 1e-30 change nothing"
     )
     for numbers in report["numbers"]:  # of the policy and of the critic
-        assert {name: numbers[name] for name in ("eps", "weight_decay", "initial_lr")} == {
-            "eps": 1e-3, "weight_decay": 0.0, "initial_lr": 1e-30
+        assert {name: numbers[name] for name in ("eps", "weight_decay", "initial_lr", "clip_grad")} == {
+            "eps": 1e-3, "weight_decay": 0.0, "initial_lr": 1e-30, "clip_grad": 0.25
         }  # fmt: skip
         assert numbers["lr"] == pytest.approx(1e-30), (
             "four steps of before and now, and the fifth is the first of the full rate"

@@ -296,7 +296,7 @@ def test_a_response_that_is_the_other_one_is_half_as_good_as_both(tmp_path):
 
 def test_the_key_comes_from_its_variable_and_is_in_no_message(template, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other")
-    monkeypatch.setenv("MY_JUDGE_KEY", "sk-secret")
+    monkeypatch.setenv("MY_JUDGE_KEY", "sk-secret\n")  # as a file that an editor has written
     wrong = Reply({"error": "Incorrect API key provided: sk-secret"}, 401)
     with served(lambda asked, number: wrong) as server:
         (found,) = score(judge(server.url, template, key_env="MY_JUDGE_KEY"), ["r"], answer="a")
@@ -304,9 +304,25 @@ def test_the_key_comes_from_its_variable_and_is_in_no_message(template, monkeypa
         score(judge(server.url, template), ["r"], answer="a")
         assert server.asked[1].headers["authorization"] == "Bearer none"
     assert isinstance(found, RewardError) and "401" in str(found) and "sk-secret" not in str(found)
+    monkeypatch.setenv("MY_JUDGE_KEY", "sk-s\u00e9cret")
+    with pytest.raises(
+        RewardError, match=r"MY_JUDGE_KEY .* has characters that no HTTP header can hold"
+    ) as no:
+        judge(server.url, template, key_env="MY_JUDGE_KEY")
+    assert "cret" not in str(no.value)
     monkeypatch.delenv("MY_JUDGE_KEY")
     with pytest.raises(RewardError, match="MY_JUDGE_KEY"):
         judge(server.url, template, key_env="MY_JUDGE_KEY")
+
+
+@pytest.mark.parametrize("path", ["/reward", "/reward/", "/"])
+def test_a_service_is_asked_at_its_address_and_a_judge_below_it(template, path):
+    with served(lambda asked, number: Reply({"rewards": [1.0]})) as server:
+        url = server.url.removesuffix("/v1") + path
+        score(Rewards(config("http_reward", {"url": url}), Path("runs")), ["r"])
+        score(judge(url, template), ["r"], answer="a")
+    assert server.asked[0].path == path
+    assert server.asked[-1].path == path.rstrip("/") + "/chat/completions"
 
 
 @pytest.mark.parametrize(

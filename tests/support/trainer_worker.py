@@ -490,9 +490,11 @@ def train(job: dict[str, Any], scenario: dict[str, Any]) -> tuple[dict[str, Tens
         save_whole(store, stop, trainer, {"version": stop, "ledger": [1, 2]})
     result = everything(trainer)
     models = [model for model in (trainer._policy, trainer._critic) if model is not None]
-    groups = [model.engine.optimizer.param_groups[0] for model in models]
+    optimizers = [model.engine.optimizer for model in models]
     numbers = [
-        {name: group[name] for name in ("lr", "initial_lr", "eps", "weight_decay")} for group in groups
+        {name: one.param_groups[0][name] for name in ("lr", "initial_lr", "eps", "weight_decay")}
+        | {"clip_grad": getattr(one, "clip_grad", None)}
+        for one in optimizers
     ]
     trainer.close()
     return result, {"losses": losses, "rates": rates, "state": state, "numbers": numbers}

@@ -598,6 +598,10 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         "a sandbox needs a memory limit; set reward.memory_gib",
     ),
     (
+        {"reward": {"functions": [{"function": "code"}], "sandbox": "bubblewrap", "memory_gib": 4}},
+        "is bubblewrap, in which `code` cannot make the sandbox that each program has",
+    ),
+    (
         {"checkpoint": {"every": 20, "hub": {"repo": "a/b", "every": 30}}},
         "checkpoint.hub.every is 30, and checkpoint.every is 20: not every such step has a checkpoint",
     ),

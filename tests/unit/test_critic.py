@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, OPTConfig, OPTForCausalLM
 
 from asyncrl.batch.packing import TrainSample, microbatch
 from asyncrl.config.sections import ModelConfig
@@ -118,6 +118,13 @@ def test_the_critic_starts_as_the_policys_backbone_with_small_values_that_every_
     assert 0 < values_T.abs().mean() < 0.5 and values_T.std() > 0
     values_T.sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in critic.backbone.parameters())
+
+
+def test_a_backbone_that_ends_with_a_projection_has_a_head_of_its_size() -> None:
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    narrow = OPTConfig(vocab_size=42, word_embed_proj_dim=32, do_layer_norm_before=False, **sizes)
+    critic = ValueModule(OPTForCausalLM(narrow).base_model)
+    assert run(critic, microbatch(random_sequences(SHAPES), CPU)).isfinite().all()
 
 
 def test_values_are_float32_whatever_the_backbone_is() -> None:

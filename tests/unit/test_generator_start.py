@@ -40,7 +40,9 @@ def test_a_generator_waits_where_an_earlier_learner_has_left_its_socket_file(tmp
         earlier.bind(str(path))
     monkeypatch.setattr(calling, "LEARNER_START_S", 0.3)
     for endpoint in (f"ipc://{path}", f"ipc://{tmp_path}/gone"):
-        with pytest.raises(ControlError, match=f"Last: nobody listens at {endpoint}, where the learner was last"):
+        with pytest.raises(
+            ControlError, match=f"Last: nobody listens at {endpoint}, where the learner was last"
+        ):
             asyncio.run(calling._control_endpoint(STORE, Record(endpoint)))
     path.unlink()
     with socket.socket(socket.AF_UNIX) as learner:

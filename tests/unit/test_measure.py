@@ -167,6 +167,10 @@ def test_a_column_of_a_teacher_takes_the_place_of_the_reference_and_nothing_else
             found = getattr(other.tokens, name)
             assert found is not None and torch.equal(getattr(right.tokens, name), found)
     assert plans[0].rewards.reference_logprobs_T is not None
+    # A batch with a group that lacks it, as after a resume, is measured as a whole.
+    lacking = np.full_like(taught[0].recorded[TEACHER], np.nan)
+    mixed = planner.measure(trainer, [replace(taught[0], recorded={TEACHER: lacking}), *taught[1:]])
+    assert torch.equal(mixed["reference_logprobs_T"], own["reference_logprobs_T"])
     # It is the column that counts: with another one, the advantages differ.
     moved = planner.measure(
         trainer, [replace(one, recorded={TEACHER: one.recorded[TEACHER] - 1}) for one in taught]

@@ -1,11 +1,19 @@
-"""A chat template of one's own: the same text for data, checks and exports, and bound to the run."""
+"""A chat template of one's own: the same text for data, checks and exports, and bound to the run. What exports hold."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from asyncrl.config.data_section import DataConfig, EvalSet
 from asyncrl.config.load import load_config
@@ -16,7 +24,7 @@ from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.prompts import PromptSource, light_renderer
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.validate import validated_config
-from asyncrl.trainer.loading import export_model
+from asyncrl.trainer.loading import export_model, load_model
 from tests.support.characters import CHARACTERS, SPECIALS, character_tokenizer
 from tests.support.task_config import config_of
 
@@ -67,6 +75,37 @@ def test_an_export_has_it(task):
         to = task / f"hf-{template is True}"
         export_model(model, ModelConfig(path="model", chat_template=template), model.state_dict(), to)
         assert AutoTokenizer.from_pretrained(to).chat_template == expected
+
+
+def test_an_export_has_the_buffers_by_which_a_router_chooses(task):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "topk_group": 1, "vocab_size": 40}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts, **heads, first_k_dense_replace=1)).eval()
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor([3.0, -3.0, 2.0, -2.0]))
+    trained = dict(model.named_parameters())
+    export_model(model, ModelConfig(path="model"), trained, task / "hf")
+    again, ids = Glm4MoeForCausalLM.from_pretrained(task / "hf").eval(), torch.arange(2, 12)[None]
+    assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"do_sample": False, "top_p": 0.9}, {}])
+def test_a_model_whose_generation_config_transformers_would_not_write_is_exported(task, sampling):
+    settings = Path("model/generation_config.json")
+    settings.write_text(json.dumps({"eos_token_id": 2, **sampling}))
+    model = load_model(ModelConfig(path="model", dtype="float32"), torch.device("cpu"))
+    export_model(model, ModelConfig(path="model"), dict(model.named_parameters()), task / "hf")
+    found = GenerationConfig.from_pretrained(task / "hf").to_diff_dict()
+    assert {
+        "eos_token_id": 2,
+        **sampling,
+        **({"do_sample": True} if sampling else {}),
+    }.items() <= found.items()
+    settings.write_text(json.dumps({"early_stopping": True, "length_penalty": 0.8}))
+    with pytest.raises(DataError, match=r"(?s)cannot be loaded as a causal language model .*`num_beams`"):
+        load_model(ModelConfig(path="model", dtype="float32"), torch.device("cpu"))
 
 
 def test_a_config_with_it_comes_back_as_written_and_is_one_with_its_text(task):

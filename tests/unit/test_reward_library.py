@@ -246,7 +246,8 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
     for behind in ("", "text"):
         response = FOUND.format(language, behind)
         assert code("", f"```{language}\ndraft\n```\n{response}", [{}], interpreter=interpreter) == 1
-    assert code("", FOUND.format("", "text"), [{}], interpreter=interpreter) == 1
+    for said in (f'{language} title="a"', f"{language} ", "{python}", ""):
+        assert code("", FOUND.format(said, "text output"), [{}], interpreter=interpreter) == 1
     assert code("", "```text\n4\n```\n```c\nprogram\n```", [{}], interpreter=interpreter) == 1
 
 

@@ -1,5 +1,6 @@
 """The built-in rewards on right, wrong, tricky answers; loading and calling functions; what a number is."""
 
+import asyncio
 import inspect
 import json
 import math
@@ -209,6 +210,17 @@ def test_a_function_gets_the_columns_it_names():
     assert reward(lambda prompt, response: len(prompt) + len(response), "p", "rr", row) == 3
     with pytest.raises(RewardError, match=r"\['answer'\].*\['level'\]"):
         reward(exact_match, "p", "r", {"level": 3})
+
+
+def test_calls_share_a_loop_in_which_connections_of_a_kept_client_stay_open():
+    loops = []
+
+    async def asks(prompt, response):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    assert [reward(asks, "p", "r", {}) for _ in range(2)] == [1.0, 1.0]
+    assert loops[0] is loops[1] and not loops[0].is_closed()
 
 
 @pytest.mark.parametrize(

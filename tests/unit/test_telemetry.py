@@ -515,6 +515,7 @@ def test_secrets_reach_neither_the_file_nor_the_console(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_STORE_PASSWORD", 'pass"word\\1')
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("FILE_KEY", "of-a-file\n")
     monkeypatch.setenv("SHORT_KEY", "asy")
     monkeypatch.setenv("judge_credentials", "hf_abcdef and_further")
     with logging_restored():
@@ -526,12 +527,13 @@ def test_secrets_reach_neither_the_file_nor_the_console(
             'pass"word\\1',
             extra={"token": "hf_abcdef"},
         )
+        logger.warning("no header can hold %r", b"Bearer of-a-file\n")
         try:
             raise RuntimeError("hf_abcdef is refused at rediss://:other-secret@host")
         except RuntimeError:
             logger.exception("not let in")
     both = (tmp_path / "learner.jsonl").read_text() + capsys.readouterr().err
-    for secret in ("word", "hf_abcdef", "other-secret", "further"):
+    for secret in ("word", "hf_abcdef", "other-secret", "further", "of-a-file"):
         assert secret not in both
     assert "redis://***@host:6379/0" in both and "rediss://***@host" in both and "asyncrl.x" in both
     assert lines(tmp_path / "learner.jsonl")[2]["token"] == "***"

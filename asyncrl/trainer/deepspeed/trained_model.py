@@ -134,6 +134,8 @@ class TrainedModel:
         schedule.base_lrs = [numbers["initial_lr"] for numbers in self._groups]
         for group, numbers in zip(self.engine.optimizer.param_groups, self._groups, strict=True):
             group.update(numbers, lr=numbers["initial_lr"] * self._share(schedule.last_epoch))
+        # DeepSpeed's optimizers, and not those of torch, clip by what they have loaded.
+        self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
 
     def close(self) -> None:
         """Free the engine."""
