@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from string import Template
 from textwrap import indent
 
-from asyncrl.cluster.plans import reachable, store_url
+from asyncrl.cluster.plans import generators_plan, reachable, store_url
 from asyncrl.config.addresses import CONTROL_PORT, STORE_PORT, filled_in
 from asyncrl.config.base import Mistake
 from asyncrl.config.resolved import dump_config
@@ -81,11 +81,8 @@ def rendered(config: Config, keys: RunKeys | None) -> str:
     *objects, pod = text.replace("$labels", LABELS.format(name)).split("---\n")
     if cluster.claim is not None:
         objects = [one for one in objects if "kind: PersistentVolumeClaim" not in one]
-    claim, file, count = (
-        json.dumps(cluster.claim or name),
-        f"/etc/asyncrl/{name}.yaml",
-        config.generator.count or 1,
-    )
+    claim, file = json.dumps(cluster.claim or name), f"/etc/asyncrl/{name}.yaml"
+    count, plan = config.generator.count or 1, generators_plan(config, Path(file), 0, None, on_gpus=True)
     values: dict[str, object] = {
         "run": name,
         # In a pod it is the config of one command.
@@ -125,6 +122,6 @@ def rendered(config: Config, keys: RunKeys | None) -> str:
         args=json.dumps(argv),
         key="join.key",
         runs="emptyDir: {}",
-        gpus=limit.format(count * config.generator.tensor_parallel),
+        gpus=limit.format(plan.gpus),
     )
     return "---\n".join(Template(one).substitute(values) for one in objects)

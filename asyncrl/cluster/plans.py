@@ -56,7 +56,8 @@ def generators_plan(
     count, name = config.generator.count or 1, f"{GENERATORS}{index}"
     argv = ["generator", "--config", str(file), "--count", str(count), "--name", name]
     argv += ["--store", store_url(config, LEARNER_ADDRESS), "--wait", f"{config.cluster.pending_s:g}"]
-    gpus = count * config.generator.tensor_parallel * on_gpus
+    used, taken = count * config.generator.tensor_parallel, config.taken_gpus
+    gpus = max(used + len(taken), max(taken, default=0) + 1) * on_gpus
     return HostPlan(name=name, role="generators", argv=argv, gpus=gpus, keys=keys)
 
 

@@ -143,7 +143,7 @@ class ScorerConfig(Part):
     count: Processes = 1
     """Processes, each with a copy of the model; each answers all generators of this host."""
     gpus: tuple[NonNegativeInt, ...] = ()
-    """GPUs of each process in turn, by number; by default all processes see all GPUs."""
+    """GPUs of each process in turn, by number, which generators leave free; by default all see all GPUs."""
 
 
 class RewardFunctionConfig(Part):

@@ -163,6 +163,11 @@ class Config(RunFields):
         return {**self.scorers, **self.teacher}
 
     @property
+    def taken_gpus(self) -> frozenset[int]:
+        """GPUs that these have to themselves, by number, on each host with generators."""
+        return frozenset(gpu for one in self.served.values() for gpu in one.gpus)
+
+    @property
     def lag_bound(self) -> int:
         """Largest age of a group when it is trained: L + ceil((W - S) / B) steps with S shards."""
         window, groups, shards = self.window_groups, self.batch.groups, self.store.shards

@@ -131,13 +131,15 @@ def fingerprint_of(data: DataConfig, train: Sequence[Rows]) -> str:
     found = [[rows.fingerprint, str(share)] for rows, share in zip(train, data.shares, strict=True)]
     digest = hashlib.blake2b(json.dumps([found, systems]).encode(), digest_size=8).hexdigest()
     each = ", ".join(f"{share} of {len(rows)} rows" for rows, share in zip(train, data.shares, strict=True))
-    # A message may cut off the end.
     return f"sources with digest {digest}: {each}"
 
 
 def fingerprints(train: str, held_out: Sequence[str]) -> str:
     """Return one fingerprint for those of data.train and of each set of data.eval."""
-    return f"{train}, and held out {'; '.join(held_out)}" if held_out else train
+    text = f"{train}, and held out {'; '.join(held_out)}" if held_out else train
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    # A generator's greeting carries texts of at most 300 characters.
+    return text if len(text) <= 300 else f"data with digest {digest}: {text[:250]}..."
 
 
 def load_rows(source: str, split: str = "train") -> Rows:

@@ -81,8 +81,9 @@ def place(
     generators: int | None = None,
     tensor_parallel: int = 1,
     share: float | None = None,
+    taken: Collection[int] = (),
 ) -> Placement:
-    """Seat ranks and generators; without `gpus`, all use CPUs.
+    """Seat ranks and generators; without `gpus`, all use CPUs. Generators get a GPU of `taken` only in need.
 
     `generators` None means as many as there are GPUs for, `share` None an equal part of what they may use. It
     also seats what does not fit; `misplaced` says so.
@@ -91,7 +92,7 @@ def place(
         count = CPU_GENERATORS if generators is None else generators
         return Placement(ranks=(Seat(),) * ranks, generators=(Seat(),) * count)
     learners = range(min(ranks, gpus))
-    groups = _groups(gpus, len(learners), tensor_parallel)
+    groups = _groups(gpus, len(learners), tensor_parallel, taken)
     count = len(groups) if generators is None else generators
     chosen = [groups[index % len(groups)] for index in range(count)]
     tenants = Counter(gpu for group in chosen for gpu in group)
@@ -99,10 +100,11 @@ def place(
     return Placement(ranks=tuple(_rank_seat(rank, seats) for rank in learners), generators=seats)
 
 
-def _groups(gpus: int, learners: int, width: int) -> list[tuple[int, ...]]:
-    """Return groups of `width` GPUs, without the learner's if there are any such groups."""
-    free = range(learners, gpus)
-    for among in (free, (*free, *range(learners))):
+def _groups(gpus: int, learners: int, width: int, taken: Collection[int]) -> list[tuple[int, ...]]:
+    """Return groups of `width` GPUs, without the learner's and those taken if there are any such groups."""
+    every = [*range(learners, gpus), *range(learners)]
+    own = [gpu for gpu in every if gpu not in taken]
+    for among in ([gpu for gpu in own if gpu >= learners], own, every):
         starts = range(0, len(among) - width + 1, width)
         if groups := [tuple(among[start : start + width]) for start in starts]:
             return groups
@@ -136,6 +138,7 @@ def placement_of(
         generators=config.generator.count if generators is None else generators,
         tensor_parallel=config.generator.tensor_parallel,
         share=config.generator.gpu_memory_utilization,
+        taken=config.taken_gpus,
     )
 
 

@@ -80,16 +80,18 @@ def _idle(config: Config, *, generators: bool) -> Iterator[str]:
     """Warn of GPUs that no process of the run would use."""
     gpus = count_gpus() if config.learner.device != "cpu" else 0
     placement = placement_of(config, gpus, generators=None if generators else 0)
-    idle, width = idle_gpus(placement, gpus), config.generator.tensor_parallel
+    width, taken = config.generator.tensor_parallel, config.taken_gpus if generators else frozenset()
+    idle = sorted({*idle_gpus(placement, gpus)} - taken)
     if not idle:
         return
-    free = gpus - config.ranks_per_host
+    free = len({*range(config.ranks_per_host, gpus)} - taken)
     ranks = config.learner.ranks + len(idle) * config.cluster.learner_hosts
     cures = []
     if generators and len(placement.generators) < free // width:
         cures.append(f"leave generator.count null, which means {free // width}")
     else:
-        if ranks % config.learner.sequence_parallel == 0 and not has_instances():
+        divides = ranks % config.learner.sequence_parallel == 0
+        if divides and taken.isdisjoint(range(ranks)) and not has_instances():
             cures.append(f"set learner.ranks={ranks} (a resumed run keeps its number)")
         if generators:
             cures.append(f"choose a generator.tensor_parallel that divides {free}")

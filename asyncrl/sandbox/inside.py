@@ -14,6 +14,7 @@ signals that they send it, its memory is closed to them, and they do not have it
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import gc
 import json
@@ -167,7 +168,7 @@ def watch(pid: int, outputs: tuple[Output, Output], until_s: float, limits: dict
 
 def exceeded(limits: dict[str, Any]) -> str | None:
     """The limit that all processes of the box together exceed, if any; the kernel bounds only each one."""
-    threads, pages = 0, 0
+    threads, sizes = 0, dict[str, int]()
     for name in os.listdir("/proc"):
         if name.isdecimal() and name != "1":
             try:
@@ -176,10 +177,14 @@ def exceeded(limits: dict[str, Any]) -> str | None:
             except OSError:  # it has ended
                 continue
             threads += int(fields[_THREADS])
-            pages += int(fields[_PAGES])
+            sizes[name] = int(fields[_PAGES]) * resource.getpagesize()
     if threads > limits["processes"]:
         return "processes"
-    if pages * resource.getpagesize() > limits["memory"]:
+    # In these sizes, which are quick to read, a page that several processes share counts once for each.
+    for name in sizes if sum(sizes.values()) > limits["memory"] else ():
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/smaps_rollup", "rb") as file:
+            sizes[name] = 1024 * int(file.read().partition(b"\nPss:")[2].split()[0])
+    if sum(sizes.values()) > limits["memory"]:
         return "memory"
     scratch = [os.statvfs(place) for place in SCRATCH]
     return "files" if any(one.f_files - one.f_ffree > limits["files"] for one in scratch) else None
@@ -203,6 +208,8 @@ def become(code: str, standard: tuple[int, int, int], seconds: float, memory_byt
     status = 1
     try:
         os.setsid()
+        # Process 1, whose memory is closed, must read how much of ours is shared.
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number, descriptor in enumerate(standard):
             os.dup2(descriptor, number)
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

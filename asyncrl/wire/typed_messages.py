@@ -11,9 +11,10 @@ from asyncrl.errors import WireError
 from asyncrl.wire.codec import Limits, decode_frame, encode_frame
 
 Message = TypeVar("Message")
-# Lists are long enough for one entry per parameter of a large model.
+# Lists are long enough for one entry per parameter of a large model, bytes for one bit per row of 33 million.
+# The socket bounds the whole message before it is read, that of the learner to 32 KiB.
 MESSAGE_LIMITS = Limits(
-    kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 16
+    kind=2, meta_bytes=1 << 23, body_bytes=0, items=1 << 16, text_bytes=1 << 16, binary_bytes=1 << 22
 )
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 MAX_DEPTH = 16

@@ -92,6 +92,8 @@ def test_a_traceback_is_that_of_a_file(lane: Lane, tmp_path: Path) -> None:
     assert "SyntaxError" in lane.run("x = = 1").stderr
 
 
+# 41 processes with the same 20 MiB.
+SHARED = f"import os\nkept = b'x' * (20 << 20)\nfor _ in range(40):\n    if os.fork() == 0: break\n{HANG}"
 LIMITS: dict[str, tuple[str, str, str]] = {
     "processor": ("while True: pass", "time", ""),
     "wall time": (f"print('begun')\n{HANG}", "time", ""),
@@ -118,6 +120,8 @@ LIMITS: dict[str, tuple[str, str, str]] = {
         "memory",
         "",
     ),
+    "memory that forks share": (SHARED, "time", ""),
+    "memory that forks share and hide": (f"import ctypes\nctypes.CDLL(None).prctl(4, 0)\n{SHARED}", "memory", ""),
     "memory that no process has": ("import os\nos.memfd_create('x')", "error", "PermissionError"),
     "a file": ("open('/tmp/x', 'wb').write(b'x' * (300 << 20))", "error", "File too large"),
     "a full disk": (

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.data_section import DataConfig
-from asyncrl.data.dataset import Rows, load_rows
+from asyncrl.control.base import Hello
+from asyncrl.data.dataset import Rows, fingerprints, load_rows
 from asyncrl.data.row_functions import load_part
 from asyncrl.errors import DataError, RowsChanged
 
@@ -143,6 +144,15 @@ def test_a_fingerprint_is_of_the_rows_and_the_same_in_every_process():
         [{"a": 1, "c": "\ud83d"}, rows[1]],
     ]
     assert len({Rows(each, "x").fingerprint for each in [rows, *changed]}) == 6
+
+
+def test_a_greeting_carries_the_fingerprint_of_any_number_of_sets_and_tells_them_apart():
+    identity = {"generator_id": "g0", "incarnation": "a", "release": "1", "config_hash": "b", "version": 0}
+    one, found = Rows([{"a": 1}], "x").fingerprint, set()
+    for sets in range(40):
+        for last in ("", "0", "1"):
+            found.add(Hello(**identity, rows=fingerprints(one, [one] * sets + [one + last])).rows)
+    assert len(found) == 120 and fingerprints(one, []) == one and fingerprints(one, [one]).endswith(one)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ sampling: {max_prompt_tokens: 64, max_response_tokens: 64}
 """
 
 
+JUDGED = ("reward.functions=[{function: model_score, params: {scorer: judge}}]", "scorers.judge.model=m")
+
+
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,6 +192,16 @@ def test_a_model_without_an_end_token_is_named_unless_a_text_ends_responses():
         ),
         (4, ("generator.count=2",), "GPU 3 of 4: leave generator.count null, which means 3, or hide"),
         (4, ("generator.count=1",), "GPUs 2, 3 of 4"),
+        (
+            4,
+            ("generator.count=1", *JUDGED, "scorers.judge.gpus=[3]"),
+            "GPU 2 of 4: leave generator.count null, which means 2",
+        ),
+        (
+            5,
+            ("generator.tensor_parallel=2", *JUDGED, "scorers.judge.gpus=[1]"),
+            "4 of 5: choose a generator.tensor_parallel",
+        ),
     ],
 )
 def test_gpus_without_use_are_named_with_the_setting_that_uses_them(monkeypatch, gpus, overrides, said):
@@ -202,7 +215,7 @@ def test_gpus_without_use_are_named_with_the_setting_that_uses_them(monkeypatch,
 def test_gpus_of_the_learner_alone(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(doubt_rules, "build_of", lambda package: "cu130")
-    assert said_of(OWN) == []
+    assert said_of(OWN) == said_of(OWN, *JUDGED, "scorers.judge.gpus=[1]") == []
     path = Path("run.yaml")
     (line,) = doubts(load_config(path), path, (), generators=False)
     assert line.startswith(

@@ -21,6 +21,7 @@ from asyncrl.cli.app import run as typed
 from asyncrl.cluster import slurm, slurm_jobs
 from asyncrl.cluster.base import HostPlan, HostState
 from asyncrl.cluster.driver import Hosts, host_spec
+from asyncrl.cluster.kubernetes import rendered
 from asyncrl.cluster.plans import described, generators_plan, learner_plans, reachable, store_url
 from asyncrl.cluster.slurm import SlurmCluster
 from asyncrl.cluster.slurm_jobs import run_script
@@ -35,7 +36,7 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError, RunNotUp
 from asyncrl.files import replace_text
 from asyncrl.hosting import route
-from asyncrl.hosting.placement import misplaced, placement_of
+from asyncrl.hosting.placement import misplaced, misplaced_generators, placement_of
 from asyncrl.hosting.route import Reach, in_clear, reaches, unreached, with_addresses
 from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.launch import calling
@@ -75,6 +76,25 @@ def test_plans_say_who_runs_what_and_hold_no_key(tmp_path):
     lines = [*described(ours, on_gpus=False), repr(generators), words]
     assert [line.split(":")[0] for line in lines[1:4]] == ["learner-0", "generators-0", "generators-1"]
     assert not any(KEYS.text() in line or KEYS.secret.hex() in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked"), [((), 4), ((4,), 5), ((0,), 5), ((1, 4), 6), ((1, 1), 5), ((9,), 10), ((9, 2), 10)]
+)
+def test_a_host_of_generators_has_gpus_for_the_models_that_it_serves_too(tmp_path, gpus, asked):
+    functions = [{"function": "model_score", "params": {"scorer": "judge"}}]
+    ours = config(
+        generator={"count": 2, "tensor_parallel": 2},
+        scorers={"judge": {"model": "m", "gpus": gpus}},
+        reward={"functions": functions},
+    )
+    assert generators_plan(ours, tmp_path / "hosts.yaml", 0, None, on_gpus=True).gpus == asked
+    assert f"nvidia.com/gpu: {asked}}}" in rendered(ours, None)
+    placement = placement_of(ours, asked, has_learner=False)
+    used = [gpu for seat in placement.generators for gpu in seat.gpus]
+    assert len({*used, *gpus}) == len(used) + len({*gpus}), "no GPU has two of them"
+    assert not list(misplaced_generators(ours, asked, placement))
+    assert generators_plan(ours, tmp_path / "hosts.yaml", 0, None, on_gpus=False).gpus == 0
 
 
 def test_the_ports_that_hosts_must_reach_follow_the_config():

@@ -55,6 +55,39 @@ def test_more_or_fewer_generators_than_gpus(gpus, ranks, count, expected, shares
     assert [seat.share for seat in seats] == pytest.approx(shares)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "width", "taken", "generators"),
+    [
+        (4, 1, 1, [3], [(1,), (2,)]),
+        (4, 1, 1, [2], [(1,), (3,)]),
+        (4, 1, 2, [2], [(1, 3)]),
+        (4, 2, 1, [0], [(2,), (3,)]),
+        (2, 1, 1, [1], [(0,)]),
+        (2, 2, 1, [1], [(0,)]),
+        (1, 1, 1, [0], [(0,)]),
+        (2, 0, 1, [0, 1], [(0,), (1,)]),
+    ],
+)
+def test_generators_leave_the_gpus_of_served_models_free_while_there_are_others(
+    gpus, ranks, width, taken, generators
+):
+    placement = place(gpus, ranks=ranks, tensor_parallel=width, taken=taken)
+    assert [seat.gpus for seat in placement.generators] == generators
+
+
+def judged_on(*gpus, **sections):
+    functions = [{"function": "model_score", "params": {"scorer": "judge"}}]
+    judge = {"model": "m", "gpus": gpus}
+    return config_of(scorers={"judge": judge}, reward={"functions": functions}, **sections)
+
+
+def test_each_model_that_the_run_serves_keeps_its_gpus():
+    teacher = {"path": "t", "scorers": 1, "gpus": [1]}
+    config = judged_on(3, algorithm={"advantage": "distill", "reference": teacher})
+    assert config.taken_gpus == {1, 3}
+    assert [seat.gpus for seat in placement_of(config, 5).generators] == [(2,), (4,)]
+
+
 def test_no_gpu_is_given_out_twice_over_and_none_is_shared_without_need():
     """For every machine and run of this size, with the default shares."""
     axes = (1, 2, 4, 8), (0, 1, 2, 4, 8), (None, 1, 3, 9), (1, 2, 4)

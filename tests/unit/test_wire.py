@@ -237,6 +237,12 @@ def test_frozen_frames_are_still_read_and_written(name):
     assert encoded == frozen
 
 
+@pytest.mark.parametrize("rows", [524_288, 33_000_000])
+def test_an_order_says_of_each_row_whether_an_epoch_skips_it(rows):
+    order = dataclasses.replace(ORDER, skipped={"0:4": b"\x55" * (rows // 8)})
+    assert MESSAGES.decode(MESSAGES.encode(order, KEY), KEY) == order
+
+
 @pytest.mark.parametrize("key", [b"", b"another run's key"])
 def test_a_frame_made_with_another_key_is_refused(key):
     with pytest.raises(WireError, match="checksum"):
