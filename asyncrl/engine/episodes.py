@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.engine.sampler import finished_version, with_judgements
 from asyncrl.engine.talk import Budget, Read, SessionTalk
-from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
+from asyncrl.environments.base import Answer, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
 from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
 from asyncrl.session.base import Renderer, without_stop
@@ -269,7 +270,8 @@ async def require_same_start(environment: Environment, prompt: Prompt) -> None:
     for episode in (0, 1):
         listener = _Listener()
         opening = prompt.messages or prompt.text
-        await environment.play(listener, prompt.row, prompt=opening, seed=seed, episode=episode)
+        with suppress(_Heard):
+            await environment.play(listener, prompt.row, prompt=opening, seed=seed, episode=episode)
         said.append(listener.said)
     if said[0] != said[1]:
         raise EnvironmentFault(
@@ -278,20 +280,24 @@ async def require_same_start(environment: Environment, prompt: Prompt) -> None:
         )
 
 
+class _Heard(Exception):
+    """Ends an episode that had no turn, which a spent budget would have the environment score."""
+
+
 class _Listener:
-    """A talk that has no turn left, and keeps what the model would have been shown."""
+    """A talk that keeps what the model would have been shown first, and ends the episode."""
 
     said: Any = None
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Message] = (), **limits: Any
     ) -> Answer:
-        self.said = (list(messages), list(tools))
-        raise BudgetSpent("turns")
+        self.said = self.said or (list(messages), list(tools))
+        raise _Heard
 
     async def complete(self, text: str, **limits: Any) -> Answer:
-        self.said = text
-        raise BudgetSpent("turns")
+        self.said = self.said or text
+        raise _Heard
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None: ...
 

@@ -681,18 +681,17 @@ def test_episodes_of_one_seed_must_begin_alike():
     async def unfair(talk, episode):
         await talk.complete(f"a{next(drawn)}")
 
-    def shielded(play):
-        async def ended(talk, episode):
-            try:
-                await play(talk, episode)
-            except BudgetSpent as spent:
-                return Outcome(finish_reason=spent.finish_reason)
+    async def unscored(talk, episode):
+        async def ask(request):
+            assert request["do"] == "reset", "an episode without a turn is not scored"
+            return {"value": "go"}
 
-        return Played(ended)
+        return await play_text(talk, Conversation(talk, [], 100), ask, {}, rewards=True)
 
-    asyncio.run(require_same_start(shielded(fair), PROMPT))
+    for play in (fair, unscored):
+        asyncio.run(require_same_start(Played(play), PROMPT))
     with pytest.raises(EnvironmentFault, match="'a0' and 'a1'; the episodes of a group are compared"):
-        asyncio.run(require_same_start(shielded(unfair), PROMPT))
+        asyncio.run(require_same_start(Played(unfair), PROMPT))
 
 
 @pytest.mark.parametrize("nothing", [None, []])
