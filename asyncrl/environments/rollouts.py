@@ -22,7 +22,7 @@ class Rollouts:
     """Plays `async def rollout(session, **columns)` in a number of processes."""
 
     def __init__(self, server: ForkServer, count: int, *, step_s: float, episode_s: float) -> None:
-        """Kill a process whose loop does not answer for `step_s`; cut off an episode after `episode_s`."""
+        """Kill a process whose loop does not answer for `step_s`; an episode of `episode_s` is a fault."""
         self._server, self._step_s, self._episode_s = server, step_s, episode_s
         self._hosts: list[_Host | None] = [None] * count
         self._starting = [asyncio.Lock() for _ in range(count)]
@@ -38,7 +38,8 @@ class Rollouts:
             async with asyncio.timeout(self._episode_s):
                 return episode.outcome(await episode.end)
         except TimeoutError:
-            return Outcome(finish_reason="time", metrics=episode.metrics)
+            text = f"the rollout did not end within {self._episode_s:g} s; bound what it waits for"
+            raise EnvironmentFault(text, reason="hung") from None
         finally:
             host.leave(episode)
 
