@@ -41,7 +41,10 @@ MAPPED = "a mapping from columns to values of JSON, or bytes"
 
 def load_parts(data: DataConfig, parts: Iterable[DataSource | EvalSet]) -> list[Rows]:
     """Return the rows of each source or set. Raises DataError."""
-    return [load_part(data.of(one), one.path, data.split_of(one), one.limit) for one in parts]
+    # The `limit` of a set counts prompts, so it cuts behind those that are dropped, as `eval.prompts` does.
+    cut = (DataSource,) if data.long_prompts == "drop" else (DataSource, EvalSet)
+    limits = ((one, one.limit if isinstance(one, cut) else None) for one in parts)
+    return [load_part(data.of(one), one.path, data.split_of(one), limit) for one, limit in limits]
 
 
 def load_part(data: DataConfig, source: str, split: str, limit: int | None = None) -> Rows:
