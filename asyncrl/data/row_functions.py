@@ -73,9 +73,9 @@ def _chosen(data: DataConfig, source: str, split: str, limit: int | None) -> Row
             starts.append(starts[-1] + (file.write(msgpack.packb(found)) if data.map else 0))
     file.flush()
     if data.filter is not None:
-        log.info(
-            "%s of %s rows of %s kept by %s", f"{len(kept):,}", f"{len(rows):,}", rows.source, data.filter
-        )
+        # Behind the last one of a full number none was looked at.
+        looked = f"{kept[-1] + 1 if len(kept) == most else len(rows):,}"
+        log.info("%s of %s rows of %s kept by %s", f"{len(kept):,}", looked, rows.source, data.filter)
         if not kept:
             raise DataError(
                 f"data.filter: {data.filter} keeps none of the {len(rows):,} rows of {rows.source}"

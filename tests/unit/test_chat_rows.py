@@ -291,6 +291,15 @@ def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_rend
     named = [name for name in ends if ENDING[name][3] and not ENDING[name][1].get("answer")]
     said_of = f"taken off the prompt of {len(ends)} of {len(names)} rows, and is now the column `answer` of"
     assert f"{train}: the last answer is {said_of} {len(named)} (data.last_answer)" in caplog.messages
+    # A teacher's prompts are made from rows that were read.
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        loaded, policy = (
+            DataConfig(train=train, prompt_field="talk"),
+            ModelConfig(path=model, chat_template=True),
+        )
+        PromptSource(loaded, policy, SamplingConfig(), seed=0, teacher="Go")
+    assert f"{train}: the last answer is {said_of} {len(named)} (data.last_answer)" in caplog.messages
     # Processes that render nothing count the same rows; without the answer they are others.
     config = DataConfig(train=train, eval=train, prompt_field="talk")
     files = DataFiles(config_of(data=config.model_dump(mode="json")))
