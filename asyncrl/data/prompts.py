@@ -57,9 +57,8 @@ class RowRenderer:
         """Return the prompt of a row. Raises DataError that names the row if it has none."""
         given = rows[index], rows.place(index), rows.directory(index)
         prompt = self._prompt(*given)
-        if self.teacher is None:
-            return prompt
-        return replace(prompt, teacher_ids=self.teacher._prompt(*given).token_ids)
+        taught = self.teacher._prompt(*given).token_ids if self.teacher else ()
+        return replace(prompt, teacher_ids=taught)
 
     def for_teacher(self, template: str) -> "RowRenderer":
         """Return one whose prompts have `teacher_ids` by this template."""

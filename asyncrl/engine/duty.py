@@ -27,8 +27,8 @@ class Duty:
     They wait for the environment, and at their end for the other episodes of the group. Duty d is measured
     over the last minute, so `max_running / d` episodes fill the slots; at most `most_held` are held. Time in
     the engine's queue does not count: else a burst of episodes would look like a high duty, few would
-    follow, and the two would alternate. Single responses count as episodes of one turn; where `most_held` is
-    0, there are only these, and as many are held as there are slots.
+    follow, and the two would alternate. Single responses count as episodes; of these alone, with 0 as
+    `most_held`, as many are held as there are slots.
     """
 
     engine: Engine

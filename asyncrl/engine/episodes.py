@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -266,13 +265,13 @@ def group_seed(run_seed: int, ticket_id: int) -> int:
 async def require_same_start(environment: Environment, prompt: Prompt) -> None:
     """Raise EnvironmentFault unless two episodes of one row and seed begin alike, which is all it costs."""
     seed = group_seed(0, 0)
-    said = []
+    said: list[Any] = [None, None]
     for episode in (0, 1):
-        listener = _Listener()
         opening = prompt.messages or prompt.text
-        with suppress(_Heard):
-            await environment.play(listener, prompt.row, prompt=opening, seed=seed, episode=episode)
-        said.append(listener.said)
+        try:
+            await environment.play(_Listener(), prompt.row, prompt=opening, seed=seed, episode=episode)
+        except _Heard as heard:
+            (said[episode],) = heard.args
     if said[0] != said[1]:
         raise EnvironmentFault(
             f"two episodes of one row begin differently with the same seed: {said[0]!r:.300} and "
@@ -281,23 +280,19 @@ async def require_same_start(environment: Environment, prompt: Prompt) -> None:
 
 
 class _Heard(Exception):
-    """Ends an episode that had no turn, which a spent budget would have the environment score."""
+    """Ends an episode with what the model would have been shown; for a spent budget it would be scored."""
 
 
 class _Listener:
-    """A talk that keeps what the model would have been shown first, and ends the episode."""
-
-    said: Any = None
+    """A talk that ends the episode with its first turn."""
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Message] = (), **limits: Any
     ) -> Answer:
-        self.said = self.said or (list(messages), list(tools))
-        raise _Heard
+        raise _Heard((list(messages), list(tools)))
 
     async def complete(self, text: str, **limits: Any) -> Answer:
-        self.said = self.said or text
-        raise _Heard
+        raise _Heard(text)
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None: ...
 
