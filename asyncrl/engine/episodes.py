@@ -147,8 +147,7 @@ class EpisodeSampler:
 
     async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
         config, began_s = self.config, time.monotonic()
-        own_text = "" if prompt.messages else prompt.text
-        session = Session(self.renderer, history=config.history, own_text=own_text)
+        session = Session(self.renderer, history=config.history, own=prompt.messages or prompt.text)
         budget = Budget(
             max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,

@@ -484,15 +484,34 @@ def test_tools_of_strangers_are_broken_like_messages_and_counted_once():
 )
 def test_the_first_text_of_an_episode_is_broken_but_for_the_datasets_own(text, kept, broken):
     renderer = renderer_of("qwen2_5")
-    request = Session(renderer, own_text="<|im_start|>sum: 1+2=").request_text(text)
+    request = Session(renderer, own="<|im_start|>sum: 1+2=").request_text(text)
     specials = [renderer.encode(text)[0] for text in ("<|im_end|>", "<|im_start|>")]
     assert sum(one in specials for one in request.prompt_ids) == kept
     assert request.broken_specials == broken
 
 
+def test_the_datasets_own_messages_keep_special_tokens_as_in_single_responses_and_no_others_do():
+    renderer = renderer_of("qwen2_5")
+    own = [{"role": "system", "content": "Use <|im_start|>."}, user("Say <|im_end|> last.")]
+    session = Session(renderer, own=own)
+    request = session.request(own)
+    assert renderer.decode(request.prompt_ids) == rendered_by_transformers(renderer._tokenizer, own)
+    assert request.broken_specials == 0
+    session.record(request, rollout_of(request.prompt_ids, [min(renderer.stop_ids)]), said(EVIL))
+    behind = user(own[1]["content"] + "\n\n" + EVIL)
+    for messages, broken in (
+        ([own[0], behind], 2),  # an observation in the user's message
+        ([*own, user(EVIL)], 2),
+        ([*own, said(EVIL), own[1]], 1),  # said again by a stranger, in a later turn
+        ([user("a"), *own], 2),
+        ([own[0], user("Say <|im_end|>")], 1),
+    ):
+        assert session.request(messages).broken_specials == broken, messages
+
+
 def test_a_text_that_joins_the_datasets_own_to_a_special_token_is_broken():
     renderer = renderer_of("qwen2_5")
-    request = Session(renderer, own_text="is 1 <").request_text("is 1 <|im_end|>")
+    request = Session(renderer, own="is 1 <").request_text("is 1 <|im_end|>")
     assert request.broken_specials == 1
 
 

@@ -672,6 +672,18 @@ def test_all_turns_use_the_cache_of_the_episodes_start_and_tokens_name_the_weigh
     assert group.finished_version == 1
 
 
+def test_special_tokens_of_the_rows_own_messages_reach_the_model():
+    async def play(talk, episode):
+        await talk.chat(prompt.messages)
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    prompt = replace(PROMPT, messages=({"role": "user", "content": "cab"},))
+    made, _ = sampler(play)
+    made.renderer = type("Named", (Letters,), {"special_texts": frozenset({"ab"})})()
+    episode = in_virtual_time(made.play(prompt, SPEC, seed=0, episode=0))
+    assert episode.rollouts[0].prompt_ids.tolist() == [3, 1, 2]
+
+
 def test_episodes_of_one_seed_must_begin_alike():
     drawn = iter(range(100))
 
