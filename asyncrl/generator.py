@@ -62,7 +62,7 @@ class GeneratorSettings:
     """Numbers of the loop."""
 
     max_running: int  # the engine's slots; most sequences held at the same time, but for episodes
-    most_held: int  # episodes at the same time
+    most_held: int  # at the same time where there are episodes; 0 if there are none
     lease_s: float
     heartbeat_s: float
     wire_key: bytes = b""

@@ -55,10 +55,10 @@ class RowRenderer:
 
     def prompt(self, rows: Rows, index: int) -> Prompt:
         """Return the prompt of a row. Raises DataError that names the row if it has none."""
-        prompt = self._prompt(rows[index], rows.place(index), rows.directory(index))
-        if self.teacher is None:
-            return prompt
-        return replace(prompt, teacher_ids=self.teacher.prompt(rows, index).token_ids)
+        given = rows[index], rows.place(index), rows.directory(index)
+        prompt = self._prompt(*given)
+        taught = self.teacher._prompt(*given).token_ids if self.teacher else ()
+        return replace(prompt, teacher_ids=taught)
 
     def for_teacher(self, template: str) -> "RowRenderer":
         """Return one whose prompts have `teacher_ids` by this template."""

@@ -41,7 +41,10 @@ MAPPED = "a mapping from columns to values of JSON, or bytes"
 
 def load_parts(data: DataConfig, parts: Iterable[DataSource | EvalSet]) -> list[Rows]:
     """Return the rows of each source or set. Raises DataError."""
-    return [load_part(data.of(one), one.path, data.split_of(one), one.limit) for one in parts]
+    # The `limit` of a set counts prompts, so it cuts behind those that are dropped, as `eval.prompts` does.
+    cut = (DataSource,) if data.long_prompts == "drop" else (DataSource, EvalSet)
+    limits = ((one, one.limit if isinstance(one, cut) else None) for one in parts)
+    return [load_part(data.of(one), one.path, data.split_of(one), limit) for one, limit in limits]
 
 
 def load_part(data: DataConfig, source: str, split: str, limit: int | None = None) -> Rows:
@@ -70,9 +73,9 @@ def _chosen(data: DataConfig, source: str, split: str, limit: int | None) -> Row
             starts.append(starts[-1] + (file.write(msgpack.packb(found)) if data.map else 0))
     file.flush()
     if data.filter is not None:
-        log.info(
-            "%s of %s rows of %s kept by %s", f"{len(kept):,}", f"{len(rows):,}", rows.source, data.filter
-        )
+        # Behind the last one of a full number none was looked at.
+        looked = f"{kept[-1] + 1 if len(kept) == most else len(rows):,}"
+        log.info("%s of %s rows of %s kept by %s", f"{len(kept):,}", looked, rows.source, data.filter)
         if not kept:
             raise DataError(
                 f"data.filter: {data.filter} keeps none of the {len(rows):,} rows of {rows.source}"

@@ -14,7 +14,7 @@ class Clock:
     stalled_s: float = 0.0  # the engine was paused for weights, or all that could start waits for newer ones
     sampling: int = 0  # groups
     waiting: int = 0  # tickets that wait for newer weights
-    episodes: int = 0  # of groups that are played in an environment
+    episodes: int = 0  # of these groups; a single response counts as one
     _paused: bool = False
     _since_s: float = field(default_factory=time.monotonic)
 
@@ -31,8 +31,8 @@ class Clock:
         self._paused = paused
 
     @contextmanager
-    def group(self, episodes: int = 0) -> Iterator[None]:
-        """One more group is sampled during the body; with an environment, of this many episodes."""
+    def group(self, episodes: int) -> Iterator[None]:
+        """One more group, of this many episodes or single responses, is sampled during the body."""
         self.settle()
         self.sampling += 1
         self.episodes += episodes

@@ -27,7 +27,8 @@ class Duty:
     They wait for the environment, and at their end for the other episodes of the group. Duty d is measured
     over the last minute, so `max_running / d` episodes fill the slots; at most `most_held` are held. Time in
     the engine's queue does not count: else a burst of episodes would look like a high duty, few would
-    follow, and the two would alternate. Single responses have no duty; as many are held as there are slots.
+    follow, and the two would alternate. Single responses count as episodes; of these alone, with 0 as
+    `most_held`, as many are held as there are slots.
     """
 
     engine: Engine
@@ -42,7 +43,7 @@ class Duty:
 
     @property
     def share(self) -> float | None:
-        """Return the duty, at most 1; None if no episode was played in the last minute."""
+        """Return the duty, at most 1; None if nothing was sampled in the last minute."""
         sampling_s, played_s = self._measured()
         return min(sampling_s / played_s, 1.0) if played_s > 0 else None
 
@@ -59,7 +60,8 @@ class Duty:
         self._marks.append(_Mark(now_s, last.sampling_s + sampling_s, last.episode_s + episode_s))
         while self._marks[0].at_s < now_s - WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
-        return int(self.max_running / max(self._sure_share(), self.max_running / self.most_held)) - held
+        most_held = max(self.most_held, self.max_running)
+        return int(self.max_running / max(self._sure_share(), self.max_running / most_held)) - held
 
     def _sure_share(self) -> float:
         """The duty if episodes sampled in the part of a minute of full slots that was not played yet.
@@ -77,8 +79,8 @@ class Duty:
         return last.sampling_s - first.sampling_s, last.episode_s - first.episode_s
 
     def metrics(self) -> Mapping[str, float]:
-        """Return occupancy and duty while episodes are played."""
-        if (share := self.share) is None:
+        """Return occupancy and duty while groups are sampled, if there may be episodes among them."""
+        if not self.most_held or (share := self.share) is None:
             return {}
         used = self.engine.stats().running_requests / self.max_running
         return {"engine/occupancy": min(used, 1.0), "episodes/duty": share}

@@ -19,7 +19,7 @@ from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.engine.sampler import finished_version, with_judgements
 from asyncrl.engine.talk import Budget, Read, SessionTalk
-from asyncrl.environments.base import Answer, BudgetSpent, Environment, Message, Outcome
+from asyncrl.environments.base import Answer, Environment, Message, Outcome
 from asyncrl.errors import EnvironmentFault, ResultError, RewardError, ungrouped
 from asyncrl.rewards.base import ABSTAINED, EPISODE_COLUMNS, RewardInput, Score, Scorer
 from asyncrl.session.base import Renderer, without_stop
@@ -147,8 +147,7 @@ class EpisodeSampler:
 
     async def _attempt(self, prompt: Prompt, spec: SamplingSpec, *, seed: int, episode: int) -> Episode:
         config, began_s = self.config, time.monotonic()
-        own_text = "" if prompt.messages else prompt.text
-        session = Session(self.renderer, history=config.history, own_text=own_text)
+        session = Session(self.renderer, history=config.history, own=prompt.messages or prompt.text)
         budget = Budget(
             max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=spec.max_response_tokens,
@@ -265,12 +264,13 @@ def group_seed(run_seed: int, ticket_id: int) -> int:
 async def require_same_start(environment: Environment, prompt: Prompt) -> None:
     """Raise EnvironmentFault unless two episodes of one row and seed begin alike, which is all it costs."""
     seed = group_seed(0, 0)
-    said = []
+    said: list[Any] = [None, None]
     for episode in (0, 1):
-        listener = _Listener()
         opening = prompt.messages or prompt.text
-        await environment.play(listener, prompt.row, prompt=opening, seed=seed, episode=episode)
-        said.append(listener.said)
+        try:
+            await environment.play(_Listener(), prompt.row, prompt=opening, seed=seed, episode=episode)
+        except _Heard as heard:
+            (said[episode],) = heard.args
     if said[0] != said[1]:
         raise EnvironmentFault(
             f"two episodes of one row begin differently with the same seed: {said[0]!r:.300} and "
@@ -278,20 +278,20 @@ async def require_same_start(environment: Environment, prompt: Prompt) -> None:
         )
 
 
-class _Listener:
-    """A talk that has no turn left, and keeps what the model would have been shown."""
+class _Heard(Exception):
+    """Ends an episode with what the model would have been shown; for a spent budget it would be scored."""
 
-    said: Any = None
+
+class _Listener:
+    """A talk that ends the episode with its first turn."""
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Message] = (), **limits: Any
     ) -> Answer:
-        self.said = (list(messages), list(tools))
-        raise BudgetSpent("turns")
+        raise _Heard((list(messages), list(tools)))
 
     async def complete(self, text: str, **limits: Any) -> Answer:
-        self.said = text
-        raise BudgetSpent("turns")
+        raise _Heard(text)
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None: ...
 

@@ -88,7 +88,7 @@ class Sampler:
     ) -> Group:
         started_s, size = time.monotonic(), limits.rollouts
         images = await asyncio.to_thread(prompt.images) if prompt.images else None
-        with self.clock.group():
+        with self.clock.group(size + greedy):
             rollouts = await self._sample(
                 prompt.token_ids, [(size, spec), *([(1, replace(spec, temperature=0.0))] * greedy)], images
             )

@@ -45,10 +45,7 @@ class Environments:
             self._shared = ToolPool(self._server, self.config.workers, self.config.step_s)
             await self._shared.start()
         elif self.description["kind"] == "rollout":
-            # The last turn ends after `episode_s`, and then the rollout may still score.
-            step_s = self.config.step_s
-            limits = {"step_s": step_s, "episode_s": self.config.episode_s + step_s}
-            self._shared = Rollouts(self._server, self.config.workers, **limits)
+            self._shared = Rollouts(self._server, self.config)
 
     async def play(
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int

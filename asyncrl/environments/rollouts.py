@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
 from asyncrl.environments.fork_server import ForkServer, Worker
@@ -21,12 +22,14 @@ from asyncrl.errors import EnvironmentFault
 class Rollouts:
     """Plays `async def rollout(session, **columns)` in a number of processes."""
 
-    def __init__(self, server: ForkServer, count: int, *, step_s: float, episode_s: float) -> None:
-        """Kill a process whose loop does not answer for `step_s`; cut off an episode after `episode_s`."""
-        self._server, self._step_s, self._episode_s = server, step_s, episode_s
-        self._hosts: list[_Host | None] = [None] * count
-        self._starting = [asyncio.Lock() for _ in range(count)]
-        self._places = itertools.cycle(range(count))
+    def __init__(self, server: ForkServer, config: EnvironmentConfig) -> None:
+        """Kill a process whose loop does not answer for `step_s`."""
+        self._server, self._step_s = server, config.step_s
+        # For trials: `EpisodeSampler` cancels sooner what does not end, and may score it.
+        self._most_s = config.episode_s + 4 * config.step_s
+        self._hosts: list[_Host | None] = [None] * config.workers
+        self._starting = [asyncio.Lock() for _ in self._hosts]
+        self._places = itertools.cycle(range(config.workers))
         self._numbers = itertools.count(1)
 
     async def play(self, talk: Talk, columns: Mapping[str, Any], *, seed: int, place: int) -> Outcome:
@@ -35,10 +38,11 @@ class Rollouts:
         episode = _Episode(talk, host.channel, number)
         try:
             host.begin(episode, {"columns": columns, "seed": seed, "place": place})
-            async with asyncio.timeout(self._episode_s):
+            async with asyncio.timeout(self._most_s):
                 return episode.outcome(await episode.end)
         except TimeoutError:
-            return Outcome(finish_reason="time", metrics=episode.metrics)
+            text = f"the rollout did not end within {self._most_s:g} s; bound what it waits for"
+            raise EnvironmentFault(text, reason="hung") from None
         finally:
             host.leave(episode)
 

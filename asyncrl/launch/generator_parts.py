@@ -43,6 +43,7 @@ def open_generator(
     if exporter:
         tracker.add(exporter)
     stack.callback(tracker.close)
+    slots = [one.environment.episodes_per_slot for one in config.tasks.values() if one.environment.is_used]
     staging = HostStaging(directory.weights)
     stack.callback(staging.close)
     return Generator(
@@ -59,8 +60,7 @@ def open_generator(
         ),
         settings=GeneratorSettings(
             max_running=config.generator.max_running,
-            most_held=config.generator.max_running
-            * max(one.environment.episodes_per_slot for one in config.tasks.values()),
+            most_held=config.generator.max_running * max(slots, default=0),
             lease_s=config.generator.lease_s,
             heartbeat_s=config.control.heartbeat_s,
             wire_key=wire_key,

@@ -223,7 +223,7 @@ def _with_ids(config: Config, cases: Sequence[Case]) -> Iterator[Case]:
         response = tokenizer(given.response, add_special_tokens=False)["input_ids"]
         if tokenizer.eos_token_id is not None:
             response.append(tokenizer.eos_token_id)
-        ids = [*prompt[: most.max_prompt_tokens], *response[: most.max_response_tokens]]
+        ids = [*prompt[-most.max_prompt_tokens :], *response[: most.max_response_tokens]]
         yield replace(case, given=replace(given, token_ids=ids))
 
 

@@ -25,7 +25,7 @@ from asyncrl.data.dataset import Rows
 from asyncrl.data.images import image_bytes, picture_of
 from asyncrl.data.reader import PromptReader
 from asyncrl.data.row_files import Row
-from asyncrl.data.row_functions import load_part
+from asyncrl.data.row_functions import load_parts
 from asyncrl.environments.named import TOOLS, is_named
 from asyncrl.errors import ConfigError, DataError, RewardError
 from asyncrl.hosting.gpus import count_gpus, has_instances
@@ -270,7 +270,7 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         teacher = None if isinstance(task, EvalSet) else config.teacher_template
         section, found = config.data.of(task), dict[tuple[str, ...], list[str]]()
         try:
-            rows = load_part(section, task.path, section.split_of(task), task.limit)
+            (rows,) = load_parts(config.data, [task])
             without = _without_prompt(asked.model_copy(update={"data": section}), key, rows, chat, teacher)
             for keys, text in (*_lacking(asked, key, rows, forms, teacher), *without):
                 found.setdefault(keys, []).append(text)

@@ -147,6 +147,8 @@ class Breaker:
             return [self.value(one) for one in value]
         return value
 
-    def message(self, message: Message) -> dict[str, Any]:
-        """Return the message as templates get it, with all texts broken. Raises ValueError as `plain`."""
-        return dict(self.value(plain(message)))
+    def message(self, message: Message, *, own: str = "") -> dict[str, Any]:
+        """Return the message for templates, broken as by `text`; `own` is in content. Raises as `plain`."""
+        found = plain(message)
+        content = self.text(found["content"], own=own)
+        return {**self.value({**found, "content": ""}), "content": content}

@@ -16,6 +16,7 @@ from asyncrl.types import Rollout
 
 _ROOT = "roots"  # a request that continues no recorded turn
 _TEXT = "text"  # plain text behind all that is there
+_History = Literal["exact", "template"]
 _RULES = (_ROOT, STABLE, SHORT, KEPT, RENDERED)
 
 
@@ -28,11 +29,11 @@ class Session:
     """
 
     def __init__(
-        self, renderer: Renderer, *, history: Literal["exact", "template"] = "exact", own_text: str = ""
+        self, renderer: Renderer, *, history: _History = "exact", own: str | Sequence[Message] = ""
     ) -> None:
-        """Take the user's `own_text`: in the first text, special tokens within it stay what they are."""
+        """Take the user's `own` text, or first messages: special tokens within it stay what they are."""
         self._renderer = renderer
-        self._own_text = own_text
+        self._own = [own] if isinstance(own, str) else [str(one["content"]) for one in own]
         self._history = history
         self._turns: list[Turn] = []
         self._found: dict[bytes, list[Turn]] = {}  # by the key of the conversation up to the answer
@@ -63,7 +64,8 @@ class Session:
         # The history is that of the record, because it has the reasoning that many agents do not send back.
         said = parent.said if parent else None
         breaker = Breaker(self._renderer.special_texts)
-        new = [breaker.message(message) for message in messages[known:]]
+        own = [*self._own, *[""] * len(messages)][known:]
+        new = [breaker.message(one, own=text) for one, text in zip(messages[known:], own, strict=False)]
         broken = breaker.broken
         shown = breaker.value(tools)
         # Tools are part of the key, so those of a continued conversation have been counted.
@@ -95,7 +97,7 @@ class Session:
         """
         breaker = Breaker(self._renderer.special_texts)
         parent = self._turns[-1] if self._turns else None
-        broken = breaker.text(text, own="" if parent else self._own_text)
+        broken = breaker.text(text, own="" if parent else [*self._own, ""][0])
         ids = tuple(self._renderer.encode(broken, inside=parent is not None))
         opening = self._renderer.opening_ids
         if parent is None and ids[: len(opening)] != opening:

@@ -8,10 +8,15 @@ from dataclasses import fields
 
 import pytest
 
+from asyncrl.engine.base import SamplingSpec
+from asyncrl.engine.episodes import EpisodeFailed, EpisodeSampler
+from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.environments.fork_server import ForkServer
 from asyncrl.errors import EngineError, EnvironmentFault
+from asyncrl.types import Prompt
 from tests.support.environments import calls, environment, fork_server, play
+from tests.support.letters import Letters, read
 from tests.support.talks import ScriptedTalk
 from tests.support.waiting import HANG, elapse, turns, until
 
@@ -200,6 +205,10 @@ async def seen(session):
     answer = await session.complete("on")
     await session.complete(repr(answer))
     return 1
+
+async def stuck(session):
+    await session.complete("on")
+    await asyncio.Event().wait()
 
 async def places(session, seed):
     await session.complete(f"{seed} {session.seed} {session.episode}")
@@ -625,9 +634,21 @@ def test_a_rollout_that_fails_is_a_fault(tmp_path, how, reason, says):
         raise fault
 
 
-def test_a_rollout_that_takes_too_long_is_cut_off_and_not_a_fault(tmp_path):
-    end = run_rollout(tmp_path, "sleep", episode_s=1.0, step_s=1.0)
-    assert (end.finish_reason, end.reward) == ("time", None)
+def test_a_rollout_that_does_not_end_is_a_fault_where_nothing_scores_it(tmp_path):
+    """The sampler ends it first, and has functions or none; in a trial the limit of rollouts ends it."""
+    limits = {"episode_s": 0.5, "step_s": 1.0}
+    own = run_rollout(tmp_path, "sleep", **limits)
+    assert (own.reason, str(own)) == ("hung", "the rollout did not end within 4.5 s; bound what it waits for")
+
+    async def sampled():
+        async with environment(tmp_path, ROLLOUTS, "stuck", replays=0, **limits) as played:
+            names = {"renderer": Letters(), "read": read, "generator_id": "g", "seed": 0}
+            sampler = EpisodeSampler(FakeEngine(), None, played, played.config, max_prompt_tokens=50, **names)
+            spec = SamplingSpec(temperature=1.0, max_response_tokens=50)
+            await sampler.play(Prompt(token_ids=(1,), text="ab", row={}), spec, seed=0, episode=0)
+
+    with pytest.raises(EpisodeFailed, match=r"neither ended within 3\.5 s nor gave a reward"):
+        asyncio.run(sampled())
 
 
 def test_a_rollout_may_score_when_the_time_of_its_turns_is_up(tmp_path):

@@ -291,6 +291,15 @@ def test_a_last_answer_becomes_a_column_and_the_prompt_is_what_transformers_rend
     named = [name for name in ends if ENDING[name][3] and not ENDING[name][1].get("answer")]
     said_of = f"taken off the prompt of {len(ends)} of {len(names)} rows, and is now the column `answer` of"
     assert f"{train}: the last answer is {said_of} {len(named)} (data.last_answer)" in caplog.messages
+    # A teacher's prompts are made from rows that were read.
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        loaded, policy = (
+            DataConfig(train=train, prompt_field="talk"),
+            ModelConfig(path=model, chat_template=True),
+        )
+        PromptSource(loaded, policy, SamplingConfig(), seed=0, teacher="Go")
+    assert f"{train}: the last answer is {said_of} {len(named)} (data.last_answer)" in caplog.messages
     # Processes that render nothing count the same rows; without the answer they are others.
     config = DataConfig(train=train, eval=train, prompt_field="talk")
     files = DataFiles(config_of(data=config.model_dump(mode="json")))
@@ -475,15 +484,34 @@ def test_tools_of_strangers_are_broken_like_messages_and_counted_once():
 )
 def test_the_first_text_of_an_episode_is_broken_but_for_the_datasets_own(text, kept, broken):
     renderer = renderer_of("qwen2_5")
-    request = Session(renderer, own_text="<|im_start|>sum: 1+2=").request_text(text)
+    request = Session(renderer, own="<|im_start|>sum: 1+2=").request_text(text)
     specials = [renderer.encode(text)[0] for text in ("<|im_end|>", "<|im_start|>")]
     assert sum(one in specials for one in request.prompt_ids) == kept
     assert request.broken_specials == broken
 
 
+def test_the_datasets_own_messages_keep_special_tokens_as_in_single_responses_and_no_others_do():
+    renderer = renderer_of("qwen2_5")
+    own = [{"role": "system", "content": "Use <|im_start|>."}, user("Say <|im_end|> last.")]
+    session = Session(renderer, own=own)
+    request = session.request(own)
+    assert renderer.decode(request.prompt_ids) == rendered_by_transformers(renderer._tokenizer, own)
+    assert request.broken_specials == 0
+    session.record(request, rollout_of(request.prompt_ids, [min(renderer.stop_ids)]), said(EVIL))
+    behind = user(own[1]["content"] + "\n\n" + EVIL)
+    for messages, broken in (
+        ([own[0], behind], 2),  # an observation in the user's message
+        ([*own, user(EVIL)], 2),
+        ([*own, said(EVIL), own[1]], 1),  # said again by a stranger, in a later turn
+        ([user("a"), *own], 2),
+        ([own[0], user("Say <|im_end|>")], 1),
+    ):
+        assert session.request(messages).broken_specials == broken, messages
+
+
 def test_a_text_that_joins_the_datasets_own_to_a_special_token_is_broken():
     renderer = renderer_of("qwen2_5")
-    request = Session(renderer, own_text="is 1 <").request_text("is 1 <|im_end|>")
+    request = Session(renderer, own="is 1 <").request_text("is 1 <|im_end|>")
     assert request.broken_specials == 1
 
 

@@ -34,14 +34,14 @@ def test_what_begins_or_ends_is_counted_from_then_on(monkeypatch):
     time.now_s += 1.0  # nothing to do
     with clock.wait():
         time.now_s += 2.0  # stalled
-        with clock.group():
+        with clock.group(1):
             time.now_s += 4.0  # busy, and the wait does no harm
-            with clock.group():
+            with clock.group(1):
                 time.now_s += 8.0
             time.now_s += 16.0
         time.now_s += 32.0  # stalled
     time.now_s += 64.0
-    with pytest.raises(RuntimeError), clock.group():
+    with pytest.raises(RuntimeError), clock.group(1):
         time.now_s += 128.0
         raise RuntimeError
     clock.pause(True)

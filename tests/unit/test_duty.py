@@ -1,12 +1,18 @@
 """Episodes in flight fill the engine: as many more as wait for their environment, by the measured duty."""
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from asyncrl.algo.trainable import GroupLimits
+from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.clock import Clock
 from asyncrl.engine.duty import WINDOW_S, Duty
+from asyncrl.engine.sampler import Sampler
+from asyncrl.errors import EngineError
+from asyncrl.types import Prompt
 
 PER_SLOT = 4
 
@@ -43,6 +49,30 @@ def test_room_is_slots_over_duty_and_at_most_four_times_the_slots(requests, room
     assert found == pytest.approx(
         {"engine/occupancy": min(requests / 12, 1), "episodes/duty": min(requests / 12, 1)}
     )
+
+
+def test_single_responses_fill_the_slots_and_have_no_metrics_where_there_are_no_episodes():
+    one = Measured()
+    one.duty.most_held = 0
+    assert one.after(WINDOW_S, requests=3, episodes=12) == 12 and one.duty.metrics() == {}
+
+
+def test_single_responses_count_as_episodes_while_they_are_sampled():
+    """Else their requests would be taken for those of the run's episodes."""
+    seen = []
+
+    async def sample(*_, **options):
+        seen.append(made.clock.episodes)
+        raise EngineError("enough")
+
+    made = Sampler(SimpleNamespace(sample=sample), None, None, "g")
+    limits, spec = (
+        GroupLimits(vocabulary=9, rollouts=3, max_tokens=9),
+        SamplingSpec(temperature=1.0, max_response_tokens=8),
+    )
+    with pytest.raises(EngineError):
+        asyncio.run(made.group(Prompt(token_ids=(1,), text="", row={}), 1, limits, spec, greedy=True))
+    assert {*seen} == {4} and made.clock.episodes == 0
 
 
 def test_duty_is_that_of_the_last_minute_weighted_by_time():

@@ -672,6 +672,18 @@ def test_all_turns_use_the_cache_of_the_episodes_start_and_tokens_name_the_weigh
     assert group.finished_version == 1
 
 
+def test_special_tokens_of_the_rows_own_messages_reach_the_model():
+    async def play(talk, episode):
+        await talk.chat(prompt.messages)
+        return Outcome(finish_reason="stop", reward=1.0)
+
+    prompt = replace(PROMPT, messages=({"role": "user", "content": "cab"},))
+    made, _ = sampler(play)
+    made.renderer = type("Named", (Letters,), {"special_texts": frozenset({"ab"})})()
+    episode = in_virtual_time(made.play(prompt, SPEC, seed=0, episode=0))
+    assert episode.rollouts[0].prompt_ids.tolist() == [3, 1, 2]
+
+
 def test_episodes_of_one_seed_must_begin_alike():
     drawn = iter(range(100))
 
@@ -681,18 +693,17 @@ def test_episodes_of_one_seed_must_begin_alike():
     async def unfair(talk, episode):
         await talk.complete(f"a{next(drawn)}")
 
-    def shielded(play):
-        async def ended(talk, episode):
-            try:
-                await play(talk, episode)
-            except BudgetSpent as spent:
-                return Outcome(finish_reason=spent.finish_reason)
+    async def unscored(talk, episode):
+        async def ask(request):
+            assert request["do"] == "reset", "an episode without a turn is not scored"
+            return {"value": "go"}
 
-        return Played(ended)
+        return await play_text(talk, Conversation(talk, [], 100), ask, {}, rewards=True)
 
-    asyncio.run(require_same_start(shielded(fair), PROMPT))
+    for play in (fair, unscored):
+        asyncio.run(require_same_start(Played(play), PROMPT))
     with pytest.raises(EnvironmentFault, match="'a0' and 'a1'; the episodes of a group are compared"):
-        asyncio.run(require_same_start(shielded(unfair), PROMPT))
+        asyncio.run(require_same_start(Played(unfair), PROMPT))
 
 
 @pytest.mark.parametrize("nothing", [None, []])

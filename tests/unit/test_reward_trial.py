@@ -63,3 +63,17 @@ def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch):
     assert (first.kind, first.given.response) == ("reference", "2") and {one.kind for one in others} == {
         "wrong"
     }
+
+
+def test_a_reward_model_is_tried_on_the_end_of_a_long_prompt_as_in_a_run(monkeypatch):
+    class Letters:
+        eos_token_id = None
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [*text]}
+
+    monkeypatch.setattr(reward_trial, "load_tokenizer", lambda model: Letters())
+    config = config_of(sampling={"max_prompt_tokens": 3, "max_response_tokens": 2})
+    case = Case("wrong", RewardInput(prompt="abcdef", response="xyz", row={}))
+    (cut,) = reward_trial._with_ids(config, [case])
+    assert cut.given.token_ids == [*"def", *"xy"]

@@ -82,8 +82,10 @@ def test_rows_are_those_that_python_would_filter_and_map(files, caplog, capfd):
     assert f"67 of 200 rows of {path} kept by {own}:keep" in caplog.messages
     filtered = load_part(DataConfig(train="t", filter=f"{own}:keep"), path, "train")
     assert list(filtered) == [{"n": n} for n in kept]
-    few = load_part(DataConfig(train="t", filter=f"{own}:keep"), path, "train", 3)
+    with caplog.at_level(logging.INFO):
+        few = load_part(DataConfig(train="t", filter=f"{own}:keep"), path, "train", 3)
     assert list(few) == [{"n": 0}, {"n": 3}, {"n": 6}]
+    assert f"3 of 7 rows of {path} kept by {own}:keep" in caplog.messages, "of those that were looked at"
 
 
 def test_a_source_has_its_own_functions_in_place_of_those_of_all(files):

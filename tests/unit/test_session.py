@@ -505,7 +505,7 @@ def test_the_first_text_alone_gets_the_opening_tokens_and_only_once():
 
 
 def test_only_the_first_text_is_the_users_own():
-    session = Session(Opening(), own_text="aef")
+    session = Session(Opening(), own="aef")
     record(session, session.request_text("aef"), "b")
     behind = session.request_text("aef")
     assert session.turns[0].delta_ids == (24, 1, 5, 6) and behind.broken_specials == 1

@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from asyncrl.engine.clock import Clock
 from asyncrl.engine.sampler import TaskSampler
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Rounds, summarise
+from asyncrl.launch import generator_parts
 from asyncrl.launch.players import Players
 from asyncrl.preflight.validate import validated_config
+from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import code_of
 from asyncrl.telemetry.history import History, of_sets, score
 from asyncrl.types import Group, Prompt
@@ -258,6 +262,23 @@ def test_a_prompt_is_sampled_by_its_task_and_all_count_together() -> None:
 
     assert [asyncio.run(ask(task)) for task in (0, 2, 0)] == ["a", "b", "a"]
     assert sampler.faults == {"hung": 3} and all(one.clock is sampler.clock for one in players.values())
+
+
+@pytest.mark.parametrize(
+    ("own", "slots"),
+    [([{}, {}], 0), ([{"environment": {"uses": "game.py:Guess", "episodes_per_slot": 1}}, {}], 1)],
+)
+def test_only_tasks_with_an_environment_say_how_many_episodes_are_held(tmp_path, monkeypatch, own, slots):
+    """A task of single responses has the section's default, 4."""
+    sources = [{"path": f"{index}.jsonl", **one} for index, one in enumerate(own)]
+    config = config_of(data={"train": sources}, generator={"max_running": 16})
+    monkeypatch.setattr(generator_parts, "Generator", lambda **given: given["settings"].most_held)
+    monkeypatch.setattr(generator_parts, "lanes", lambda *_: [])
+    monkeypatch.setattr(generator_parts, "vocabulary_size", lambda _: 64)
+    names = ("store", "prompts", "engine", "sampler", "control", "wire_key")
+    given = {**dict.fromkeys(names), "generator_id": "g", "logs": SimpleNamespace(follow=None)}
+    with ExitStack() as stack:
+        assert generator_parts.open_generator(stack, config, RunDirectory(tmp_path), **given) == 16 * slots
 
 
 def test_equal_functions_and_environments_share_their_processes(tmp_path: Path) -> None:
