@@ -35,7 +35,6 @@ USERS = {ROOT / "docs" / "security.md": "NAME", ROOT / "deploy" / "compose.yaml"
 USER = re.compile(rf"((?:ACL SETUSER|user) ({LEARNER}|{GENERATOR})(?: reset)? on >\S+) .*")
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
-CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
 
 
 def rewritten(page: str) -> str:
@@ -81,36 +80,41 @@ def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
 
 
 def parameter(key: str, schema: Mapping[str, Any]) -> str:
-    """Name, what is allowed, default. A default shows alone that any boolean or any number is allowed."""
-    allowed = in_short(describe(schema)).removeprefix("number ")
-    if schema.get("default", ...) is None:
+    """Name, what is allowed, default. A default shows alone that any boolean or any number is allowed, and
+    the page says once what every `level` allows."""
+    allowed, default = in_short(describe(schema)), schema.get("default", "required")
+    if default is None:
         allowed = allowed.removesuffix(" or null")
-    if "default" not in schema:
-        return f"`{key}` {allowed} (required)"
-    typed = "" if allowed in ("boolean", "number") else f" {allowed}"
-    return f"`{key}`{typed} ({shown(schema['default'])})"
+    if key == "level" or (allowed in ("boolean", "number") and "default" in schema and default is not None):
+        allowed = ""
+    allowed = allowed.removeprefix("number ").removeprefix("from ")
+    return " ".join([f"`{key}`", *([allowed] if allowed else []), f"({shown(default)})"])
 
 
 def refused() -> Iterator[str]:
-    """One row per reason why arguments of vLLM's engine are refused."""
+    """One row per reason why arguments of vLLM's engine are refused. A reason that begins as another one
+    refers to it."""
     yield "| refused | reason |"
     yield "|---|---|"
-    for reason in dict.fromkeys(REFUSED.values()):
-        names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
-        yield line([names, reason])
+    reasons: dict[str, list[str]] = {}
+    for name, why in REFUSED.items():
+        reasons.setdefault(why, []).append(f"`{name}`")
+    for why, names in reasons.items():
+        same = next((one for one in reasons if why.startswith((f"{one},", f"{one};"))), None)
+        reason = why if same is None else f"as {reasons[same][0]}{why.removeprefix(same)}"
+        yield line([", ".join(names), reason])
 
 
 def presets() -> Iterator[str]:
-    """One row per file of configs/algorithms: what differs from the defaults."""
-    yield "| preset | advantage | policy loss | correction | aggregation | further |"
-    yield "|---|---|---|---|---|---|"
+    """One row per file of configs/algorithms."""
+    yield "| preset | differs from the defaults in |"
+    yield "|---|---|"
     told = minimal().algorithm.model_copy(update={"reference": ReferenceConfig()})
     plain = flat(minimal()) | flat(minimal().model_copy(update={"algorithm": told}))
     for path in sorted((ROOT / "configs" / "algorithms").glob("*.yaml")):
         own = {key: value for key, value in flat(load_preset(path)).items() if value != plain.get(key)}
-        chosen = [own.pop(f"algorithm.{kind}", "") for kind in CHOSEN]
-        further = "; ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in own.items())
-        yield line([f"[`{path.stem}`](../configs/algorithms/{path.name})", *chosen, further])
+        listed = "; ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in own.items())
+        yield line([f"[`{path.stem}`](../configs/algorithms/{path.name})", listed])
 
 
 def load_preset(path: Path) -> Config:

@@ -103,7 +103,7 @@ class AlgorithmConfig(Part):
     filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()
     """Group filters, such as `zero_variance`; rejected groups are replaced."""
     max_refills: PositiveInt = 10
-    """Most rejected groups per step, in batches; then the run stops."""
+    """Most rejected groups per step, in batches, before the run stops."""
     shaping: tuple[Annotated[Choice, marked(kind="shaping")], ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
@@ -166,7 +166,7 @@ class CriticConfig(Part):
     """Value model of an advantage that needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a new value from the old one; null is unlimited."""
+    """Largest distance of a new value from the old; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
-    """Steps during which only the critic is trained."""
+    """Steps that train only the critic."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

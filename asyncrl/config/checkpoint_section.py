@@ -106,6 +106,6 @@ class StopConfig(Part):
     reaches: float | None = None
     """Value at which the training ends."""
     patience: PositiveInt | None = None
-    """Values in a row without a new best one that end the training."""
+    """Values in a row without a new best that end the training."""
     best_is: Literal["highest", "lowest"] = "highest"
     """The best value; with `lowest`, `reaches` is met from above."""

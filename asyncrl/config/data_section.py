@@ -145,8 +145,8 @@ class DataConfig(Part):
     prompt_field: Annotated[str, PROMPT] = "prompt"
     """Column with the prompt: text, or chat messages in OpenAI's form or ShareGPT's."""
     last_answer: Annotated[Literal["take", "continue"], PROMPT] = "take"
-    """A last message of the assistant: `take` moves it from the prompt to the column `answer`, unless the row
-    has one; `continue` lets the model continue it."""
+    """An assistant's last message: `take` takes it off the prompt, as the column `answer` if the row has
+    none; `continue` lets the model continue it."""
     template: Annotated[str | None, PROMPT] = None
     """Text with {column} placeholders, in place of `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None

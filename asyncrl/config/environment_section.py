@@ -24,7 +24,7 @@ class EnvironmentConfig(Part):
     """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions as tools;
     `python` is a built-in one. `library:NAME` is another library's environment (adapters.md)."""
     command: tuple[str, ...] = ()
-    """Program and arguments of an agent, instead of `uses`; one process plays one episode."""
+    """Program and arguments of an agent, instead of `uses`; each process plays one episode."""
     address: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
     """Address of the unencrypted endpoint that agents call; every generator's host has it."""
     frozen: tuple[str, ...] = ()

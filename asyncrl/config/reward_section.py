@@ -156,7 +156,7 @@ class RewardFunctionConfig(Part):
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
-    """Arguments by name, in place of columns, or the parameters of a service."""
+    """Arguments by name, in place of columns; of a service, its parameters."""
     weight: float = 1.0
     """Factor in the sum."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None

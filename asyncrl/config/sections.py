@@ -38,7 +38,7 @@ class LoraConfig(Part):
     alpha: Annotated[Positive, _ADAPTER] = 32.0
     """Their product is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], _ADAPTER] = ()
-    """Last names of layers with an adapter, such as `q_proj`; by default all of the blocks."""
+    """Last names of adapted layers, such as `q_proj`; by default all of the blocks."""
     start: Annotated[Path | None, _ADAPTER] = None
     """Directory of a PEFT adapter to begin with."""
     load_in_4bit: Annotated[bool, refused("the adapter was trained on a base of these bits")] = False
@@ -86,7 +86,7 @@ class ModelConfig(Part):
     router_replay: Annotated[bool, refused("stored groups have, or lack, the experts of their tokens")] = (
         False
     )
-    """True trains each token of a mixture of experts with the experts that the engine chose; needs
+    """True trains a mixture of experts with the experts that the engine chose for each token; needs
     `generator.engine: transformers`."""
 
     def templated(self, tokenizer: Any) -> Any:
@@ -190,8 +190,8 @@ class StalenessConfig(Part):
     """W: ids within which younger groups may overtake the oldest one; by default 0.3 (L + 1) B, or 1 at L =
     0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Tokens older than L: only corrected, masked out of the loss, or the group rejected. The last two affect
-    mostly long answers."""
+    """Tokens older than L, mostly of long answers: only corrected, masked out of the loss, or the group
+    rejected."""
 
 
 class LearnerConfig(Part):
@@ -222,8 +222,8 @@ class LearnerConfig(Part):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens with logits at the same time."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Activations that the backward pass computes again: of whole layers (`true`), or of their MLPs
-    (`selective`), which saves more than half as much memory."""
+    """Activations computed again in the backward pass: of whole layers (`true`), or of MLPs (`selective`),
+    which saves more than half as much memory."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -270,8 +270,8 @@ class WeightsConfig(Part):
     """`slot` reads the learner's memory on one host, `tcp` fetches it, `nccl` brings it from GPU to GPU.
     `auto` is slot on one host, else tcp."""
     slots: Literal["auto", "gpu", "host"] = "auto"
-    """Place of a GPU learner's published weights: rank 0's GPU, or host memory, for which training waits
-    longer. `auto` is gpu where generators can read it."""
+    """Place of a GPU learner's published weights: rank 0's GPU, or host memory, which delays training more.
+    `auto` is gpu where generators can read it."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer."""
     bucket_mib: PositiveInt = 64
@@ -301,11 +301,11 @@ class ControlConfig(Part):
     timeout_s: Positive = 15.0
     """Silence after which a generator counts as dead."""
     stall_s: Positive = 1800.0
-    """Time without a new group after which the learner stops."""
+    """Time without a new group until the learner stops."""
     hang_s: Annotated[float, Field(ge=60)] = 300.0
-    """Time without progress after which a process is restarted."""
+    """Time without progress after which a process restarts."""
     slow_s: Annotated[float, Field(ge=60)] = 1800.0
-    """The same while a process starts, loads, saves or runs your hooks."""
+    """The same at a start, a load, a save, or in your hooks."""
     max_restarts: NonNegativeInt = 5
     """Most restarts of a process within ten minutes; then the run stops."""
 
@@ -314,7 +314,7 @@ class ClusterConfig(Part):
     """The hosts of a run."""
 
     kind: Literal["local", "ray", "slurm", "kubernetes"] | None = None
-    """Place of the hosts: `local` on this machine, `ray` on the cluster at RAY_ADDRESS, `slurm` in a job; for
+    """Place of the hosts: `local`, this machine; `ray`, the cluster at RAY_ADDRESS; `slurm`, a job; for
     `kubernetes`, `asyncrl up` prints manifests. By default there is one host."""
     learner_hosts: PositiveInt = 1
     """Hosts that divide `learner.ranks` and share the run directory."""
@@ -361,7 +361,7 @@ class TelemetryConfig(Part):
     prometheus_host: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
     """Interface of these ports; every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
-    """Rollouts that each step writes to samples.jsonl."""
+    """Rollouts per step in samples.jsonl."""
     pairs: bool = False
     """True appends best and worst of each trained group to RUN/pairs.jsonl; `asyncrl samples --pairs` has
     them in TRL's format."""

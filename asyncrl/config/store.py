@@ -55,6 +55,6 @@ class StoreConfig(Part):
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Sync policy of the run's server; correctness does not need it."""
     max_gib: Positive = 4.0
-    """Limit of stored groups; above it generators wait."""
+    """Limit of stored groups, above which generators wait."""
     shards: Annotated[PositiveInt, refused("each shard counts its own ids, which would be others")] = 1
     """Lanes among which ticket ids are divided; must divide `batch.groups` and the window."""
