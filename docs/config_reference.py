@@ -5,8 +5,9 @@ registered functions, not the rules between keys. Nothing in it is required exce
 may stand on top of others (`extends`).
 """
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.config import registry
@@ -145,32 +146,28 @@ def tables() -> Iterator[str]:
 
 
 def _tables(keys: Keys, part: Any) -> Iterator[str]:
-    rows, below = [], []
+    rows, below, same, twin = [], [], [], SAME.get(keys)
+    other = functools.reduce(_at, twin, minimal()) if twin else None
     for key in known_keys(Config, keys):
-        path, schema = (*keys, key), schema_at(Config, (*keys, key))
-        value = getattr(part, key, None)
+        path, value = (*keys, key), getattr(part, key, None)
         if isinstance(value, Part) and not isinstance(value, Choice):
             below.append((path, value))
-        elif schema_at(Config, (*path, 0)).get("title") in ITEMS:
-            rows.append(_row(path, schema, None))
+            continue
+        if schema_at(Config, (*path, 0)).get("title") in ITEMS:
             below += [((*path, 0), value[0])] if value else []
+            value = None
+        cells = _cells(path, value)
+        if twin and cells == _cells((*twin, key), getattr(other, key, ...)):
+            same.append(f"`{_name(path)}`")
         else:
-            rows.append(_row(path, schema, value))
+            rows.append(f"| `{_name(path)}` | {' | '.join(cells)} |")
     if rows:
-        name = ".".join(map(str, keys)).replace(".0", "")
         each = ", each item" if 0 in keys else ""
-        yield from [
-            "",
-            f"## `{name}`{each}" if name else "## Top level",
-            "",
-            schema_at(Config, keys)["description"],
-            "",
-        ]
-        yield from [
-            "| key | allowed | default | meaning |",
-            "|---|---|---|---|",
-            *rows,
-        ]
+        heading = f"## `{_name(keys)}`{each}" if keys else "## Top level"
+        yield from ["", heading, "", schema_at(Config, keys)["description"], ""]
+        if twin:
+            yield from [f"As in `{_name(twin)}`{each}: {', '.join(same)}.", ""]
+        yield from ["| key | allowed | default | meaning |", "|---|---|---|---|", *rows]
     for path, value in below:
         yield from _tables(path, value)
 
@@ -188,21 +185,33 @@ def resumed() -> Iterator[str]:
         yield f"| {keys} | {kind} | {why} |"
 
 
-def _row(path: Keys, schema: Mapping[str, Any], value: Any) -> str:
-    name = ".".join(str(key) for key in path if key != 0)
+def _at(part: Any, key: str | int) -> Any:
+    return part[key] if isinstance(key, int) else getattr(part, key)
+
+
+def _name(path: Keys) -> str:
+    return ".".join(str(key) for key in path if key != 0)
+
+
+def _cells(path: Keys, value: Any) -> list[str]:
+    """What is allowed, the default and the meaning."""
+    name, schema = _name(path), schema_at(Config, path)
     allowed = _function(path) or describe({"anyOf": schema["anyOf"]} if "anyOf" in schema else schema)
     allowed = "a list of sections, see below" if name == "reward.functions" else allowed
     allowed = "text or a list of sections, see below" if name in ("data.train", "data.eval") else allowed
     if name.endswith((".train.reward", ".eval.reward")):
-        allowed = "a list of sections, as `reward.functions`, or null"
+        allowed = "a list of sections, as `reward.functions`"
     if name.endswith((".train.environment", ".eval.environment")):
-        allowed = "a section, as `environment`, or null"
-    meaning, twin = schema["description"], SAME.get(path[:-1])
-    if twin and schema_at(Config, (*twin, path[-1])).get("description") == meaning:
-        allowed, meaning = f"as `{'.'.join(str(key) for key in (*twin, path[-1]) if key != 0)}`", ""
-    allowed = re.sub(r"\b(a|one of) ", "", allowed if value is not None else allowed.removesuffix(" or null"))
+        allowed = "a section, as `environment`"
+    allowed = in_short(allowed if value is not None else allowed.removesuffix(" or null"))
     default = "required" if name in REQUIRED else f"`{shown(value)}`"
-    return f"| `{name}` | {allowed} | {default} | {meaning} |".replace("\n", " ")
+    return [allowed, default, schema.get("description", "")]
+
+
+def in_short(allowed: str) -> str:
+    """What is allowed, with the standard names of the types."""
+    text = allowed.replace("true or false", "boolean").replace("whole number", "integer")
+    return re.sub(r"\b(a|one of) ", "", text)
 
 
 def _function(path: Keys) -> str:

@@ -3,9 +3,9 @@
 Also docs/config.schema.json, a JSON schema for editors, and the store's users where a server's settings name
 them.
 
-Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table with a column `parameters`
-that column alone is written, from the signatures of the functions that its first column names; other tables
-are written whole.
+Between `<!-- generated: KIND -->` and `<!-- end -->` stands a table. Of a table of functions only the column
+`parameters` is written, from the signatures of the functions that its first column names; it has none if no
+function has parameters. Other tables are written whole.
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from config_reference import json_schema, minimal, resumed, shown, tables
+from config_reference import in_short, json_schema, minimal, resumed, shown, tables
 
 from asyncrl.buffer.users import GENERATOR, LEARNER, generator_rules, learner_rules
 from asyncrl.config import registry
@@ -35,7 +35,6 @@ USERS = {ROOT / "docs" / "security.md": "NAME", ROOT / "deploy" / "compose.yaml"
 USER = re.compile(rf"((?:ACL SETUSER|user) ({LEARNER}|{GENERATOR})(?: reset)? on >\S+) .*")
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
-CHOSEN = ("advantage", "policy_loss", "correction", "aggregation")
 
 
 def rewritten(page: str) -> str:
@@ -65,52 +64,57 @@ def schema_text() -> str:
 def with_parameters(kind: str, rows: list[str]) -> Iterator[str]:
     """The rows of a table of functions, their column `parameters` from the signatures. Every name of the kind
     has a row."""
-    head = cells(rows[0])
-    column = head.index("parameters (default)")
     listed = [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", cells(row)[0])]
     if sorted(listed) != sorted(registry.names(kind)):
         raise SystemExit(f"the table of {kind} lists {sorted(listed)}; registered are {registry.names(kind)}")
+    found = [registry.parameters(kind, name).model_json_schema()["properties"] for name in listed]
+    if not any(found):
+        yield from rows
+        return
+    column = cells(rows[0]).index("parameters (default)")
     yield from rows[:2]
-    for row in rows[2:]:
+    for row, schemas in zip(rows[2:], found, strict=True):
         values = cells(row)
-        name = re.findall(r"`([^`]+)`", values[0])[0]
-        values[column] = "; ".join(
-            parameter(*item)
-            for item in registry.parameters(kind, name).model_json_schema()["properties"].items()
-        )
+        values[column] = "; ".join(parameter(*item) for item in schemas.items())
         yield line(values)
 
 
 def parameter(key: str, schema: Mapping[str, Any]) -> str:
-    """Name, what is allowed, default."""
-    allowed = describe(schema).removeprefix("a number ").removeprefix("one of ")
-    if schema.get("default", ...) is None:
+    """Name, what is allowed, default. A default shows alone that any boolean or any number is allowed, and
+    the page says once what every `level` allows."""
+    allowed, default = in_short(describe(schema)), schema.get("default", "required")
+    if default is None:
         allowed = allowed.removesuffix(" or null")
-    return f"`{key}` {allowed} ({shown(schema['default']) if 'default' in schema else 'required'})"
+    if key == "level" or (allowed in ("boolean", "number") and "default" in schema and default is not None):
+        allowed = ""
+    allowed = allowed.removeprefix("number ").removeprefix("from ")
+    return " ".join([f"`{key}`", *([allowed] if allowed else []), f"({shown(default)})"])
 
 
 def refused() -> Iterator[str]:
-    """One row per reason why arguments of vLLM's engine are refused."""
+    """One row per reason why arguments of vLLM's engine are refused. A reason that begins as another one
+    refers to it."""
     yield "| refused | reason |"
     yield "|---|---|"
-    for reason in dict.fromkeys(REFUSED.values()):
-        names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
-        yield line([names, reason])
+    reasons: dict[str, list[str]] = {}
+    for name, why in REFUSED.items():
+        reasons.setdefault(why, []).append(f"`{name}`")
+    for why, names in reasons.items():
+        same = next((one for one in reasons if why.startswith((f"{one},", f"{one};"))), None)
+        reason = why if same is None else f"as {reasons[same][0]}{why.removeprefix(same)}"
+        yield line([", ".join(names), reason])
 
 
 def presets() -> Iterator[str]:
     """One row per file of configs/algorithms."""
-    yield "| preset | advantage | policy loss | correction | aggregation | further |"
-    yield "|---|---|---|---|---|---|"
-    plain = flat(minimal())
+    yield "| preset | differs from the defaults in |"
+    yield "|---|---|"
     told = minimal().algorithm.model_copy(update={"reference": ReferenceConfig()})
-    plain |= flat(minimal().model_copy(update={"algorithm": told}))
+    plain = flat(minimal()) | flat(minimal().model_copy(update={"algorithm": told}))
     for path in sorted((ROOT / "configs" / "algorithms").glob("*.yaml")):
-        config = load_preset(path)
-        own = {key: value for key, value in flat(config).items() if value != plain.get(key)}
-        further = "; ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in own.items())
-        chosen = [choice(kind, getattr(config.algorithm, kind)) for kind in CHOSEN]
-        yield line([f"[`{path.stem}`](../configs/algorithms/{path.name})", *chosen, further])
+        own = {key: value for key, value in flat(load_preset(path)).items() if value != plain.get(key)}
+        listed = "; ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in own.items())
+        yield line([f"[`{path.stem}`](../configs/algorithms/{path.name})", listed])
 
 
 def load_preset(path: Path) -> Config:
@@ -122,7 +126,7 @@ def load_preset(path: Path) -> Config:
 
 
 def flat(config: Config) -> dict[str, str]:
-    """Dotted keys and values of what a preset may set beside the four choices."""
+    """Dotted keys and values of what a preset may set."""
     found: dict[str, str] = {}
 
     def add(keys: Keys, value: Any) -> None:
@@ -138,7 +142,7 @@ def flat(config: Config) -> dict[str, str]:
 
     for part in ("algorithm", "batch", "critic"):
         add((part,), getattr(config, part))
-    return {key: value for key, value in found.items() if key.removeprefix("algorithm.") not in CHOSEN}
+    return found
 
 
 def dotted(keys: Keys) -> str:

@@ -15,7 +15,7 @@ _TEACHER = refused("the training so far was held to the other reference")
 
 
 class ReferenceConfig(Part):
-    """The reference model, where it is not the initial policy: a teacher."""
+    """A teacher as the reference, in place of the initial policy."""
 
     path: Annotated[str | None, _TEACHER] = None
     """Its directory or hub name, with the tokenizer of model.path; null is model.path."""
@@ -25,7 +25,7 @@ class ReferenceConfig(Part):
     """Text with {column} placeholders that the teacher reads in place of the prompt, such as the reference
     answer, which the policy does not see; needs `scorers`."""
     scorers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that hold the teacher; 0: the learner holds it."""
+    """Processes that hold the teacher; at 0 the learner holds it."""
     gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs of these processes in turn, which generators leave free; by default all."""
 
@@ -53,7 +53,7 @@ class EntropyConfig(Part):
     """Bonus for the entropy of the token distribution."""
 
     coefficient: float = 0.0
-    """Coefficient; with `target` its initial value."""
+    """Factor of the bonus; with `target` its initial value."""
     target: Positive | None = None
     """Entropy in nats per token below which the coefficient grows and acts."""
     step: Positive = 0.005
@@ -84,9 +84,9 @@ class AlgorithmConfig(Part):
             ),
         ),
     ] = Choice(name="grpo")
-    """Function from rewards to the advantage of each token."""
+    """Advantage of each token from the rewards."""
     policy_loss: Annotated[Choice, marked(kind="policy_loss")] = Choice(name="ppo_clip")
-    """Function from advantage and probabilities to the loss of a token."""
+    """Loss of a token from its advantage and probabilities."""
     correction: Annotated[Choice, marked(kind="correction")] = Choice(name="truncate")
     """Importance weights of stale tokens."""
     rejections: tuple[Annotated[Choice, marked(kind="correction")], ...] = ()
@@ -94,16 +94,16 @@ class AlgorithmConfig(Part):
     proximal: Literal["recompute", "log_linear", "behaviour"] = "recompute"
     """Proximal policy: a forward pass, an interpolation, or the behaviour policy."""
     aggregation: Annotated[Choice, marked(kind="aggregation")] = Choice(name="token-mean")
-    """Function from the losses of all tokens to one loss."""
+    """Loss from the losses of all tokens."""
     reference: ReferenceConfig | None = None
-    """A teacher in place of the initial policy wherever a reference is used."""
+    """A teacher as the reference, in place of the initial policy."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     imitation: ImitationConfig = ImitationConfig()
     filters: tuple[Annotated[Choice, marked(kind="filter")], ...] = ()
     """Group filters, such as `zero_variance`; rejected groups are replaced."""
     max_refills: PositiveInt = 10
-    """Limit of rejected groups per step, in batches, above which the run stops."""
+    """Most rejected groups per step, in batches, before the run stops."""
     shaping: tuple[Annotated[Choice, marked(kind="shaping")], ...] = ()
     """Reward shaping, such as `soft_overlong`."""
     mask_truncated: bool = False
@@ -127,11 +127,11 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Part):
-    """The optimizer of a model and its learning rate."""
+    """Optimizer and learning rate."""
 
     kind: Annotated[Optimizer, refused("the checkpoint holds the state of this optimizer")] = "adamw"
-    """`adamw_8bit` keeps AdamW's moments in 8 bits. `muon` steps the matrices of layers, AdamW the rest. It
-    and `adafactor` need `zero_stage` 0."""
+    """`adamw_8bit` has moments of 8 bits; `muon` steps the matrices of layers, AdamW the rest. `muon` and
+    `adafactor` need `zero_stage` 0."""
     lr: Positive = 1e-6
     """Learning rate after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -139,11 +139,11 @@ class OptimizerConfig(Part):
     eps: Positive = 1e-8
     """Added to the root of the second moment; `adafactor` has its own."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, as in AdamW."""
+    """Decoupled weight decay."""
     warmup_steps: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 0
-    """Steps of linear rise to `lr`; below 1 a share of the run's."""
+    """Steps of linear rise to `lr`; below 1 a share of all steps."""
     schedule: Schedule = "constant"
-    """Schedule after the warm-up until `learner.steps`, by its name in transformers."""
+    """Schedule of transformers after the warm-up, until `learner.steps`."""
     schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(
         default_factory=dict
     )
@@ -163,10 +163,10 @@ class OptimizerConfig(Part):
 
 
 class CriticConfig(Part):
-    """Value model, which exists only if the advantage needs values."""
+    """Value model of an advantage that needs values."""
 
     clip: Positive | None = 0.5
-    """Largest distance of a new value from the old one; null is unlimited."""
+    """Largest distance of a new value from the old; null is unlimited."""
     warmup_steps: NonNegativeInt = 0
-    """Steps during which only the critic is trained."""
+    """Steps that train only the critic."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

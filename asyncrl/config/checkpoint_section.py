@@ -71,7 +71,7 @@ class HubConfig(Part):
     ]
     """Repository `OWNER/NAME`; the token is that of `hf auth login`, or HF_TOKEN."""
     every: PositiveInt | None = None
-    """Steps between pushes, of those with a checkpoint; null: only the last one."""
+    """Steps between pushes, among those with a checkpoint; null: only the last one."""
     private: bool = True
     """Whether a new repository is private."""
 
@@ -84,14 +84,13 @@ class CheckpointConfig(Part):
     keep: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept; a damaged one then costs steps but no group."""
     keep_every: PositiveInt | None = None
-    """N: every Nth checkpoint is kept for good; after a change of this or of `every`, by the new numbers."""
+    """N: every Nth checkpoint is kept for good; after a change of this or `every`, by the new numbers."""
     best: Metric | None = None
-    """Metric such as `eval/accuracy`. The checkpoint with its best value is kept, for `asyncrl export RUN
-    --best` and `asyncrl eval RUN --best`."""
+    """Metric whose best checkpoint is kept, for `asyncrl export RUN --best` and `asyncrl eval RUN --best`."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value of that metric is the best."""
+    """The best value of that metric."""
     hub: HubConfig | None = None
-    """Where to push the model; by default nowhere."""
+    """Push of the model to the Hugging Face hub."""
 
     def kept(self, steps: int) -> dict[str, int]:
         """Return how many checkpoints are left after so many steps, at most, by the key that keeps them."""
@@ -107,6 +106,6 @@ class StopConfig(Part):
     reaches: float | None = None
     """Value at which the training ends."""
     patience: PositiveInt | None = None
-    """Values in a row without a new best one that end the training."""
+    """Values in a row without a new best that end the training."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Which value is the best; with `lowest`, `reaches` is met from above."""
+    """The best value; with `lowest`, `reaches` is met from above."""

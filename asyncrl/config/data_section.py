@@ -42,13 +42,13 @@ class Task(Part):
     path: str
     system: str | None = None
     filter: str | None = None
-    """Function that chooses these rows, in place of `data.filter`."""
+    """`data.filter` of these rows."""
     map: str | None = None
-    """Function that makes these rows, in place of `data.map`."""
+    """`data.map` of these rows."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
     """Name in metrics; by default the file's."""
     reward: Functions | None = None
-    """Reward functions of these prompts, in place of `reward.functions`."""
+    """`reward.functions` of these prompts."""
     environment: EnvironmentConfig | None = None
     """Keys of `environment` that differ; `{uses: []}` plays single responses."""
 
@@ -66,7 +66,7 @@ class Task(Part):
 
 
 class DataSource(Task):
-    """One of several sources of prompts. A text in place of the section is its `path`."""
+    """One of several sources of prompts. A text is its `path`; null takes the key that the row names."""
 
     path: Annotated[str, marked(resume=_ROWS)]
     """Rows, as in `data.train`."""
@@ -75,26 +75,27 @@ class DataSource(Task):
     limit: Annotated[PositiveInt | None, TICKET] = None
     """Most rows used, from the first; null uses all."""
     system: Annotated[str | None, PROMPT] = None
-    """System message of these prompts, in place of `data.system`."""
+    """`data.system` of these prompts."""
 
 
 class EvalSet(Task):
-    """One of several sets of held-out prompts. A text in place of the section is its `path`."""
+    """One of several sets of held-out prompts. A text is its `path`; null takes the key that the row
+    names."""
 
     path: str
     """Rows, as in `data.train`."""
     split: str | None = None
-    """Split of a Hugging Face dataset, in place of `data.eval_split`."""
+    """`data.eval_split` of this set."""
     limit: PositiveInt | None = None
-    """Number of prompts, in place of `eval.prompts`."""
+    """`eval.prompts` of this set."""
     every: PositiveInt | None = None
-    """Steps between evaluations, in place of `eval.every`."""
+    """`eval.every` of this set."""
     samples: Samples | None = None
-    """Samples per prompt, in place of `eval.samples`."""
+    """`eval.samples` of this set."""
     temperature: NonNegative | None = None
-    """Temperature, in place of `eval.temperature`."""
+    """`eval.temperature` of this set."""
     system: str | None = None
-    """System message of these prompts, in place of `data.system`."""
+    """`data.system` of these prompts."""
 
 
 def _as_sources(value: Any) -> Any:
@@ -142,21 +143,21 @@ class DataConfig(Part):
     ] = ()
     """Held-out prompts, in the same formats, or a list of sets."""
     prompt_field: Annotated[str, PROMPT] = "prompt"
-    """Column with the prompt: text, or a list of chat messages in OpenAI's form or in ShareGPT's."""
+    """Column with the prompt: text, or chat messages in OpenAI's form or ShareGPT's."""
     last_answer: Annotated[Literal["take", "continue"], PROMPT] = "take"
-    """A last message of the assistant: `take` takes it off the prompt, as the column `answer` if the row has
+    """An assistant's last message: `take` takes it off the prompt, as the column `answer` if the row has
     none; `continue` lets the model continue it."""
     template: Annotated[str | None, PROMPT] = None
-    """Text with {column} placeholders that replaces `prompt_field`."""
+    """Text with {column} placeholders, in place of `prompt_field`."""
     system: Annotated[str | None, PROMPT] = None
     """System message; needs `model.chat_template`."""
     images_key: Annotated[str | None, PROMPT] = None
-    """Column with images: paths relative to the data file, or mappings with `bytes` or `path`. Needs
+    """Column with images: paths relative to the data file, or mappings with `bytes` or `path`; needs
     `model.chat_template`."""
     filter: str | None = None
     """Function of a row (`path.py:function` or `module:function`); True keeps the row."""
     map: str | None = None
-    """Function that returns the row to use in place of a kept one."""
+    """Function that returns the row in place of a kept one."""
     split: Annotated[str, TICKET] = "train"
     """Split of a Hugging Face dataset, or a slice such as `train[:1000]`."""
     eval_split: str = "test"
@@ -164,8 +165,8 @@ class DataConfig(Part):
     shuffle: Annotated[bool, TICKET] = True
     """True draws a new order for each epoch from `run.seed`."""
     long_prompts: Annotated[Literal["refuse", "drop", "truncate"], TICKET] = "refuse"
-    """Prompts above `sampling.max_prompt_tokens`: `refuse` ends the run before it begins, `drop` leaves out
-    their rows, `truncate` keeps their last tokens."""
+    """Prompts above `sampling.max_prompt_tokens`: `refuse` does not start the run, `drop` leaves out their
+    rows, `truncate` keeps their last tokens."""
     curriculum: CurriculumConfig = CurriculumConfig()
 
     @property

@@ -21,18 +21,18 @@ class EnvironmentConfig(Part):
     """Episodes of several turns in an environment; without `uses` or `command` an episode is one response."""
 
     uses: str | tuple[str, ...] = ()
-    """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions, which are
-    tools; `python` is a built-in tool. `library:NAME` is an environment of another library (adapters.md)."""
+    """`path.py:Name` or `module:Name` of a class or an `async` function, or a list of functions as tools;
+    `python` is a built-in one. `library:NAME` is another library's environment (adapters.md)."""
     command: tuple[str, ...] = ()
-    """Program and arguments of an agent, instead of `uses`; one process plays one episode."""
+    """Program and arguments of an agent, instead of `uses`; each process plays one episode."""
     address: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
-    """Address of the endpoint that agents call, unencrypted; every generator's host has it."""
+    """Address of the unencrypted endpoint that agents call; every generator's host has it."""
     frozen: tuple[str, ...] = ()
     """Names of models, such as a judge's, whose answers are not trained; the policy answers."""
     constraints: Literal["refuse", "ignore"] = "refuse"
     """An agent's calls that ask for JSON or force a tool: `refuse` answers 400, `ignore` samples freely."""
     python: Path | None = None
-    """Python interpreter of the environment's processes and of `python` in `command`; it needs no asyncrl."""
+    """Interpreter of the environment's processes and of `python` in `command`; it needs no asyncrl."""
     max_turns: PositiveInt = 16
     """Most answers in an episode; `sampling.max_response_tokens` is their common budget."""
     step_s: Positive = 10.0
@@ -40,8 +40,7 @@ class EnvironmentConfig(Part):
     episode_s: Positive = 600.0
     """Time limit of an episode, which then counts as truncated."""
     episodes_per_slot: PositiveInt = 4
-    """Most episodes for each of the `generator.max_running` slots; with slow tools more keep the engine
-    busy."""
+    """Most episodes per slot of `generator.max_running`; with slow tools more keep the engine busy."""
     replays: NonNegativeInt = 2
     """Further attempts at an episode whose environment failed; then its ticket fails, or its group goes
     without it (`batch.missing_episodes`)."""
@@ -50,12 +49,12 @@ class EnvironmentConfig(Part):
     workers: Processes = 1
     """Processes per generator that load the environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each such process, in GiB."""
+    """Address-space limit of each such process."""
     max_observation_characters: PositiveInt = 16384
     """Length to which an observation is cut."""
     history: Literal["exact", "template"] = "exact"
-    """Where the chat template would rewrite earlier turns, `exact` keeps what was sampled and `template`
-    begins another sequence."""
+    """Earlier turns that the chat template would rewrite: `exact` keeps what was sampled, `template` begins
+    another sequence."""
 
     @property
     def is_used(self) -> bool:

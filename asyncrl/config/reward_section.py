@@ -147,7 +147,7 @@ class ScorerConfig(Part):
 
 
 class RewardFunctionConfig(Part):
-    """One reward function. A text in place of the section is its `function`."""
+    """One reward function. A text is its `function`."""
 
     model_config = ConfigDict(json_schema_extra={"named_by": "function"})
     function: str
@@ -156,9 +156,9 @@ class RewardFunctionConfig(Part):
     params: Annotated[
         dict[str, JsonValue], WithJsonSchema({"type": "object", "additionalProperties": True})
     ] = Field(default_factory=dict)
-    """Arguments by name, in place of columns, or the parameters of a service."""
+    """Arguments by name, in place of columns; of a service, its parameters."""
     weight: float = 1.0
-    """Factor of this part in the sum."""
+    """Factor in the sum."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")] | None = None
     """Name in metrics; by default the function's."""
 
@@ -227,7 +227,7 @@ class RewardConfig(Part):
     """`bubblewrap` isolates rewards that run programs of the model (security.md); needs `memory_gib` and
     `bwrap`."""
     memory_gib: Annotated[float, Field(ge=0.25)] | None = None
-    """Address-space limit of each reward process, in GiB; unset for rewards on a GPU."""
+    """Address-space limit of each reward process; unset for rewards on a GPU."""
 
     @model_validator(mode="after")
     def _code_has_its_own_sandbox(self) -> Self:

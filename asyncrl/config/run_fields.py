@@ -53,9 +53,9 @@ class RunConfig(Part):
     ]
     """Name of run directory and keys in the store."""
     root: Annotated[Path, AfterValidator(_expanded)] = Path("runs")
-    """Directory that holds the run directories."""
+    """Parent of the run directory."""
     environment: tuple[str, ...] = ()
-    """Further environment variables that processes inherit, such as `X_*`."""
+    """Further environment variables to inherit, such as `X_*`."""
     seed: Annotated[NonNegativeInt, TICKET] = 0
     """Seed of the prompts' order and the learner."""
 

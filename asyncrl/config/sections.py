@@ -38,14 +38,13 @@ class LoraConfig(Part):
     alpha: Annotated[Positive, _ADAPTER] = 32.0
     """Their product is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], _ADAPTER] = ()
-    """Last names of layers with an adapter, such as `q_proj`; by default all of the blocks."""
+    """Last names of adapted layers, such as `q_proj`; by default all of the blocks."""
     start: Annotated[Path | None, _ADAPTER] = None
-    """Directory of PEFT's adapter to begin with."""
+    """Directory of a PEFT adapter to begin with."""
     load_in_4bit: Annotated[bool, refused("the adapter was trained on a base of these bits")] = False
-    """True keeps the base in 4 bits by bitsandbytes, in the learner and in generators (QLoRA,
-    arXiv:2305.14314)."""
+    """True keeps the base in 4 bits (bitsandbytes; QLoRA, arXiv:2305.14314), in learner and generators."""
     sync: Literal["adapter", "merged"] = "adapter"
-    """What generators get: the adapter, or whole weights, which sample faster."""
+    """Update of generators: the adapter, or whole weights, which sample faster."""
 
 
 def _template(value: Any) -> Any:
@@ -74,10 +73,10 @@ class ModelConfig(Part):
     ] = "bfloat16"
     """Data type of generators and learner."""
     chat_template: Annotated[bool | str, BeforeValidator(_template), PROMPT] = False
-    """True renders prompts as chat messages with the tokenizer's template; the path or text of a Jinja file,
-    with that one, which exports then have."""
+    """Chat template of prompts: the tokenizer's (true), or the path or text of a Jinja file, which exports
+    then have."""
     tool_parser: str | None = None
-    """vLLM's parser of tool calls, such as `hermes`; a tokenizer with a `response_template` needs none."""
+    """vLLM's parser of tool calls, such as `hermes`; tokenizers with a `response_template` need none."""
     reasoning_parser: str | None = None
     """vLLM's parser of reasoning, such as `qwen3`: thoughts are not in the answer."""
     trust_remote_code: bool = False
@@ -87,7 +86,7 @@ class ModelConfig(Part):
     router_replay: Annotated[bool, refused("stored groups have, or lack, the experts of their tokens")] = (
         False
     )
-    """True trains each token of a mixture of experts with the experts that the engine chose. Needs
+    """True trains a mixture of experts with the experts that the engine chose for each token; needs
     `generator.engine: transformers`."""
 
     def templated(self, tokenizer: Any) -> Any:
@@ -118,7 +117,7 @@ class ModelConfig(Part):
 
 
 class BatchConfig(Part):
-    """Size of the batch that one step trains on."""
+    """Batch of one step."""
 
     groups: PositiveInt = 32
     """Groups per batch (B)."""
@@ -146,7 +145,7 @@ class SamplingConfig(Part):
     """Sampling of rollouts for training."""
 
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """Temperature, in generators and learner."""
+    """Temperature of generators and learner."""
     max_prompt_tokens: PositiveInt = 512
     """Token limit of prompts."""
     max_response_tokens: PositiveInt = 512
@@ -162,7 +161,7 @@ class SamplingConfig(Part):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Samples among the most probable of these tokens with this share of the probability."""
     min_p: Share = 0.0
-    """Share of the largest probability below which no token is sampled. Both need `top_k`."""
+    """Share of the largest probability below which no token is sampled. It and `top_p` need `top_k`."""
 
     @property
     def max_tokens(self) -> int:
@@ -183,7 +182,7 @@ class SamplingConfig(Part):
 
 
 class StalenessConfig(Part):
-    """Limit of the age of tokens when they are trained."""
+    """Limit of the age of trained tokens."""
 
     max_lag: NonNegativeInt = 4
     """L: steps by which sampling may run ahead; 0 is on-policy."""
@@ -191,8 +190,8 @@ class StalenessConfig(Part):
     """W: ids within which younger groups may overtake the oldest one; by default 0.3 (L + 1) B, or 1 at L =
     0."""
     policy: Literal["correct_only", "mask", "drop"] = "correct_only"
-    """Tokens older than L: only corrected, masked out of the loss, or the group rejected. The last two affect
-    mostly long answers."""
+    """Tokens older than L, mostly of long answers: only corrected, masked out of the loss, or the group
+    rejected."""
 
 
 class LearnerConfig(Part):
@@ -201,7 +200,7 @@ class LearnerConfig(Part):
     steps: PositiveInt = 100
     """Batches to train on in the whole run."""
     stop_when: StopConfig | None = None
-    """An earlier end; by default none."""
+    """End of the training before `learner.steps`, by a metric."""
     ranks: Annotated[PositiveInt, refused("the optimizer state is stored in one part for each rank")] = 1
     """Processes of the learner, one GPU each."""
     backend: Annotated[Literal["deepspeed"], refused("it decides how the whole checkpoint is stored")] = (
@@ -223,13 +222,13 @@ class LearnerConfig(Part):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens with logits at the same time."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Whether the backward pass computes activations again, of whole layers (`true`) or only of their MLPs
-    (`selective`), which saves more than half as much."""
+    """Activations computed again in the backward pass: of whole layers (`true`), or of MLPs (`selective`),
+    which saves more than half as much memory."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default the supervisor divides the cores."""
     optimizer: OptimizerConfig = OptimizerConfig()
     hooks: tuple[Choice, ...] = ()
-    """Classes that are called before and after each step: `path.py:Class`, with keyword arguments."""
+    """Classes called before and after each step: `path.py:Class`, with keyword arguments."""
 
     @property
     def shares(self) -> int:
@@ -243,19 +242,17 @@ class GeneratorConfig(Part):
     engine: Literal["vllm", "transformers"] = "vllm"
     """`transformers` needs no vLLM and is many times slower."""
     count: PositiveInt | None = None
-    """Generators that `asyncrl up` starts; by default as many as the GPUs have room for (gpu.md), on a CPU
-    2."""
+    """Generators that `asyncrl up` starts; by default as many as fit the GPUs (gpu.md), on a CPU 2."""
     tensor_parallel: PositiveInt = 1
     """GPUs per generator; must divide the attention heads."""
     max_running: PositiveInt = 256
-    """Sequences in flight per generator; of episodes more (`environment.episodes_per_slot`)."""
+    """Sequences in flight per generator; episodes may be more (`environment.episodes_per_slot`)."""
     gpu_memory_utilization: PositiveShare | None = None
-    """Share of a GPU for each generator; by default a GPU's generators divide 0.85, or 0.4 next to the
-    learner."""
+    """Share of a GPU per generator; by default a GPU's generators divide 0.85, next to the learner 0.4."""
     kv_cache_gib: Positive | None = None
     """KV cache; by default 1 on a CPU, on a GPU what the weights leave."""
     enforce_eager: bool = False
-    """True disables CUDA graphs: a faster start, slower sampling."""
+    """True disables CUDA graphs: faster start, slower sampling."""
     threads: PositiveInt | None = None
     """CPU threads per generator; by default the supervisor divides the cores."""
     recompute_kv: bool = False
@@ -273,17 +270,17 @@ class WeightsConfig(Part):
     """`slot` reads the learner's memory on one host, `tcp` fetches it, `nccl` brings it from GPU to GPU.
     `auto` is slot on one host, else tcp."""
     slots: Literal["auto", "gpu", "host"] = "auto"
-    """Where a learner on GPUs publishes: rank 0's GPU, or memory of the host, for which training waits
-    longer. `auto` is gpu where generators can read it."""
+    """Place of a GPU learner's published weights: rank 0's GPU, or host memory, which delays training more.
+    `auto` is gpu where generators can read it."""
     deadline_s: Positive = 60.0
     """Time limit of a transfer."""
     bucket_mib: PositiveInt = 64
     """Largest piece that `nccl` sends, rounded down to a multiple of 16."""
     probe_tokens: Annotated[int, Field(ge=2, le=8192)] = 32
-    """Length of the longest of three sequences that learner and generator score after every update."""
+    """Longest of three sequences that learner and generator score after every update."""
     probe_limit: Positive = 0.05
-    """Difference of log-probabilities on them that is always allowed. In bfloat16 or quantised, the limit
-    follows the first difference."""
+    """Difference of log-probabilities on them that is always allowed, in nats; in bfloat16 or quantised the
+    limit follows the first difference."""
 
 
 class ControlConfig(Part):
@@ -297,18 +294,18 @@ class ControlConfig(Part):
         ]
         | None
     ) = None
-    """Address for generators on other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from
-    the port two further on."""
+    """Address for other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from the port two
+    further on."""
     heartbeat_s: Positive = 1.0
-    """Interval between two heartbeats of a generator."""
+    """Interval of a generator's heartbeats."""
     timeout_s: Positive = 15.0
-    """Silence after which a generator is counted as dead."""
+    """Silence after which a generator counts as dead."""
     stall_s: Positive = 1800.0
-    """Time without a new group after which the learner stops."""
+    """Time without a new group until the learner stops."""
     hang_s: Annotated[float, Field(ge=60)] = 300.0
-    """Time without progress after which a process is restarted."""
+    """Time without progress after which a process restarts."""
     slow_s: Annotated[float, Field(ge=60)] = 1800.0
-    """The same while a process starts, loads, saves or runs your hooks."""
+    """The same at a start, a load, a save, or in your hooks."""
     max_restarts: NonNegativeInt = 5
     """Most restarts of a process within ten minutes; then the run stops."""
 
@@ -317,20 +314,20 @@ class ClusterConfig(Part):
     """The hosts of a run."""
 
     kind: Literal["local", "ray", "slurm", "kubernetes"] | None = None
-    """What places hosts: `local` on this machine, `ray` on the cluster at RAY_ADDRESS, `slurm` in a job; for
+    """Place of the hosts: `local`, this machine; `ray`, the cluster at RAY_ADDRESS; `slurm`, a job; for
     `kubernetes`, `asyncrl up` prints manifests. By default there is one host."""
     learner_hosts: PositiveInt = 1
     """Hosts that divide `learner.ranks` and share the run directory."""
     generator_hosts: PositiveInt = 1
     """Hosts with `generator.count` generators each."""
     pending_s: Positive = 300.0
-    """Seconds to wait for a host before the run stops."""
+    """Time to wait for a host before the run stops."""
     image: Annotated[str, Field(min_length=1, examples=["ghcr.io/you/asyncrl:0.1.0"])] | None = None
     """Image of every pod; Kubernetes needs one."""
     claim: Annotated[str, Field(min_length=1)] | None = None
     """Persistent volume claim for the run directory; by default one is made."""
     claim_gib: PositiveInt = 100
-    """Size in GiB of the claim that is made."""
+    """Size of the claim that is made."""
     sbatch: tuple[Annotated[str, Field(pattern=r"^--[a-z-]+(=.+)?$")], ...] = ()
     """Options of sbatch for each job, such as `--partition=gpu`."""
 
@@ -360,11 +357,11 @@ class TelemetryConfig(Part):
     trace: bool = True
     """Timeline in RUN/trace_events.json."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of the learner's /metrics, plus 1 + i for generator i; 0: any free, null: off."""
+    """Port of the learner's /metrics; that of generator i is 1 + i higher. 0: any free, null: off."""
     prometheus_host: Annotated[str, AfterValidator(one_interface)] = "127.0.0.1"
     """Interface of these ports; every client that reaches it may read the metrics."""
     samples_per_step: NonNegativeInt = 4
-    """Rollouts that each step writes to samples.jsonl."""
+    """Rollouts per step in samples.jsonl."""
     pairs: bool = False
-    """True appends best and worst of each trained group to RUN/pairs.jsonl; `asyncrl samples --pairs` prints
-    them as TRL's preferences."""
+    """True appends best and worst of each trained group to RUN/pairs.jsonl; `asyncrl samples --pairs` has
+    them in TRL's format."""

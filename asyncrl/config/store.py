@@ -44,10 +44,10 @@ class StoreConfig(Part):
         ]
         | None
     ) = None
-    """redis://, rediss:// or unix://, without a password; by default the run starts a server."""
+    """Address without a password: redis://, rediss:// or unix://. By default the run starts a server."""
     bind: Annotated[str, Field(pattern=r"^(auto|tcp://\S*:\d+)$"), AfterValidator(one_address)] | None = None
-    """Address on which the run's server listens for other hosts. HOST may be `auto`, the address that reaches
-    them; `auto` alone has port 16379."""
+    """Address of the run's server for other hosts. HOST may be `auto`, the address that reaches them; `auto`
+    alone has port 16379."""
     password_env: str = "ASYNCRL_STORE_PASSWORD"
     """Environment variable with the password of `url`."""
     insecure: bool = False
@@ -55,6 +55,6 @@ class StoreConfig(Part):
     fsync: Literal["always", "everysec", "no"] = "everysec"
     """Sync policy of the run's server; correctness does not need it."""
     max_gib: Positive = 4.0
-    """Limit of stored groups; above it generators wait."""
+    """Limit of stored groups, above which generators wait."""
     shards: Annotated[PositiveInt, refused("each shard counts its own ids, which would be others")] = 1
     """Lanes among which ticket ids are divided; must divide `batch.groups` and the window."""
