@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.cli.app import run
 from asyncrl.config.load import load
@@ -323,3 +325,19 @@ def test_what_trl_logs_and_is_no_number_ends_no_training():
     Follow.on_log(follow, None, SimpleNamespace(global_step=1), None, said)
     ((found, step),) = logged
     assert step == 1 and found.keys() == {"train/loss", "eval/note", "time/step"}
+
+
+def test_a_stage_that_goes_on_keeps_the_curve_up_to_its_checkpoint(tmp_path):
+    config = load(StageConfig, tiny_stage(tmp_path, "sft", telemetry={"tensorboard": True}))
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(fresh=False)
+    directory.draw_secret()
+    for steps in ((1, 2, 3, 4), (4, 5)):
+        with Follow(config, directory, None, threading.Event(), leads=True) as follow:
+            for step in steps:
+                follow.on_log(None, SimpleNamespace(global_step=step), None, {"loss": 1.0})
+        sealed = directory.trl_checkpoints / "checkpoint-3" / "MANIFEST.json"
+        sealed.parent.mkdir(parents=True, exist_ok=True)
+        sealed.touch()
+    events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
