@@ -137,6 +137,7 @@ class Run:
         """Return recorded rollouts, with rewards, advantages and policy versions.
 
         With `kind` "eval" they are those of one evaluation, which keeps all: of `step`, or of the newest.
+        Without it the best and the worst are those of training, because held-out ones have other rewards.
         """
         wanted = Wanted(count=count, step=step, kind=kind, order=order)
         return choose(recorded_samples(self._directory, wanted), wanted)[0]
