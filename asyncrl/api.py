@@ -64,9 +64,9 @@ class Run:
     """A run that is up or over. `start` and `open` return one."""
 
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
-        """Use the run in `directory`. `process` is its supervisor, if this Python process started it."""
-        self._directory, self._process = directory, process
-        self._lines, self._since_s = Tail(directory.metrics / f"{LEARNER}.jsonl"), time.time()
+        """Use the run in `directory`, also after a chdir. `process` is its supervisor, if we started it."""
+        self._directory, self._process = RunDirectory(directory.path.absolute()), process
+        self._lines, self._since_s = Tail(self._directory.metrics / f"{LEARNER}.jsonl"), time.time()
         self._reported = 0  # the last step of which `wait` has told
 
     @property

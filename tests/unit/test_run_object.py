@@ -256,6 +256,18 @@ def test_a_run_that_is_not_there_is_an_error(tmp_path, monkeypatch):
         asyncrl.open()
 
 
+def test_a_run_is_found_after_the_working_directory_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = RunDirectory(Path("runs/a"))
+    directory.create(fresh=False)
+    run = api.Run(directory)
+    monkeypatch.chdir("/")
+    Lines(tmp_path / directory.metrics / "learner.jsonl").write(
+        [{"step": 1, "time": 1.0, "reward/mean": 0.5}]
+    )
+    assert run.metrics()[1]["reward/mean"] == 0.5 and run.directory == tmp_path / "runs/a"
+
+
 # What the command does in place of a supervisor, with the run's lock as LOCK.
 FAILS = "print('the port is taken'); sys.exit(2)"
 IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
