@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.cluster.slurm_jobs import allocation
 from asyncrl.commands.down import end_run
+from asyncrl.commands.sweep import RETURN_EARLY
 from asyncrl.config.load import read_draft
 from asyncrl.config.resolved import dump_config, dump_values
 from asyncrl.config.schema import Config
@@ -208,9 +210,11 @@ def start(
             given = _given(RunDirectory(found.run.directory), model, data, reward)
             overrides = (*given, *overrides)
         checked = validated_config(path, overrides, resumes=not fresh)
+        kind, directory = checked.cluster.kind, RunDirectory(checked.run.directory)
+        if kind in RETURN_EARLY and not (kind == "slurm" and allocation()):
+            raise ConfigError(f"cluster.kind: found {kind}, which waits for no run; call `asyncrl up`")
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
-    directory = RunDirectory(checked.run.directory)
     try:
         while process.is_alive and not directory.is_up:
             time.sleep(_POLL_S)

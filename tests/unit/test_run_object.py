@@ -274,7 +274,7 @@ IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 IS_STARTING = "print('a warning', flush=True)\nwith RunLock(LOCK): signal.pause()"
 
 
-def started(tmp_path, monkeypatch, program):
+def started(tmp_path, monkeypatch, program, **sections):
     """Start a run whose supervisor is this program."""
     directory = RunDirectory(tmp_path / "runs" / "a")
     begin = "import os, signal, sys; from pathlib import Path; from asyncrl.run.lock import RunLock\n"
@@ -286,7 +286,7 @@ def started(tmp_path, monkeypatch, program):
         api, "validated_config", lambda path, overrides, **options: load_config(path, overrides)
     )
     run = {"name": "a", "root": tmp_path / "runs"}
-    return api.start({**LEAST, "run": run, "reward": {"functions": ["math"]}})
+    return api.start({**LEAST, "run": run, "reward": {"functions": ["math"]}, **sections})
 
 
 def test_a_supervisor_that_cannot_start_is_an_error_with_the_end_of_its_output(tmp_path, monkeypatch):
@@ -301,3 +301,16 @@ def test_a_run_that_is_still_starting_is_stopped(tmp_path, monkeypatch):
     assert run.is_up
     assert run.stop() == api.Result(directory=run.directory, is_finished=False, step=0)
     assert not run.is_up
+
+
+@pytest.mark.parametrize(("kind", "job"), [("kubernetes", ""), ("slurm", ""), ("slurm", "7")])
+def test_a_run_that_only_begins_later_is_not_started(kind, job, tmp_path, monkeypatch):
+    """In a job of Slurm `asyncrl up` waits for its end, and elsewhere it has gone once the job is submitted."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.chdir(tmp_path)
+    sections = {"cluster": {"kind": kind}, "generator": {"count": 1}}
+    if job:
+        started(tmp_path, monkeypatch, IS_STARTING, **sections).stop()
+    else:
+        with pytest.raises(asyncrl.ConfigError, match=f"cluster.kind: found {kind}, .*; call `asyncrl up`"):
+            started(tmp_path, monkeypatch, IS_STARTING, **sections)
