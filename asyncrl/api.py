@@ -200,7 +200,7 @@ def start(
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them.
-        RunError: the supervisor could not start; the message is the end of its output.
+        RunError: the run is up, or its supervisor could not start: the message is the end of its output.
     """
     if isinstance(config, str) and "=" in config and not os.path.isfile(config):
         overrides, config = (config, *overrides), None
@@ -213,6 +213,8 @@ def start(
         kind, directory = checked.cluster.kind, RunDirectory(checked.run.directory)
         if kind in RETURN_EARLY and not (kind == "slurm" and allocation()):
             raise ConfigError(f"cluster.kind: found {kind}, which waits for no run; call `asyncrl up`")
+        if directory.is_up:
+            raise RunError(f"run {directory.path} is up; `asyncrl.open` returns it. Or set another run.name")
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     try:

@@ -303,6 +303,17 @@ def test_a_run_that_is_still_starting_is_stopped(tmp_path, monkeypatch):
     assert not run.is_up
 
 
+def test_a_run_that_is_up_is_not_started_a_second_time(tmp_path, monkeypatch):
+    run = started(tmp_path, monkeypatch, IS_STARTING)
+    monkeypatch.setattr(api, "_Process", None)
+    with pytest.raises(asyncrl.RunError, match=f"{run.directory} is up; `asyncrl.open`"):
+        api.start(
+            {**LEAST, "run": {"name": "a", "root": tmp_path / "runs"}, "reward": {"functions": ["math"]}}
+        )
+    assert run.is_up
+    run.stop()
+
+
 @pytest.mark.parametrize(("kind", "job"), [("kubernetes", ""), ("slurm", ""), ("slurm", "7")])
 def test_a_run_that_only_begins_later_is_not_started(kind, job, tmp_path, monkeypatch):
     """In a job of Slurm `asyncrl up` waits for its end, and elsewhere it has gone once the job is submitted."""
