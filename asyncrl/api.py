@@ -264,12 +264,7 @@ class _Process:
         with self._output.open("wb") as output:
             command = module_argv("asyncrl.cli.main", "up", str(path), "--plain", *options)
             self._popen = subprocess.Popen(
-                command,
-                env=os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
@@ -300,8 +295,7 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
         if extended := values.get("extends"):
             files = [extended] if isinstance(extended, str) else extended
             # A preset of the package has its name, not a path from here.
-            paths = [Path(file) for file in files]
-            values["extends"] = [str(path.absolute() if path.exists() else path) for path in paths]
+            values["extends"] = [os.path.abspath(file) if os.path.exists(file) else file for file in files]
         text = dump_values(values)
     path = scratch / "config.yml"
     path.write_text(text, encoding="utf-8")

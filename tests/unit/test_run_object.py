@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import inspect
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from asyncrl.data.dataset import load_rows
 from asyncrl.errors import CodeChanged
 from asyncrl.rewards import builtin
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.given import write_reward, write_rows
+from asyncrl.run.given import importable, write_reward, write_rows
 from asyncrl.run.starts import unchanged
 from asyncrl.telemetry.jsonl import Lines
 
@@ -58,7 +59,7 @@ def test_the_public_names_are_few_and_each_says_what_it_is():
 def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("b.yaml").touch()
-    reward = {"functions": [{"function": builtin.gsm8k}, {"function": reward_here, "weight": 2}]}
+    reward = {"functions": [{"function": builtin.gsm8k}, {"function": builtin.exact_match, "weight": 2}]}
     path = api._as_file(
         {
             "run": {"name": "a", "root": Path("x/y")},
@@ -72,7 +73,7 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch)
         "reward": {
             "functions": [
                 {"function": "asyncrl.rewards.builtin:gsm8k"},
-                {"function": f"{reward_here.__module__}:reward_here", "weight": 2},
+                {"function": "asyncrl.rewards.builtin:exact_match", "weight": 2},
             ]
         },
         "extends": [str(tmp_path / "b.yaml"), "algorithms/dapo.yaml"],
@@ -134,6 +135,40 @@ def test_a_reward_of_this_process_is_the_same_in_one_that_has_never_seen_it(func
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[0.0, 2.0]\n", done.stderr
     assert given.rpartition(":")[2] == name
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        ("work", ("alone:score", "bare.inner:score", "whole.inner:score")),
+        ("elsewhere", ("{}/alone.py:score", None, None)),
+    ],
+)
+def test_a_reward_next_to_a_script_is_named_as_other_processes_find_it(place, names, tmp_path, monkeypatch):
+    """A module, one of a package, and one of a package without `__init__.py`."""
+    files, work = tmp_path / place, tmp_path / "work"
+    for name in ("alone.py", "bare/inner.py", "whole/__init__.py", "whole/inner.py"):
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / name).write_text("def score(prompt, response): return 2.0")
+    work.mkdir(exist_ok=True)
+    monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(files)
+    for module, expected in zip(("alone", "bare.inner", "whole.inner"), names, strict=True):
+        function = importlib.import_module(module).score
+        named = importable(function)
+        assert named == (expected and expected.format(files))
+        given = named or write_reward(function, RunDirectory(tmp_path / "run"))
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"from asyncrl.plugins import load; print(load({given!r})('', ''))",
+        ]
+        assert (
+            subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout == "2.0\n"
+        )
+    for module in ("alone", "bare.inner", "bare", "whole.inner", "whole"):
+        del sys.modules[module]
 
 
 def test_a_changed_reward_is_another_file_and_a_file_that_changes_is_found(tmp_path):
