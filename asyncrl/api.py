@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.cluster.slurm_jobs import allocation
 from asyncrl.commands.down import end_run
+from asyncrl.commands.sweep import RETURN_EARLY
 from asyncrl.config.load import read_draft
 from asyncrl.config.resolved import dump_config, dump_values
 from asyncrl.config.schema import Config
@@ -64,9 +66,9 @@ class Run:
     """A run that is up or over. `start` and `open` return one."""
 
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
-        """Use the run in `directory`. `process` is its supervisor, if this Python process started it."""
-        self._directory, self._process = directory, process
-        self._lines, self._since_s = Tail(directory.metrics / f"{LEARNER}.jsonl"), time.time()
+        """Use the run in `directory`, also after a chdir. `process` is its supervisor, if we started it."""
+        self._directory, self._process = RunDirectory(directory.path.absolute()), process
+        self._lines, self._since_s = Tail(self._directory.metrics / f"{LEARNER}.jsonl"), time.time()
         self._reported = 0  # the last step of which `wait` has told
 
     @property
@@ -137,6 +139,7 @@ class Run:
         """Return recorded rollouts, with rewards, advantages and policy versions.
 
         With `kind` "eval" they are those of one evaluation, which keeps all: of `step`, or of the newest.
+        Without it the best and the worst are those of training, because held-out ones have other rewards.
         """
         wanted = Wanted(count=count, step=step, kind=kind, order=order)
         return choose(recorded_samples(self._directory, wanted), wanted)[0]
@@ -197,7 +200,7 @@ def start(
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them.
-        RunError: the supervisor could not start; the message is the end of its output.
+        RunError: the run is up, or its supervisor could not start: the message is the end of its output.
     """
     if isinstance(config, str) and "=" in config and not os.path.isfile(config):
         overrides, config = (config, *overrides), None
@@ -207,9 +210,13 @@ def start(
             given = _given(RunDirectory(found.run.directory), model, data, reward)
             overrides = (*given, *overrides)
         checked = validated_config(path, overrides, resumes=not fresh)
+        kind, directory = checked.cluster.kind, RunDirectory(checked.run.directory)
+        if kind in RETURN_EARLY and not (kind == "slurm" and allocation()):
+            raise ConfigError(f"cluster.kind: found {kind}, which waits for no run; call `asyncrl up`")
+        if directory.is_up:
+            raise RunError(f"run {directory.path} is up; `asyncrl.open` returns it. Or set another run.name")
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
-    directory = RunDirectory(checked.run.directory)
     try:
         while process.is_alive and not directory.is_up:
             time.sleep(_POLL_S)
@@ -257,12 +264,7 @@ class _Process:
         with self._output.open("wb") as output:
             command = module_argv("asyncrl.cli.main", "up", str(path), "--plain", *options)
             self._popen = subprocess.Popen(
-                command,
-                env=os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
@@ -293,8 +295,7 @@ def _as_file(config: ConfigSource, scratch: Path) -> Path:
         if extended := values.get("extends"):
             files = [extended] if isinstance(extended, str) else extended
             # A preset of the package has its name, not a path from here.
-            paths = [Path(file) for file in files]
-            values["extends"] = [str(path.absolute() if path.exists() else path) for path in paths]
+            values["extends"] = [os.path.abspath(file) if os.path.exists(file) else file for file in files]
         text = dump_values(values)
     path = scratch / "config.yml"
     path.write_text(text, encoding="utf-8")

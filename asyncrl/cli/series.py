@@ -22,7 +22,7 @@ def pipeline(
     """
     from asyncrl.stages.pipeline import planned
 
-    links = planned(*required_config(words, config), fresh=fresh)
+    links = planned(*required_config(words, config))
     for number, link in enumerate(links, start=1):
         typer.echo(f"{number} of {len(links)}: {link.file}")
         if link.is_stage:

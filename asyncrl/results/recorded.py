@@ -30,12 +30,13 @@ class Wanted:
 
     count: int
     step: int | None = None
-    kind: str | None = None  # train | eval | dropped
+    kind: str | None = None  # train | eval | dropped; None is all, but of best and worst only train
     order: Literal["newest", "best", "worst"] = "newest"  # best and worst by reward; of equals the newest
 
     def rank(self, sample: SampleRecord) -> float | None:
         """Return a number that is higher for what is shown before other samples; None if it is not shown."""
-        if self.step not in (None, sample.step) or self.kind not in (None, sample.kind):
+        kind = self.kind or (None if self.order == "newest" else "train")
+        if self.step not in (None, sample.step) or kind not in (None, sample.kind):
             return None
         if self.order == "newest":
             return 0.0
@@ -69,11 +70,8 @@ def wanted(
         raise RunError(f"--kind {kind}: allowed are {', '.join(KINDS)}")
     if dropped and kind not in (None, "dropped"):
         raise RunError(f"--dropped with --kind {kind}: leave one out")
-    if dropped:
-        return Wanted(count=count, step=step, kind="dropped")
-    if best or worst:  # held-out samples have other rewards: they are mixed in only if asked for
-        return Wanted(count=count, step=step, kind=kind or "train", order="best" if best else "worst")
-    return Wanted(count=count, step=step, kind=kind)
+    order: Literal["newest", "best", "worst"] = "best" if best else "worst" if worst else "newest"
+    return Wanted(count=count, step=step, kind="dropped" if dropped else kind, order=order)
 
 
 def samples_of(run: Path | None, wanted: Wanted, *, follow: bool) -> Iterable[SampleRecord]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class Record:
         return self
 
     def add(self, step: int, value: float) -> bool:
-        """Take in a value; return whether it is the best so far. NaN never is."""
+        """Take in a value, finite as JSON needs it; return whether it is the best so far. NaN never is."""
+        value = min(max(value, -sys.float_info.max), sys.float_info.max)
         is_better = value > self.value if self.best_is == "highest" else value < self.value
         is_best = value == value and (self.step < 0 or is_better)
         if is_best:

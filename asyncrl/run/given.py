@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncrl.run.directory import RunDirectory, needing
 
 # A list of dictionaries, or a `datasets.Dataset`.
 Rows = Iterable[Mapping[str, Any]]
+_FIND = "import sys; from asyncrl.plugins import package_spec as find; print(find(sys.argv[1]).origin)"
 _PROGRAM = """# A reward function that asyncrl got from a Python process, with what it uses.
 import sys
 
@@ -32,11 +34,19 @@ sys.path += [place for place in {places!r} if place not in sys.path]
 
 def importable(function: Callable[..., Any]) -> str | None:
     """Return the name by which other processes import a function; None if they cannot."""
-    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
-    found = sys.modules.get(module or "")
-    has_file = module != "__main__" and getattr(found, "__file__", None) is not None
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    found = sys.modules.get(module)
+    file = None if module == "__main__" else getattr(found, "__file__", None)
     # A decorated function may have the name of the one that it calls.
-    return f"{module}:{name}" if has_file and getattr(found, name, None) is function else None
+    if found is None or file is None or getattr(found, name, None) is not function:
+        return None
+    # A new process imports nothing from the place of our script, nor from what we have added to sys.path.
+    top = sys.modules.get(module.partition(".")[0], found)
+    command = [sys.executable, "-P", "-c", _FIND, top.__name__]
+    origin = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if origin == str(getattr(top.__spec__, "origin", None)):
+        return f"{module}:{name}"
+    return None if "." in module and module != file else f"{os.path.abspath(file)}:{name}"
 
 
 def write_rows(rows: Rows, directory: RunDirectory) -> Path:

@@ -46,8 +46,9 @@ class Follow(TrainerCallback):  # type: ignore[misc]
         self._trackers: Trackers | None = None
         if leads:
             values, key = config.model_dump(mode="json"), key_id(directory.keys().join.record)
+            step = max(directory.saved_steps(), default=0)
             self._trackers = open_trackers(
-                config.telemetry, config.run.name, directory.path, values, key_id=key
+                config.telemetry, config.run.name, directory.path, values, key_id=key, step=step
             )
 
     def __enter__(self) -> Self:

@@ -14,7 +14,6 @@ from asyncrl.config.resolved import dump_values
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.starts import read_starts
 from asyncrl.stages.settings import StageConfig
 
 
@@ -34,7 +33,7 @@ class Link:
     overrides: list[str]
 
 
-def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -> list[Link]:
+def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
     """Return the parts after checking all of their configs, though not the files that earlier ones make.
 
     Raises ConfigError.
@@ -47,7 +46,6 @@ def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -
             draft.add(Mistake((f"pipeline.{index}",), text))
     checked(draft)
     links, given, directories = list[Link](), list[str](), set[Path]()
-    before: Path | None = None
     for file in files:
         link = Link(file, is_stage(file), given)
         kind: type[StageConfig | Config] = StageConfig if link.is_stage else Config
@@ -58,15 +56,10 @@ def planned(path: Path, overrides: Sequence[str] = (), *, fresh: bool = False) -
             raise ConfigError(f"{path}: {text}")
         if directory.path in directories:
             raise ConfigError(f"{path}: two parts have the run directory {directory.path}; set run.name")
-        starts = [] if link.is_stage or fresh else read_starts(directory.starts)
-        # Stages have the digest of their first weights in their record.
-        if starts and before and before.is_dir() and before.stat().st_mtime > starts[0].time:
-            cure = f"remove {directory.path}, and the same command trains it from the new weights"
-            raise ConfigError(f"{path}: {before} was made again after {file} began with it; {cure}")
         directories.add(directory.path)
         links.append(link)
         if isinstance(config, StageConfig) and config.stage != "rm":  # scores are no policy to go on with
-            given, before = _handed_on(config), directory.model
+            given = _handed_on(config)
     return links
 
 

@@ -57,7 +57,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 def stopped(config: dict[str, Any]) -> asyncrl.Run:
     """A run that was started, watched and stopped from Python."""
     run = asyncrl.start(config)
-    assert run.is_up and run.directory == Path("runs/python")
+    assert run.is_up and run.directory == Path("runs/python").absolute()
     with pytest.raises(TimeoutError, match="it goes on"):
         run.wait(timeout_s=0.1)
     while (status := run.status()) is None or status.step < 2:

@@ -59,7 +59,7 @@ READS_THE_ENVIRONMENT = {
     "cli/main.py", "commands/hosts.py", "commands/up.py", "commands/join.py", "commands/rank_host.py", "commands/inspect.py", "preflight/checks/this_run.py",
     "launch/learner_process.py", "launch/generator_process.py", "launch/scorer_process.py", "launch/ranks.py", "launch/roles.py", "stages/process.py",
     # what child processes inherit
-    "api.py", "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
+    "hosting/processes.py", "hosting/environment.py", "hosting/gpus.py", "results/engine_process.py",
     "addons/adapters/mcp.py", "environments/episode_worker.py", "rewards/pool.py", "sandbox/bubblewrap.py",
     # settings that a library or a compiler takes from nowhere else
     "engine/vllm/args.py", "engine/vllm/plugin.py", "telemetry/trackers.py",

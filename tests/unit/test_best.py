@@ -1,5 +1,6 @@
 """The checkpoint with the best value is kept and named, and a run ends when a metric says so."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,8 @@ def test_a_metric_that_a_step_lacks_is_said_once_and_later_ones_are_judged(
         ({"patience": 2, "best_is": "lowest"}, [0.5, 0.6, 0.4, float("nan"), 0.4], 5, "was 0.4 at step 3"),
         ({"patience": 1, "reaches": 0.9}, [0.1, 0.9, 0.1], 2, "reaches"),
         ({"patience": 3}, [0.1, 0.1, 0.1], None, ""),
+        ({"reaches": 9.0}, [0.1, float("inf")], 2, "at step 2"),
+        ({"patience": 1, "best_is": "lowest"}, [float("-inf"), 0.1], 2, "at step 1"),
     ],
 )
 def test_the_training_ends_at_the_value_or_after_the_patience_also_over_restarts(
@@ -200,7 +203,7 @@ def test_the_training_ends_at_the_value_or_after_the_patience_also_over_restarts
     for step, value in enumerate(values, 1):
         judged = Judged(LearnerConfig(stop_when=config), CheckpointConfig(), tmp_path, set, state)
         judged.see({METRIC: value}, step)
-        state = judged.state()
+        state = json.loads(json.dumps(judged.state(), allow_nan=False))  # as a checkpoint keeps it
         if ended is None and why_ended(config, state):
             ended = step
     assert ended == ends_at and why in why_ended(config, state)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import inspect
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from asyncrl.data.dataset import load_rows
 from asyncrl.errors import CodeChanged
 from asyncrl.rewards import builtin
 from asyncrl.run.directory import RunDirectory
-from asyncrl.run.given import write_reward, write_rows
+from asyncrl.run.given import importable, write_reward, write_rows
 from asyncrl.run.starts import unchanged
 from asyncrl.telemetry.jsonl import Lines
 
@@ -58,7 +59,7 @@ def test_the_public_names_are_few_and_each_says_what_it_is():
 def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("b.yaml").touch()
-    reward = {"functions": [{"function": builtin.gsm8k}, {"function": reward_here, "weight": 2}]}
+    reward = {"functions": [{"function": builtin.gsm8k}, {"function": builtin.exact_match, "weight": 2}]}
     path = api._as_file(
         {
             "run": {"name": "a", "root": Path("x/y")},
@@ -72,7 +73,7 @@ def test_a_dictionary_becomes_the_file_that_says_the_same(tmp_path, monkeypatch)
         "reward": {
             "functions": [
                 {"function": "asyncrl.rewards.builtin:gsm8k"},
-                {"function": f"{reward_here.__module__}:reward_here", "weight": 2},
+                {"function": "asyncrl.rewards.builtin:exact_match", "weight": 2},
             ]
         },
         "extends": [str(tmp_path / "b.yaml"), "algorithms/dapo.yaml"],
@@ -134,6 +135,40 @@ def test_a_reward_of_this_process_is_the_same_in_one_that_has_never_seen_it(func
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[0.0, 2.0]\n", done.stderr
     assert given.rpartition(":")[2] == name
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        ("work", ("alone:score", "bare.inner:score", "whole.inner:score")),
+        ("elsewhere", ("{}/alone.py:score", None, None)),
+    ],
+)
+def test_a_reward_next_to_a_script_is_named_as_other_processes_find_it(place, names, tmp_path, monkeypatch):
+    """A module, one of a package, and one of a package without `__init__.py`."""
+    files, work = tmp_path / place, tmp_path / "work"
+    for name in ("alone.py", "bare/inner.py", "whole/__init__.py", "whole/inner.py"):
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / name).write_text("def score(prompt, response): return 2.0")
+    work.mkdir(exist_ok=True)
+    monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(files)
+    for module, expected in zip(("alone", "bare.inner", "whole.inner"), names, strict=True):
+        function = importlib.import_module(module).score
+        named = importable(function)
+        assert named == (expected and expected.format(files))
+        given = named or write_reward(function, RunDirectory(tmp_path / "run"))
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"from asyncrl.plugins import load; print(load({given!r})('', ''))",
+        ]
+        assert (
+            subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout == "2.0\n"
+        )
+    for module in ("alone", "bare.inner", "bare", "whole.inner", "whole"):
+        del sys.modules[module]
 
 
 def test_a_changed_reward_is_another_file_and_a_file_that_changes_is_found(tmp_path):
@@ -256,13 +291,25 @@ def test_a_run_that_is_not_there_is_an_error(tmp_path, monkeypatch):
         asyncrl.open()
 
 
+def test_a_run_is_found_after_the_working_directory_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = RunDirectory(Path("runs/a"))
+    directory.create(fresh=False)
+    run = api.Run(directory)
+    monkeypatch.chdir("/")
+    Lines(tmp_path / directory.metrics / "learner.jsonl").write(
+        [{"step": 1, "time": 1.0, "reward/mean": 0.5}]
+    )
+    assert run.metrics()[1]["reward/mean"] == 0.5 and run.directory == tmp_path / "runs/a"
+
+
 # What the command does in place of a supervisor, with the run's lock as LOCK.
 FAILS = "print('the port is taken'); sys.exit(2)"
 IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 IS_STARTING = "print('a warning', flush=True)\nwith RunLock(LOCK): signal.pause()"
 
 
-def started(tmp_path, monkeypatch, program):
+def started(tmp_path, monkeypatch, program, **sections):
     """Start a run whose supervisor is this program."""
     directory = RunDirectory(tmp_path / "runs" / "a")
     begin = "import os, signal, sys; from pathlib import Path; from asyncrl.run.lock import RunLock\n"
@@ -274,7 +321,7 @@ def started(tmp_path, monkeypatch, program):
         api, "validated_config", lambda path, overrides, **options: load_config(path, overrides)
     )
     run = {"name": "a", "root": tmp_path / "runs"}
-    return api.start({**LEAST, "run": run, "reward": {"functions": ["math"]}})
+    return api.start({**LEAST, "run": run, "reward": {"functions": ["math"]}, **sections})
 
 
 def test_a_supervisor_that_cannot_start_is_an_error_with_the_end_of_its_output(tmp_path, monkeypatch):
@@ -289,3 +336,27 @@ def test_a_run_that_is_still_starting_is_stopped(tmp_path, monkeypatch):
     assert run.is_up
     assert run.stop() == api.Result(directory=run.directory, is_finished=False, step=0)
     assert not run.is_up
+
+
+def test_a_run_that_is_up_is_not_started_a_second_time(tmp_path, monkeypatch):
+    run = started(tmp_path, monkeypatch, IS_STARTING)
+    monkeypatch.setattr(api, "_Process", None)
+    with pytest.raises(asyncrl.RunError, match=f"{run.directory} is up; `asyncrl.open`"):
+        api.start(
+            {**LEAST, "run": {"name": "a", "root": tmp_path / "runs"}, "reward": {"functions": ["math"]}}
+        )
+    assert run.is_up
+    run.stop()
+
+
+@pytest.mark.parametrize(("kind", "job"), [("kubernetes", ""), ("slurm", ""), ("slurm", "7")])
+def test_a_run_that_only_begins_later_is_not_started(kind, job, tmp_path, monkeypatch):
+    """In a job of Slurm `asyncrl up` waits for its end, and elsewhere it has gone once the job is submitted."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.chdir(tmp_path)
+    sections = {"cluster": {"kind": kind}, "generator": {"count": 1}}
+    if job:
+        started(tmp_path, monkeypatch, IS_STARTING, **sections).stop()
+    else:
+        with pytest.raises(asyncrl.ConfigError, match=f"cluster.kind: found {kind}, .*; call `asyncrl up`"):
+            started(tmp_path, monkeypatch, IS_STARTING, **sections)

@@ -100,15 +100,15 @@ def test_best_and_worst_are_by_reward_and_of_equals_the_newest() -> None:
         return [record.ticket_id for record in choose(iter(SAMPLES), Wanted(count=3, **values))[0]]  # type: ignore[arg-type]
 
     assert tickets() == [32, 33, 34]
-    assert tickets(kind="train", order="best") == [30, 20, 10]
-    assert tickets(kind="train", order="worst") == [11, 21, 31]
+    assert tickets(order="best") == tickets(kind="train", order="best") == [30, 20, 10]
+    assert tickets(order="worst") == tickets(kind="train", order="worst") == [11, 21, 31]
     assert tickets(step=2) == [22, 23, 24] and tickets(kind="dropped") == [13, 23, 33]
-    assert tickets(order="best") == [32, 22, 12] and tickets(step=7) == []
+    assert tickets(kind="eval", order="best") == [32, 22, 12] and tickets(step=7) == []
 
 
 def test_options_mean_what_they_say_and_contradictions_are_refused() -> None:
     nothing = {"best": False, "worst": False, "dropped": False}
-    assert wanted(5, None, None, **nothing | {"best": True}) == Wanted(count=5, kind="train", order="best")
+    assert wanted(5, None, None, **nothing | {"best": True}) == Wanted(count=5, order="best")
     assert wanted(5, 2, "eval", **nothing | {"worst": True}) == Wanted(
         count=5, step=2, kind="eval", order="worst"
     )

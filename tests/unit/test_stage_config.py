@@ -1,13 +1,14 @@
 """The config and the rows of a stage: every mistake is named with its place before TRL is imported."""
 
 import json
-import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.cli.app import run
 from asyncrl.config.load import load
@@ -15,7 +16,7 @@ from asyncrl.config.named_files import misused_stage
 from asyncrl.config.resolved import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.run.directory import RunDirectory
+from asyncrl.run.directory import RunDirectory, first_weights
 from asyncrl.run.starts import record_start
 from asyncrl.stages.follow import Follow
 from asyncrl.stages.pipeline import planned
@@ -239,21 +240,17 @@ def test_a_stage_refuses_to_go_on_once_the_stage_before_it_was_made_again(tmp_pa
         refuse_changed_stage(config, directory, fixed)
 
 
-def test_the_last_run_of_a_pipeline_is_refused_once_the_stage_before_it_was_made_again(tmp_path):
+def test_the_last_run_of_a_pipeline_knows_its_first_weights_by_their_digest_and_not_by_their_time(tmp_path):
+    """What they may become once they are known: test_resume.py."""
     tiny_stage(tmp_path, "sft")
     (tmp_path / "task.yaml").write_text(RUN.replace("name: task", f"name: task, root: {tmp_path}/runs"))
-    pipeline, made = pipeline_of(tmp_path, "sft.yaml", "task.yaml"), tmp_path / "runs/sft/hf"
-    made.mkdir(parents=True)
-    (tmp_path / "runs/task").mkdir()
-    record_start(tmp_path / "runs/task/starts.jsonl", 0, None)
-    os.utime(made, (1.0, 1.0))
-    assert len(planned(pipeline)) == 2
-    # The working directory is none of its business, though it changes all the time.
-    assert len(planned(pipeline_of(tmp_path, "task.yaml"))) == 1
-    pipeline_of(tmp_path, "sft.yaml", "task.yaml")
-    os.utime(made)
-    with pytest.raises(ConfigError, match=rf"{made} was made again after .*; remove {tmp_path}/runs/task"):
-        planned(pipeline)
+    before, directory = RunDirectory(tmp_path / "runs" / "sft"), RunDirectory(tmp_path / "runs" / "task")
+    directory.path.mkdir(parents=True)
+    record_start(directory.starts, 0, None)
+    before.model.mkdir(parents=True)  # as in a copy, whose files are newer than the start
+    write_stage(before, digest="aaaa")
+    *_, link = planned(pipeline_of(tmp_path, "sft.yaml", "task.yaml"))
+    assert first_weights(load(Config, link.file, link.overrides).model) == (before.model, "aaaa")
 
 
 @pytest.mark.parametrize(
@@ -328,3 +325,19 @@ def test_what_trl_logs_and_is_no_number_ends_no_training():
     Follow.on_log(follow, None, SimpleNamespace(global_step=1), None, said)
     ((found, step),) = logged
     assert step == 1 and found.keys() == {"train/loss", "eval/note", "time/step"}
+
+
+def test_a_stage_that_goes_on_keeps_the_curve_up_to_its_checkpoint(tmp_path):
+    config = load(StageConfig, tiny_stage(tmp_path, "sft", telemetry={"tensorboard": True}))
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(fresh=False)
+    directory.draw_secret()
+    for steps in ((1, 2, 3, 4), (4, 5)):
+        with Follow(config, directory, None, threading.Event(), leads=True) as follow:
+            for step in steps:
+                follow.on_log(None, SimpleNamespace(global_step=step), None, {"loss": 1.0})
+        sealed = directory.trl_checkpoints / "checkpoint-3" / "MANIFEST.json"
+        sealed.parent.mkdir(parents=True, exist_ok=True)
+        sealed.touch()
+    events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
