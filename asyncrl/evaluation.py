@@ -117,10 +117,7 @@ def summarise(groups: Sequence[Group], version: int, name: str = "") -> EvalResu
         log.warning(message, where, len(failed), len(groups), failed[0])
     rewards = [[episode[0].reward for episode in group.by_episode] for group in scored]
     solved = [sum(map(is_solved, group)) for group in rewards]
-    metrics: dict[str, float] = {
-        "eval/prompts": len(scored),
-        "eval/dead_groups": len(failed),
-    }
+    metrics: dict[str, float] = {"eval/prompts": len(scored), "eval/dead_groups": len(failed)}
     if scored:
         samples = len(rewards[0])
         counts = drawn(samples)

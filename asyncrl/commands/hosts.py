@@ -15,14 +15,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.cluster.base import HostState
 from asyncrl.cluster.driver import Hosts, host_spec, open_cluster, wants_gpus
 from asyncrl.cluster.kubernetes import rendered
-from asyncrl.cluster.plans import (
-    GENERATORS,
-    generators_plan,
-    learner_plans,
-    node_plan,
-    nodes_in,
-    reachable,
-)
+from asyncrl.cluster.plans import GENERATORS, generators_plan, learner_plans, node_plan, nodes_in, reachable
 from asyncrl.cluster.slurm_jobs import COMPLETING, jobs_of, run_script, submit
 from asyncrl.commands.rank_host import longest_save
 from asyncrl.commands.scale import Scaled

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import hmac
+import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -19,13 +21,14 @@ from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.probe import SKEW_S, clock_skew_s
 from asyncrl.buffer.run_record import RunRecord, StoredRun
 from asyncrl.buffer.users import GENERATOR, user_of, with_user
-from asyncrl.commands.allowance import check_allowed
 from asyncrl.commands.up import StartedRun, generator_maker
 from asyncrl.config.addresses import CONTROL_PORT, filled_in, insecurities
 from asyncrl.config.load import load_config
 from asyncrl.config.resolved import config_hash, dump_config
+from asyncrl.config.reward_section import HttpReward, Judge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
+from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
 from asyncrl.hosting.children import ProcessSpec, family
@@ -37,6 +40,71 @@ from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.keys import JoinKeys, forget_secrets, is_given, join_keys
 from asyncrl.telemetry.logs import setup_logging
 from asyncrl.version import __version__
+
+GAMES = "asyncrl.quickstart.games"  # of the shipped configs
+
+
+class _Wish(NamedTuple):
+    """Code that a config would run on this host, or a variable that it would read."""
+
+    key: str  # the key of the config
+    # The argument of `--allow`: a file, a module, an environment of another library, `model:PATH`,
+    # `command:LINE`, `vllm:NAME=VALUE`, `url:ADDRESS` or `variable:NAME`.
+    text: str
+
+
+def wishes(config: Config) -> Iterator[_Wish]:
+    """Yield code outside this package that a generator would load, and variables that it would inherit."""
+    for key, function in config.reward_functions.items():
+        yield from _reward(key, function)
+    yield from _environments(config)
+    advantage = config.algorithm.advantage.name
+    if ":" in advantage:  # generators load it too, to know whether a greedy response is needed
+        yield _Wish("algorithm.advantage", advantage.rpartition(":")[0])
+    if config.model.trust_remote_code:
+        yield _Wish("model.trust_remote_code", f"model:{config.model.path}")
+    # Some arguments of vLLM name code or files, such as `scheduler_cls`; its next release may have others.
+    for name, value in config.generator.vllm.items():
+        yield _Wish(f"generator.vllm.{name}", f"vllm:{name}={json.dumps(value)}")
+    for name in config.run.environment:
+        yield _Wish("run.environment", f"variable:{name}")
+
+
+def _reward(key: str, function: RewardFunctionConfig) -> Iterator[_Wish]:
+    if ":" in function.function:
+        yield _Wish(key, function.function.rpartition(":")[0])
+    if isinstance(remote := function.remote, HttpReward):
+        yield _Wish(f"{key}.params.url", f"url:{remote.url}")
+        if remote.key_env:
+            yield _Wish(f"{key}.params.key_env", f"variable:{remote.key_env}")
+    if isinstance(remote, Judge):
+        yield _Wish(f"{key}.params.prompt", str(remote.prompt))
+
+
+def _environments(config: Config) -> Iterator[_Wish]:
+    for key, name, _ in config.environment_names:
+        if name.partition(":")[0] in ADAPTERS:  # the rest of the name may be a command, or name a module
+            yield _Wish(key, name)
+        elif name not in TOOLS and (place := name.rpartition(":")[0]) != GAMES:
+            yield _Wish(key, place)
+    for key, environment in config.environments.items():
+        if environment.command:
+            yield _Wish(f"{key}.command", f"command:{shlex.join(environment.command)}")
+        if environment.python:
+            yield _Wish(f"{key}.python", str(environment.python))
+
+
+def check_allowed(config: Config, allowed: Collection[str]) -> None:
+    """Raise RunError if something is not allowed; the message says what is missing and how to allow it."""
+    missing = [wish for wish in wishes(config) if wish.text not in allowed]
+    if not missing:
+        return
+    lines = "".join(f"  {wish.key} wants {wish.text}\n" for wish in missing)
+    options = " ".join(f"--allow '{text}'" for text in dict.fromkeys(wish.text for wish in missing))
+    raise RunError(
+        f"run {config.run.name} would run code or read variables on this host that you have not allowed:\n"
+        f"{lines}look at them, then add {options}, or give your own copy of the run's config with --config"
+    )
 
 
 class _Found(NamedTuple):

@@ -37,14 +37,7 @@ from asyncrl.launch.own_store import KeptStore, own_store
 from asyncrl.launch.scorers import scorer_specs
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, needing, write_text
-from asyncrl.run.keys import (
-    SECRET_FILE_VARIABLE,
-    SECRET_VARIABLE,
-    JoinKeys,
-    RunKeys,
-    is_given,
-    run_keys,
-)
+from asyncrl.run.keys import SECRET_FILE_VARIABLE, SECRET_VARIABLE, JoinKeys, RunKeys, is_given, run_keys
 from asyncrl.run.lock import RunLock
 from asyncrl.run.saved import Saved, refuse_changes
 from asyncrl.run.starts import CODE_VARIABLE, code_of, read_starts

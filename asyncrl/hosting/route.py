@@ -13,15 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from asyncrl.config.addresses import (
-    AUTO,
-    CONTROL_PORT,
-    STORE_PORT,
-    beside,
-    filled_in,
-    host_of,
-    is_loopback,
-)
+from asyncrl.config.addresses import AUTO, CONTROL_PORT, STORE_PORT, beside, filled_in, host_of, is_loopback
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 

@@ -18,7 +18,7 @@ from asyncrl.buffer.run_record import RunRecord, StoredRun, key_id
 from asyncrl.buffer.server import StoreServer
 from asyncrl.cli.running import generator
 from asyncrl.commands import join as joining
-from asyncrl.commands.allowance import check_allowed, wishes
+from asyncrl.commands.join import check_allowed, wishes
 from asyncrl.config.resolved import config_hash, config_json, dump_config
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig

@@ -20,7 +20,7 @@ from asyncrl.engine.transformers import TransformersEngine
 from asyncrl.engine.vllm.outputs import kept_tokens
 from asyncrl.errors import ResultError, WireError
 from asyncrl.session.base import Turn
-from asyncrl.session.sequences import sequences_of
+from asyncrl.session.tree import sequences_of
 from asyncrl.trainer.head import TokenLogprobs
 from asyncrl.types import Group, Rollout
 from asyncrl.wire.group_frames import decode_group, encode_group

@@ -32,6 +32,9 @@ def test_a_process_of_the_same_user_and_container_is_open(listener, caplog):
 
 
 def test_nobody_listens(tmp_path, caplog):
+    with socket.socket(socket.AF_UNIX) as earlier:
+        earlier.bind(str(tmp_path / "left"))
+    assert usable(f"ipc://{tmp_path}/left", ALL) == ALL and not caplog.records, "a learner will be there"
     assert usable(f"ipc://{tmp_path}/none", ALL) == ALL
     assert "is not known" in caplog.text
     assert usable("tcp://10.0.0.1:5555", ALL) == ALL

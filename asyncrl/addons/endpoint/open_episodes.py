@@ -255,9 +255,7 @@ def over() -> Refused:
     return Refused(403, "the episode is over", "episode_over")
 
 
-async def _all(
-    chats: Iterable[Coroutine[Any, Any, Answer]],
-) -> tuple[list[Answer], BudgetSpent | None]:
+async def _all(chats: Iterable[Coroutine[Any, Any, Answer]]) -> tuple[list[Answer], BudgetSpent | None]:
     """Return the answers, and why there are not more; if one fails otherwise, the others end."""
 
     async def within_budget(chat: Coroutine[Any, Any, Answer]) -> Answer | BudgetSpent:

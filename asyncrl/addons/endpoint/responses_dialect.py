@@ -181,7 +181,4 @@ def _text_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _call_events(item: Json) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
-    yield (
-        "response.function_call_arguments.done",
-        {"arguments": item["arguments"], "name": item["name"]},
-    )
+    yield ("response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]})
