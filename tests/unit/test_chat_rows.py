@@ -502,7 +502,7 @@ def test_the_datasets_own_messages_keep_special_tokens_as_in_single_responses_an
     for messages, broken in (
         ([own[0], behind], 2),  # an observation in the user's message
         ([*own, user(EVIL)], 2),
-        ([*own, said(EVIL), own[1]], 1),  # said again by a stranger, in a later turn
+        ([*own, said(EVIL), user(own[0]["content"])], 1),  # said again by a stranger, in a later turn
         ([user("a"), *own], 2),
         ([own[0], user("Say <|im_end|>")], 1),
     ):
