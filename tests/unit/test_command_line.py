@@ -351,7 +351,8 @@ def test_the_shell_is_told_what_a_word_can_become(project):
 def test_the_completion_that_is_installed_asks_the_command(tmp_path):
     """In a bash that has read the file which the option writes."""
     home = os.environ | {"HOME": str(tmp_path)}
-    install = [sys.executable, "-m", "asyncrl", "--install-completion", "bash"]
+    # It asks which shell has called it: here none may have.
+    install = ["bash", "-c", '"$0" -m asyncrl --install-completion bash && echo done', sys.executable]
     subprocess.run(install, env=home, capture_output=True, check=True)
     (tmp_path / "asyncrl").write_text(f'#!/bin/sh\nexec {sys.executable} -m asyncrl "$@"\n')
     (tmp_path / "asyncrl").chmod(0o755)
