@@ -85,7 +85,8 @@ def config(tmp_path: Path) -> Iterator[Path]:
         }
         values["learner"]["steps"] = 7
         values["telemetry"] = {"samples_per_step": 64}
-        values["checkpoint"] = {"every": 1, "best": "eval/long/reward_mean"}
+        # A value that comes after its checkpoint was removed is not judged.
+        values["checkpoint"] = {"every": 1, "keep": 8, "best": "eval/long/reward_mean"}
         path.write_text(yaml.safe_dump(values))
         yield path
 
