@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55480,
-    "modules": 392,
+    "lines of the package": 55479,
+    "modules": 389,
     "public functions and classes": 1477,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 617,
+    "private functions that are used once": 616,
 }
 
 
