@@ -1,7 +1,5 @@
 """`asyncrl generator`: starts generators that join a run from this or another host."""
 
-import contextlib
-import functools
 import hmac
 import json
 import os
@@ -9,9 +7,9 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -44,6 +42,8 @@ from asyncrl.version import __version__
 GAMES = "asyncrl.quickstart.games"  # of the shipped configs
 
 
+# A generator that joins with only an address uses what the store says. The run's learner has signed it, but
+# the learner's user need not own this host: each piece of code and each variable must be allowed by name.
 class _Wish(NamedTuple):
     """Code that a config would run on this host, or a variable that it would read."""
 
@@ -137,7 +137,7 @@ def joined(
     """
     own = load_config(config_path) if config_path else None
     # Read once: the file may be a pipe. A failure is not kept.
-    given = functools.cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
+    given = cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
 
     def find() -> tuple[_Found, Config]:
         found = _find(store_url, own, given)
@@ -248,7 +248,7 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
     keys = key or (learners.keys().join if learners else join_keys(os.environ))
     learners = learners or _run_of(keys, own)
     password = os.environ.get(variable) or keys.store_password(user_of(url))
-    with contextlib.closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
+    with closing(StoreConnection(url, password=password, retry_s=5.0)) as connection:
         record = RunRecord(connection, keys.record).read()
         return _Found(url, keys, record, learners, clock_skew_s(connection))
 
@@ -265,7 +265,7 @@ def _run_here(url: str, config: Config | None, key: JoinKeys | None) -> RunDirec
     place = with_user(url, GENERATOR)  # the learner may use another user of the store
     for found in map(RunDirectory, [*candidates, *(path.parent for path in begun)]):
         if (known := found.store_url()) and with_user(known, GENERATOR) == place:
-            with contextlib.suppress(RunError):
+            with suppress(RunError):
                 if key is None or found.keys().join == key:
                     return found
     return None
@@ -276,7 +276,7 @@ def _run_of(keys: JoinKeys, config: Config | None) -> RunDirectory | None:
     text = keys.text()
     own = [config.run.directory] if config else []
     for path in [*own, *(found.parent for found in Path("runs").glob("*/config.yaml"))]:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if hmac.compare_digest((path / "join.key").read_bytes(), text.encode()):
                 return RunDirectory(path)
     return None
