@@ -1,6 +1,6 @@
 """A whole run that trains an adapter; its processes are killed in each phase of a swap of adapters.
 
-    first lap   stale rollouts; the learner or a generator dies where a function begins or ends
+    first lap   stale rollouts; learner, generator or vLLM's own process dies where a function begins or ends
     resume      the supervisor is killed, and the same command goes on, with `model.lora.start` still in it
     second lap  nothing may be stale, so that the learner scores each token with the adapter that its version
                 names: a token of another adapter would differ by what the steps between have moved
@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 ADAPTER = ("model.lora.rank=8", "model.lora.alpha=16", "model.lora.targets=[q_proj,up_proj]")
 # Learner and engine round differently; a step of this learning rate moves the probe by far more.
 LIMIT, OPTIONS = 1e-4, ("learner.optimizer.lr=0.02", "learner.ranks=1", "run.environment=[STRIKE_IN]")
-_PUBLISHER, _TRANSFORMERS = "weights.publisher:SlotPublisher", "engine.transformers:TransformersEngine"
+_PUBLISHER, _VLLM = "weights.publisher:SlotPublisher", "engine.vllm.engine:VLLMEngine"
+_RECEIVER, _ADAPTER = "engine.vllm.receiver", "engine.vllm.adapter:Adapter"
 LEARNER = {
     "before the copy": f"{_PUBLISHER}.publish:start",
     "copied, without checksums": f"{_PUBLISHER}._finish:start",
@@ -34,15 +35,22 @@ LEARNER = {
 GENERATOR = {
     "before staging": "weights.staging:HostStaging.stage:start",
     "staged": "weights.staging:HostStaging.stage:end",
-    "paused": f"{_TRANSFORMERS}.begin_update:end",
-    "before loading": f"{_TRANSFORMERS}._load:start",
-    "slot open, nothing copied": "weights.slots:open_slot:end",
-    "loaded": f"{_TRANSFORMERS}._load:end",
-    "sampling again, before the probe": f"{_TRANSFORMERS}.finish_update:end",
+    "paused": f"{_VLLM}.begin_update:end",
+    "loaded": f"{_VLLM}._receive:end",
+    "sampling again, before the probe": f"{_VLLM}.finish_update:end",
     "probed, not reported": "weights.agreement:Agreement.judge:end",
 }
-PHASES = [("learner", *each) for each in LEARNER.items()] + [
-    ("generator", *each) for each in GENERATOR.items()
+WORKER = {
+    "told to load": f"{_RECEIVER}:_load_adapter:start",
+    "slot open, nothing copied": "weights.slots:open_slot:end",
+    "copied, nothing replaced": f"{_ADAPTER}.replace:start",
+    "replaced": f"{_ADAPTER}.replace:end",
+    "loaded, not answered": f"{_RECEIVER}:_load_adapter:end",
+}
+PHASES = [
+    (process, *each)
+    for process, phases in (("learner", LEARNER), ("generator", GENERATOR), ("vLLM", WORKER))
+    for each in phases.items()
 ]
 """What dies, what has happened before, and where the process kills itself."""
 
@@ -64,7 +72,7 @@ class SwapRun(RealRun):
     def go(self, *overrides: str) -> None:
         """`asyncrl up`, until all generators are there."""
         start = f"model.lora.start={self.root / 'start'}"
-        self.begin(*ADAPTER, start, *OPTIONS, "generator.engine=transformers", *overrides)
+        self.begin(*ADAPTER, start, *OPTIONS, *overrides)
 
     def strike(self, process: str, phase: str, place: str) -> None:
         """Have the next process that comes to `place` die; the run must make steps and be whole. Raises Stuck."""

@@ -1,10 +1,10 @@
-"""Kills in each phase of a swap of adapters, in whole runs that begin with an adapter of PEFT."""
+"""Kills in each phase of a swap of adapters in vLLM, in whole runs that begin with an adapter of PEFT."""
 
 import pytest
 
 from reliability.chaos.swaps import LIMIT, PHASES, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
 
 def test_a_death_in_any_phase_of_a_swap_costs_no_group_and_no_token_has_another_adapter(tmp_path):

@@ -17,11 +17,13 @@ FILE = os.environ.get("STRIKE_IN", "")
 WATCHED = {
     "asyncrl.weights.publisher": ["SlotPublisher.publish", "SlotPublisher._finish", "SlotPublisher.order"],
     "asyncrl.weights.staging": ["HostStaging.stage"],
-    "asyncrl.engine.transformers": [
-        "TransformersEngine.begin_update",
-        "TransformersEngine._load",
-        "TransformersEngine.finish_update",
+    "asyncrl.engine.vllm.engine": [
+        "VLLMEngine.begin_update",
+        "VLLMEngine._receive",
+        "VLLMEngine.finish_update",
     ],
+    "asyncrl.engine.vllm.receiver": ["_load_adapter"],
+    "asyncrl.engine.vllm.adapter": ["Adapter.replace"],
     "asyncrl.weights.slots": ["open_slot"],
     "asyncrl.weights.agreement": ["Agreement.judge"],
 }
