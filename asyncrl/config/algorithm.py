@@ -141,7 +141,7 @@ class OptimizerConfig(Part):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     warmup_steps: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 0
-    """Steps of linear rise to `lr`; below 1 a share of all steps."""
+    """Optimizer steps of linear rise to `lr`; below 1 a share of all."""
     schedule: Schedule = "constant"
     """Schedule of transformers after the warm-up, until `learner.steps`."""
     schedule_arguments: Annotated[dict[str, JsonValue], WithJsonSchema(ANY_SETTINGS)] = Field(

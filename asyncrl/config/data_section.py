@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer
 
-from asyncrl.algo.ranges import NonNegative, Positive, PositiveInt, Samples
+from asyncrl.algo.ranges import Positive, PositiveInt, Samples
 from asyncrl.config.base import Part, marked
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.config.resume import OTHER_RUN, refused
@@ -92,7 +92,7 @@ class EvalSet(Task):
     """`eval.every` of this set."""
     samples: Samples | None = None
     """`eval.samples` of this set."""
-    temperature: NonNegative | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """`eval.temperature` of this set."""
     system: str | None = None
     """`data.system` of these prompts."""

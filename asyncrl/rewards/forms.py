@@ -10,13 +10,14 @@ None in place of a float abstains.
 
 A function with `responses` is called once for a group, for example to rank; its columns are those of the
 row, and what differs between responses (`GIVEN`, and `EPISODE_COLUMNS`) comes as lists. With `prompts` before
-them it is called for responses of several groups, and all columns are lists. Every other function is called
-for one response at a time, so TRL's lists have one item. If the prompts of the data are chat messages, TRL's
-functions get messages, as in TRL, and all others the text that the policy read.
+them it is called for responses of several groups, and all columns are lists. TRL's functions are called once
+for a group, too, since they may compare its completions, and all columns are lists. Every other function is
+called for one response. If the prompts of the data are chat messages, TRL's functions get messages, as in
+TRL, and all others the text that the policy read.
 """
 
 import inspect
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -112,16 +113,14 @@ class GroupForm(Form):
         return (prompts[0], list(responses)), self._wanted(named, without=("prompt", "responses"))
 
     def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
-        if (
-            isinstance(returned, str | Mapping)
-            or not isinstance(returned, Collection)
-            or len(returned) != count
-        ):
+        is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping | Set)
+        found = list(returned) if is_list else []
+        if not is_list or len(found) != count:
             raise RewardError(
-                f"returned {str(returned)[:80]!r} for {count} responses; with `responses` it returns a list "
-                "of as many numbers"
+                f"returned {str(returned)[:80]!r} for {count} responses; this form returns a list of as many "
+                "numbers"
             )
-        return [self._pair(one) for one in returned]
+        return [self._pair(one) for one in found]
 
 
 class BatchForm(GroupForm):
@@ -140,8 +139,8 @@ class BatchForm(GroupForm):
         return (list(prompts), list(responses)), wanted
 
 
-class TRLForm(Form):
-    """TRL's form: every argument, and the returned value, is a list of one item."""
+class TRLForm(GroupForm):
+    """TRL's form: every argument, and the returned value, is a list with an item for each response."""
 
     takes_chat = True
 
@@ -151,21 +150,11 @@ class TRLForm(Form):
     def arguments(
         self, prompts: Sequence[Any], responses: Sequence[str], rows: Sequence[Row], apart: Collection[str]
     ) -> Arguments:
-        [prompt], [response], [row] = prompts, responses, rows
-        is_chat = not isinstance(prompt, str)
-        completion = [{"role": "assistant", "content": response}] if is_chat else response
-        given = {"prompts": prompt, "completions": completion}
-        values = self._wanted(row, without=("prompt", "response")) | self._wanted(given)
-        return (), {name: [value] for name, value in values.items()}
-
-    def read(self, returned: Any, count: int) -> list[tuple[Any, Any]]:
-        try:
-            [one] = returned
-        except (TypeError, ValueError):
-            raise RewardError(
-                f"returned {str(returned)[:80]!r} for one completion; TRL's form returns a list of one number"
-            ) from None
-        return [(one, UNSAID)]
+        is_chat = not isinstance(prompts[0], str)
+        completions = [[{"role": "assistant", "content": one}] if is_chat else one for one in responses]
+        named = {name: [row.get(name) for row in rows] for row in rows for name in row}
+        values = self._wanted(named, without=("prompt", "response"))
+        return (), values | self._wanted({"prompts": list(prompts), "completions": completions})
 
 
 class VerlForm(Form):
@@ -206,7 +195,7 @@ def form_of(parameters: Sequence[inspect.Parameter]) -> Form:
         found = ", ".join(f"`{name}`" for name in sorted(unknown))
         raise RewardError(f"takes {found}, which asyncrl does not have; give it a default, or leave it out")
     if "completions" in names:
-        return _form(TRLForm, parameters)
+        return replace(_form(TRLForm, parameters), most=GROUP)
     if "solution_str" in names:
         return _form(VerlForm, parameters)
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]

@@ -313,7 +313,12 @@ def trl_chat(completions, **kwargs):
 
 
 async def trl_async(prompts, completions, **kwargs):
-    return [float(prompts[0][0]["content"] == "2+2?")]
+    return [float(prompt[0]["content"] == "2+2?") for prompt in prompts]
+
+
+def trl_shortest(completions, answer, **kwargs):
+    """As rewards of length do that compare the completions of one prompt."""
+    return (float(len(one) == min(map(len, completions))) for one in completions)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -325,7 +330,16 @@ def verl_plain(data_source, solution_str, ground_truth, extra_info, **kwargs):
     return float(solution_str == ground_truth)
 
 
-def test_functions_of_trl_are_called_with_lists_of_one():
+def test_functions_of_trl_see_all_completions_of_a_group():
+    rows = [{"answer": "4", "truncated": cut} for cut in (False, True, False)]
+    texts = ["4", "4", "5 or so"]
+    assert bind(trl_shortest)(["2+2="] * 3, texts, rows) == [(1.0, None), (1.0, None), (0.0, None)]
+    assert bind(trl_correctness)(["2+2="] * 3, texts, rows) == [(1.0, None), (0.0, None), (0.0, None)]
+    chat = [{"role": "user", "content": "2+2?"}]
+    assert bind(trl_chat)([chat] * 3, texts, rows) == [(1.0, None), (1.0, None), (0.0, None)]
+
+
+def test_functions_of_trl_may_be_called_with_lists_of_one():
     row = {"answer": "4", "truncated": False}
     assert reward(trl_reward, "2+2=", "4 and 4", row) == 2
     assert (
@@ -392,12 +406,9 @@ def test_a_function_of_any_form_may_ask_for_the_special_tokens(function, expecte
     assert reward(function, "p", "r", {"answer": "4", "raw_response": "<t>r"}) == expected
 
 
-@pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], "1", None])
+@pytest.mark.parametrize("returned", [1.0, [], [1.0, 2.0], {1.0}, "1", None])
 def test_what_is_no_list_of_one_number_is_refused(returned):
-    with pytest.raises(
-        RewardError,
-        match=r"returned .*for one completion; .* list of one number|a reward is one finite number",
-    ):
+    with pytest.raises(RewardError, match=r"returned .*for 1 responses; .* list of as many numbers"):
         reward(lambda completions, **kwargs: returned, "p", "r", {})
 
 

@@ -105,6 +105,7 @@ def test_a_task_has_one_environment_or_none(section, own, uses, command) -> None
         ),
         ("data.eval.1.name=se", "data.eval: a set has the name se"),
         ("data.eval.1.temperature=0", "data.eval.1.samples: eval.samples is 4 at eval.temperature 0"),
+        ("data.eval.1.temperature=5", "data.eval.1.temperature: found 5; allowed is a number from 0 to 2"),
         ("data.eval.1.path=bare.jsonl", "run.yaml:12  data.eval.1.reward.0.function: wants column `answer`"),
         (
             "data.eval.0.path=bare.jsonl",
