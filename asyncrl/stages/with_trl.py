@@ -27,6 +27,7 @@ from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
 from asyncrl.stages.trl_settings import TRAINERS
 from asyncrl.telemetry.text import visible, visible_lines
+from asyncrl.trainer.loading import require_writable
 
 # Checkpoints that are kept by default; TRL's own is all.
 KEEP = 2
@@ -97,6 +98,7 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),
     )
+    require_writable(getattr(trainer.model, "generation_config", None))
     # Whatever made it due: a step, the end of an epoch, a better measure.
     watched = while_growing("checkpoint", directory.trl_checkpoints)
     trainer._save_checkpoint = watched(trainer._save_checkpoint)

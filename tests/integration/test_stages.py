@@ -78,6 +78,13 @@ def test_a_stage_learns_given_answers_and_leaves_no_pickle(tmp_path):
     improves(tmp_path, "sft", "loss", -1.0)
 
 
+def test_a_model_whose_generation_config_transformers_would_not_write_is_trained(tmp_path):
+    config = tiny_stage(tmp_path, "sft", trl={"max_steps": 2})
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    written = json.loads((trained(config).model / "generation_config.json").read_text())
+    assert (written["temperature"], written["do_sample"]) == (0.6, True)
+
+
 def improves(tmp_path: Path, stage: str, measure: str, least_gain: float) -> None:
     directory = trained(tiny_stage(tmp_path, stage))
     found = record(directory)
