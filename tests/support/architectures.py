@@ -1,6 +1,6 @@
-"""The table of architectures in docs/models.md.
+"""The two tables of architectures in docs/models.md: those that are right, and those that are refused.
 
-python -m tests.support.architectures   # writes it
+python -m tests.support.architectures   # writes them
 """
 
 import re
@@ -32,9 +32,8 @@ qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurre
 stablelm starcoder2 vaultgemma xglm xlstm zamba zaya
 """
 NAMES = TABLE.split()
-ROW = re.compile(
-    r"\| `(?P<name>[\w-]+)` \| (?P<verdict>right|refused) \| (?P<nats>[\d.e-]*) \| (?P<why>.*) \|"
-)
+ROW = re.compile(r"\| `(?P<name>[\w-]+)` \| (?P<nats>[\d.e-]*) \|(?: (?P<why>.*) \|)?")
+RIGHT, REFUSED = "| right | nats |", "| refused | nats | where they differ, or what is missing |"
 LAYER = re.compile(r"\((\w+)\) is the first to differ")
 
 
@@ -58,23 +57,30 @@ def judged(name: str) -> tuple[str, float | None, str]:
     return "right", nats, ""
 
 
-def row(name: str) -> str:
-    verdict, nats, why = judged(name)
-    return f"| `{name}` | {verdict} | {'' if nats is None else f'{nats:.2g}'} | {why} |"
-
-
-def rows() -> dict[str, re.Match[str]]:
-    """The table as it stands in the page, by architecture."""
-    return {found["name"]: found for found in map(ROW.fullmatch, PAGE.read_text().splitlines()) if found}
+def rows() -> dict[str, dict[str, str]]:
+    """The rows as they stand in the page, by architecture."""
+    found = {row["name"]: row for row in map(ROW.fullmatch, PAGE.read_text().splitlines()) if row}
+    return {
+        name: {
+            "verdict": "right" if row["why"] is None else "refused",
+            "nats": row["nats"],
+            "why": row["why"] or "",
+        }
+        for name, row in found.items()
+    }
 
 
 def write() -> None:
-    head = PAGE.read_text().partition("| architecture |")[0]
-    lines = [
-        "| architecture | the learner | nats | where they differ, or what is missing |",
-        "|---|---|---|---|",
-    ]
-    PAGE.write_text(head + "\n".join([*lines, *map(row, NAMES)]) + "\n")
+    head = PAGE.read_text().partition(RIGHT)[0]
+    right, refused = [RIGHT, "|---|---|"], [REFUSED, "|---|---|---|"]
+    for name in NAMES:
+        verdict, nats, why = judged(name)
+        number = "" if nats is None else f"{nats:.2g}"
+        if verdict == "right":
+            right.append(f"| `{name}` | {number} |")
+        else:
+            refused.append(f"| `{name}` | {number} | {why} |")
+    PAGE.write_text(head + "\n".join([*right, "", *refused]) + "\n")
 
 
 if __name__ == "__main__":
