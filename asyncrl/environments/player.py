@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from asyncrl import plugins
 from asyncrl.environments.json_frames import packed, read_frame
 from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS, TOOLS
 
@@ -128,7 +129,7 @@ def described(error: BaseException) -> dict[str, Any]:
     is_fault = not isinstance(error, Exception) or is_broken or isinstance(error, ImportError)
     is_fault = is_fault or any(isinstance(one, FAULTS) for one in causes)
     return {
-        "error": f"{type(error).__name__}{_text(error)}"[:MAX_REASON_CHARACTERS],
+        "error": plugins.described(error, placed=False)[:MAX_REASON_CHARACTERS],
         "where": "".join(f"{one.filename}:{one.lineno}" for one in last),
         "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
@@ -142,13 +143,6 @@ def _shortened(value: Any, limit: int) -> Any:
     if isinstance(value, dict):
         return {key: _shortened(one, limit) for key, one in value.items()}
     return [_shortened(one, limit) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f": {error}"
-    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
-        return ", which has no text"
 
 
 async def _awaited(value: Any) -> Any:
