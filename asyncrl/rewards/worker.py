@@ -73,7 +73,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         most = {part: form.most for part, form in forms.items()}
         reply({"ready": True, "raw": raw, "chat": chat, "most": most})
         while True:
-            call = msgpack.unpackb(receive(requests))
+            call = msgpack.unpackb(receive(requests), ext_hook=lambda code, digits: int(digits))
             reply({"started": True})
             given = (call[name] for name in ("prompts", "responses", "columns", "apart"))
             judged = _attempt(rewards[call["part"]], *given)
