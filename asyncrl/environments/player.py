@@ -98,7 +98,9 @@ class Player:
 
     def _ask(self, names: tuple[str, ...]) -> Any:
         """The value of the first attribute that exists, None without one; a method is called."""
-        found = next((getattr(self._instance, name) for name in names if hasattr(self._instance, name)), None)
+        one = self._instance
+        # A property that raises AttributeError is there, though `hasattr` says no.
+        found = next((getattr(one, name) for name in names if name in dir(one) or hasattr(one, name)), None)
         return self._result(found() if callable(found) else found)
 
     def _returned(self, value: Any) -> dict[str, Any]:
