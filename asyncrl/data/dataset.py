@@ -182,4 +182,4 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
         found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown names, broken files
         raise DataError(f"dataset {source}, split `{split}`: {error.__cause__ or error}") from error
-    return arrow_rows(found)
+    return arrow_rows(found, source)
