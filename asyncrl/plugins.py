@@ -60,15 +60,13 @@ def described(error: BaseException, *, placed: bool = True) -> str:
     """Return an error of user code, with its line if `placed`. Raises it if SIGTERM ends a role by it."""
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         raise error
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
-        text = f"{type(error).__name__}, which has no text"
+    name, where = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
     # The text of a SyntaxError has the line already.
-    if not placed or isinstance(error, SyntaxError):
-        return text
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{text} ({where.filename}:{where.lineno})"
+    line = f" ({where.filename}:{where.lineno})" if placed and not isinstance(error, SyntaxError) else ""
+    try:
+        return f"{name}: {error}{line}"
+    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
+        return f"{name}, which has no text{line}"
 
 
 def _from_file(path: Path) -> ModuleType:

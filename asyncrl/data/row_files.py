@@ -230,7 +230,7 @@ def _read_parquet(path: Path) -> Sequence[Row]:
 
 
 def arrow_rows(dataset: Any, source: str) -> Lazy:
-    """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file; `source` is for messages."""
+    """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file; messages name `source`."""
     # As Arrow: `datasets` would decode each image.
     found = dataset.with_format("arrow")
 
@@ -239,9 +239,7 @@ def arrow_rows(dataset: Any, source: str) -> Lazy:
             return map(with_sparse_messages, found[start:stop].to_pylist())
         except (ValueError, OverflowError) as error:
             where = f"{source}, rows {start + 1} to {stop}"
-            raise DataError(
-                f"{where}: found a value that Python cannot hold ({error}); correct it"
-            ) from error
+            raise DataError(f"{where}: found what no Python value is ({error}); correct it") from error
 
     return stored(len(found), read)
 

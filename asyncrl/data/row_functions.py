@@ -14,6 +14,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -175,11 +176,8 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     # What user code prints is for people, and its standard output may be a command's result.
     join_outputs()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        try:
-            _serve(channel)
-        except (EOFError, ConnectionError):
-            sys.exit()
+    with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(EOFError, ConnectionError):
+        _serve(channel)
 
 
 if __name__ == "__main__":

@@ -110,9 +110,8 @@ class Player:
     def _result(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
             return value
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(value))
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(value)
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -145,7 +144,3 @@ def _shortened(value: Any, limit: int) -> Any:
     if isinstance(value, dict):
         return {key: _shortened(one, limit) for key, one in value.items()}
     return [_shortened(one, limit) for one in value] if isinstance(value, list | tuple) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

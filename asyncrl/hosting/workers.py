@@ -37,10 +37,7 @@ def as_column(value: Any) -> Any:
 
 def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a MessagePack message. `default` converts other values. Raises ValueError, TypeError."""
-    return _framed(msgpack.packb(message, default=default))
-
-
-def _framed(data: bytes) -> bytes:
+    data: bytes = msgpack.packb(message, default=default)
     return LENGTH.pack(len(data)) + data
 
 
@@ -73,7 +70,7 @@ class Channel:
         """
         until_s = time.monotonic() + wait_s
         self.channel.settimeout(wait_s)
-        self.channel.sendall(_framed(data))
+        self.channel.sendall(LENGTH.pack(len(data)) + data)
         while (left_s := until_s - time.monotonic()) > 1.0 and not select([self.channel], (), (), 1.0)[0]:
             meanwhile()
         self.channel.settimeout(max(left_s, 0.001))

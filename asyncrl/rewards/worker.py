@@ -88,12 +88,10 @@ def _tidied(is_alone: bool) -> dict[str, bool]:
     if is_alone:
         if os.getpid() != SANDBOXED_PID:  # a child that user code forked returned to the loop
             return {}
-        try:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # there is none, or none is left
             os.kill(-1, signal.SIGKILL)  # all processes of the sandbox
             while True:
                 os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):  # there is none, or none is left
-            pass
         for place in SCRATCH:
             os.chmod(place, 0o755)  # what ran may have taken our rights to read and write there
         usages = [shutil.disk_usage(place) for place in SCRATCH]
