@@ -62,6 +62,13 @@ def test_parquet_comes_back_as_written(tmp_path):
         load_rows(str(tmp_path / "torn.parquet"))
 
 
+def test_a_directory_of_save_to_disk_is_refused_with_what_to_do(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"saved using `save_to_disk`\. Please write it by `to_parquet`"):
+        load_rows(str(tmp_path / "saved"))
+
+
 def test_parquet_that_python_has_no_values_for_is_named(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     bad = pyarrow.array([b"ok", b"\xff"]).view(pyarrow.string())
