@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def load(target: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         cure = f"it must be installed or lie under the working directory {Path.cwd()}"
         raise ImportError(f"{error}; {cure}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ImportError(f"raised {described(error)}") from error
     if not callable(found):
         what = f", only a value of type {type(found).__name__}" if name in vars(module) else ""
@@ -55,11 +56,17 @@ def package_spec(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, [str(Path.cwd())])
 
 
-def described(error: BaseException) -> str:
-    """Return an error of user code with its line; the text of a SyntaxError has the line already."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    line = "" if isinstance(error, SyntaxError) else f" ({where.filename}:{where.lineno})"
-    return f"{type(error).__name__}: {error}{line}"
+def described(error: BaseException, *, placed: bool = True) -> str:
+    """Return an error of user code, with its line if `placed`. Raises it if SIGTERM ends a role by it."""
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+        raise error
+    name, where = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
+    # The text of a SyntaxError has the line already.
+    line = f" ({where.filename}:{where.lineno})" if placed and not isinstance(error, SyntaxError) else ""
+    try:
+        return f"{name}: {error}{line}"
+    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
+        return f"{name}, which has no text{line}"
 
 
 def _from_file(path: Path) -> ModuleType:

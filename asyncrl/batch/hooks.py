@@ -51,7 +51,7 @@ def _construct(choice: Choice) -> object:
     hook_class = registry.load(choice.name)
     try:
         return hook_class(**choice.params)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where} cannot be made with {choice.params}: {described(error)}") from error
 
 
@@ -64,7 +64,7 @@ def _metrics(where: str, function: Callable[[Any], Any], argument: object) -> di
             isinstance(value, Real) and not isinstance(value, bool) for value in returned.values()
         ):
             return {f"hook/{name}": float(value) for name, value in returned.items()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = f"{where} failed: {described(error)}; fix it, or remove it from learner.hooks"
         raise ConfigError(message) from error
     raise ConfigError(

@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -95,10 +96,8 @@ def _mapped(address: Address) -> Address:
 def _address(host: str) -> Address | None:
     """Parse an address; return None for a name. Like the system, accept 0, 0x7f.1 and 127.1."""
     bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(bare)
-    except ValueError:
-        pass
     try:
         return ipaddress.IPv4Address(socket.inet_aton(bare))
     except OSError:

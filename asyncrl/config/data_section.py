@@ -130,10 +130,10 @@ class DataConfig(Part):
         BeforeValidator(_as_sources, json_schema_input_type=str | tuple[DataSource, ...]),
         marked(stand_in="no/data", resume=_ROWS),
     ]
-    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), directory, pattern of files
-    (`data/part-*.jsonl`), or Hugging Face dataset: `owner/name`, `owner/name:config` or
-    `owner/name@revision`. `seeds:N` makes rows with a column `seed` from 0 to N - 1, for an environment that
-    makes its tasks. A list mixes sources."""
+    """File (.jsonl, .json, .csv, .parquet, .jsonl.gz, .csv.gz), pattern of files (`data/part-*.jsonl`),
+    directory (of which Hugging Face reads files of one format, by names of splits; `data/*` is every file),
+    or Hugging Face dataset: `owner/name`, `owner/name:config` or `owner/name@revision`. `seeds:N` makes rows
+    with a column `seed` from 0 to N - 1, for an environment that makes its tasks. A list mixes sources."""
     eval: Annotated[
         tuple[EvalSet, ...],
         Field(max_length=64),

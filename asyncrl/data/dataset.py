@@ -181,5 +181,6 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     try:
         found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown names, broken files
-        raise DataError(f"dataset {source}, split `{split}`: {error.__cause__ or error}") from error
-    return arrow_rows(found)
+        said = str(error.__cause__ or error).replace("use `load_from_disk`", "write it by `to_parquet`")
+        raise DataError(f"dataset {source}, split `{split}`: {said}") from error
+    return arrow_rows(found, source)

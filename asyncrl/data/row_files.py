@@ -214,25 +214,34 @@ def _as_row(row: object, where: str) -> Row:
     return row
 
 
-def _read_parquet(path: Path) -> Lazy:
+def _read_parquet(path: Path) -> Sequence[Row]:
     try:
         import datasets
-        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import read_metadata
     except ImportError as error:
         raise DataError(f"{path}: reading parquet needs datasets; run: {install_command('data')}") from error
     try:
         datasets.disable_progress_bars()
-        return arrow_rows(datasets.Dataset.from_parquet(str(path)))
-    except (ArrowInvalid, datasets.exceptions.DatasetGenerationError) as error:
-        cure = "give a parquet, JSON or JSONL file"
-        raise DataError(f"{path}: not a parquet file ({error.__cause__ or error}); {cure}") from error
+        is_empty = not read_metadata(path).num_rows
+        return [] if is_empty else arrow_rows(datasets.Dataset.from_parquet(str(path)), str(path))
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        cure = "write texts, numbers, lists and structs, or give a JSON or JSONL file"
+        raise DataError(f"{path}: not a parquet file of rows ({error.__cause__ or error}); {cure}") from error
 
 
-def arrow_rows(dataset: Any) -> Lazy:
-    """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file."""
+def arrow_rows(dataset: Any, source: str) -> Lazy:
+    """Return the rows of a `datasets.Dataset`, which are in a memory-mapped file; messages name `source`."""
     # As Arrow: `datasets` would decode each image.
     found = dataset.with_format("arrow")
-    return stored(len(found), lambda start, stop: map(with_sparse_messages, found[start:stop].to_pylist()))
+
+    def read(start: int, stop: int) -> Iterator[Row]:
+        try:
+            return map(with_sparse_messages, found[start:stop].to_pylist())
+        except (ValueError, OverflowError) as error:
+            where = f"{source}, rows {start + 1} to {stop}"
+            raise DataError(f"{where}: found what no Python value is ({error}); correct it") from error
+
+    return stored(len(found), read)
 
 
 def with_sparse_messages(row: Row) -> Row:

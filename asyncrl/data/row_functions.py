@@ -14,6 +14,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,7 +28,7 @@ from asyncrl.data.row_files import Lazy, Row
 from asyncrl.errors import DataError, as_unicode
 from asyncrl.hosting.processes import die_with_parent, join_outputs
 from asyncrl.hosting.progress import beat
-from asyncrl.hosting.workers import Worker, framed, receive
+from asyncrl.hosting.workers import Worker, as_column, pack, receive
 from asyncrl.plugins import described, load
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 TOGETHER, LIMIT_S = 64, 120.0
 # Limit for the process to start and to load the functions.
 START_S = 60.0
-MAPPED = "a mapping from columns to values of JSON, or bytes"
+MAPPED = "a mapping from columns to values of JSON (integers of 64 bits), or bytes"
 
 
 def load_parts(data: DataConfig, parts: Iterable[DataSource | EvalSet]) -> list[Rows]:
@@ -109,7 +110,7 @@ def _ask(worker: Worker, message: Mapping[str, Any], rows: Rows, first: int) -> 
     where = f"rows {first + 1} to {last + 1} of {rows.source}, the first at {rows.place(first)}"
     try:
         # A row of JSON may hold half of a surrogate pair.
-        packed = msgpack.packb(message, default=str, unicode_errors="surrogatepass")
+        packed = msgpack.packb(message, default=as_column, unicode_errors="surrogatepass")
         reply = msgpack.unpackb(worker.ask(packed, limit_s, beat))
     except TimeoutError:
         raise DataError(f"data.filter or data.map took longer than {limit_s:g} s for {where}") from None
@@ -133,7 +134,8 @@ def _serve(channel: socket.socket) -> None:
     _say(channel, {"found": []})
     while True:
         found: list[Any] = []
-        for row in msgpack.unpackb(receive(requests), unicode_errors="surrogatepass")["rows"]:
+        hooks = {"unicode_errors": "surrogatepass", "ext_hook": lambda code, digits: int(digits)}
+        for row in msgpack.unpackb(receive(requests), **hooks)["rows"]:
             result: Any = True
             for key, function in functions.items():
                 name = getattr(function, "__name__", key)
@@ -160,13 +162,13 @@ def _wrong(key: str, result: Any) -> str:
         return f"returned a {kind}; allowed is {MAPPED}"
     try:
         msgpack.unpackb(msgpack.packb(result))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return f"returned a row that cannot be stored ({error}); allowed is {MAPPED}"
     return ""
 
 
 def _say(channel: socket.socket, reply: Mapping[str, Any]) -> None:
-    channel.sendall(framed(msgpack.packb(reply)))
+    channel.sendall(pack(reply))
 
 
 def main() -> None:
@@ -174,11 +176,8 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     # What user code prints is for people, and its standard output may be a command's result.
     join_outputs()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        try:
-            _serve(channel)
-        except (EOFError, ConnectionError):
-            sys.exit()
+    with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(EOFError, ConnectionError):
+        _serve(channel)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from asyncrl import plugins
 from asyncrl.environments.json_frames import packed, read_frame
 from asyncrl.environments.user_code import CLOSE, ENDS, REWARDS, TOOLS
 
@@ -97,7 +98,9 @@ class Player:
 
     def _ask(self, names: tuple[str, ...]) -> Any:
         """The value of the first attribute that exists, None without one; a method is called."""
-        found = next((getattr(self._instance, name) for name in names if hasattr(self._instance, name)), None)
+        one = self._instance
+        # A property that raises AttributeError is there, though `hasattr` says no.
+        found = next((getattr(one, name) for name in names if name in dir(one) or hasattr(one, name)), None)
         return self._result(found() if callable(found) else found)
 
     def _returned(self, value: Any) -> dict[str, Any]:
@@ -107,9 +110,8 @@ class Player:
     def _result(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
             return value
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(value))
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(value)
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def described(error: BaseException) -> dict[str, Any]:
     is_fault = not isinstance(error, Exception) or is_broken or isinstance(error, ImportError)
     is_fault = is_fault or any(isinstance(one, FAULTS) for one in causes)
     return {
-        "error": f"{type(error).__name__}{_text(error)}"[:MAX_REASON_CHARACTERS],
+        "error": plugins.described(error, placed=False)[:MAX_REASON_CHARACTERS],
         "where": "".join(f"{one.filename}:{one.lineno}" for one in last),
         "memory": is_full,
         "fault": is_fault or bool(getattr(error, "fault", False)),
@@ -142,14 +144,3 @@ def _shortened(value: Any, limit: int) -> Any:
     if isinstance(value, dict):
         return {key: _shortened(one, limit) for key, one in value.items()}
     return [_shortened(one, limit) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f": {error}"
-    except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
-        return ", which has no text"
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

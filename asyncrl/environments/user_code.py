@@ -39,8 +39,9 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         "takes_all": is_entered and any(one.kind is one.VAR_KEYWORD for one in taken),
         "tools": given
         or [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
-        # Classes for TRL often have a reward as an attribute, which `__init__` or a tool sets.
-        "rewards": kind == "tool_class" or any(hasattr(first, name) for name in REWARDS),
+        # Classes for TRL often set an attribute; one of a text environment is paid already, by `step`.
+        "rewards": kind == "tool_class"
+        or any(callable(one := getattr(first, name, None)) or isinstance(one, property) for name in REWARDS),
         "closes": inspect.isclass(first) and hasattr(first, CLOSE),
     }
 

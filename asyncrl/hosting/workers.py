@@ -30,14 +30,15 @@ END_S = 5.0
 OUTPUT_TAIL_BYTES = 4096
 
 
-def framed(data: bytes) -> bytes:
-    """Put the length in front of a message."""
-    return LENGTH.pack(len(data)) + data
+def as_column(value: Any) -> Any:
+    """`default` for rows: an integer of more than 64 bits becomes its digits of type 0, all else text."""
+    return msgpack.ExtType(0, b"%d" % value) if isinstance(value, int) else str(value)
 
 
 def pack(message: Mapping[str, Any], *, default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a MessagePack message. `default` converts other values. Raises ValueError, TypeError."""
-    return framed(msgpack.packb(message, default=default))
+    data: bytes = msgpack.packb(message, default=default)
+    return LENGTH.pack(len(data)) + data
 
 
 def receive(stream: IO[bytes]) -> bytes:
@@ -69,7 +70,7 @@ class Channel:
         """
         until_s = time.monotonic() + wait_s
         self.channel.settimeout(wait_s)
-        self.channel.sendall(framed(data))
+        self.channel.sendall(LENGTH.pack(len(data)) + data)
         while (left_s := until_s - time.monotonic()) > 1.0 and not select([self.channel], (), (), 1.0)[0]:
             meanwhile()
         self.channel.settimeout(max(left_s, 0.001))

@@ -75,7 +75,7 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any] = EMPTY) -> Rew
         others = [{name: row[name] for name in row if name not in params} for row in rows]
         positional, named = form.arguments(prompts, responses, others, apart)
         value = function(*positional, **named, **params)
-        returned = _LOOP.run(_awaited(value)) if inspect.isawaitable(value) else value
+        returned = _LOOP.get_loop().run_until_complete(value) if inspect.isawaitable(value) else value
         return [_checked(*pair) for pair in form.read(returned, len(responses))]
 
     return call
@@ -122,7 +122,3 @@ def checked_answer(answer: object) -> str:
         return text
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return f"{text[: ANSWER_CHARACTERS - len(digest) - 1]}…{digest}"
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

@@ -23,7 +23,7 @@ import msgpack
 from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.hosting.processes import kill_group, module_argv
-from asyncrl.hosting.workers import LENGTH, Printed, ending, pack
+from asyncrl.hosting.workers import LENGTH, Printed, as_column, ending, pack
 from asyncrl.rewards import batches
 from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.batches import Batches, Divisible, Scored
@@ -343,6 +343,6 @@ def _is_judgement(reply: dict[str, Any], count: int) -> bool:
 
 def _packed(message: Mapping[str, Any]) -> bytes:
     try:
-        return pack(message, default=str)
+        return pack(message, default=as_column)
     except ValueError as error:  # nested too deeply, or text that is not Unicode
         raise Divisible(f"the reward worker cannot be sent this row: {error}; fix the dataset") from error

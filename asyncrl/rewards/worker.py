@@ -73,7 +73,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         most = {part: form.most for part, form in forms.items()}
         reply({"ready": True, "raw": raw, "chat": chat, "most": most})
         while True:
-            call = msgpack.unpackb(receive(requests))
+            call = msgpack.unpackb(receive(requests), ext_hook=lambda code, digits: int(digits))
             reply({"started": True})
             given = (call[name] for name in ("prompts", "responses", "columns", "apart"))
             judged = _attempt(rewards[call["part"]], *given)
@@ -88,12 +88,10 @@ def _tidied(is_alone: bool) -> dict[str, bool]:
     if is_alone:
         if os.getpid() != SANDBOXED_PID:  # a child that user code forked returned to the loop
             return {}
-        try:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # there is none, or none is left
             os.kill(-1, signal.SIGKILL)  # all processes of the sandbox
             while True:
                 os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):  # there is none, or none is left
-            pass
         for place in SCRATCH:
             os.chmod(place, 0o755)  # what ran may have taken our rights to read and write there
         usages = [shutil.disk_usage(place) for place in SCRATCH]

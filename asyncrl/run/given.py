@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.data.row_files import with_sparse_messages
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.files import make_directory, replace_text
 from asyncrl.rewards.functions import form_for
@@ -51,12 +52,12 @@ def importable(function: Callable[..., Any]) -> str | None:
 
 def write_rows(rows: Rows, directory: RunDirectory) -> Path:
     """Write rows as JSON lines and return the file. Raises ConfigError for a row that JSON cannot hold."""
-    lines = []
+    read, lines = with_sparse_messages if hasattr(rows, "with_format") else dict, []
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             found = f"data: row {number} is {type(row).__name__} `{str(row)[:80]}`"
             raise ConfigError(f"{found}; a row is a dict; of a DataFrame give `frame.to_dict('records')`")
-        lines.append(f"{{{', '.join(_entry(number, name, value) for name, value in row.items())}}}\n")
+        lines.append(f"{{{', '.join(_entry(number, name, value) for name, value in read(row).items())}}}\n")
     return _write(directory, "rows", "jsonl", "".join(lines))
 
 

@@ -62,6 +62,33 @@ def test_parquet_comes_back_as_written(tmp_path):
         load_rows(str(tmp_path / "torn.parquet"))
 
 
+def test_a_directory_of_save_to_disk_is_refused_with_what_to_do(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"saved using `save_to_disk`\. Please write it by `to_parquet`"):
+        load_rows(str(tmp_path / "saved"))
+
+
+def test_parquet_that_python_has_no_values_for_is_named(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    bad = pyarrow.array([b"ok", b"\xff"]).view(pyarrow.string())
+    late = pyarrow.array([0, 2**52]).cast(pyarrow.timestamp("ms"))
+    map_type = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    for name, column, message in (
+        ("text", bad, r"text.parquet, rows 1 to 2: found what no .*0xff"),
+        ("date", late, r"date.parquet, rows 1 to 2: found what no .*date"),
+        (
+            "map",
+            pyarrow.array([[("k", 1)]], map_type),
+            r"map.parquet: not a parquet file .*map<string, int64",
+        ),
+        ("empty", pyarrow.array([], pyarrow.string()), r"empty.parquet holds no rows; write at least one"),
+    ):
+        parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / f"{name}.parquet")
+        with pytest.raises(DataError, match=message):
+            list(load_rows(str(tmp_path / f"{name}.parquet")))
+
+
 @given(
     columns=st.lists(st.text("ab\u00e9,", min_size=1), min_size=1, max_size=3, unique=True),
     texts=st.lists(st.text('x,"\n\r \u2028'), min_size=3, max_size=12),

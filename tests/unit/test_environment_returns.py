@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import socket
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from asyncrl.environments.base import Answer, ToolCall
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.json_frames import LENGTH, MAX_MESSAGE_BYTES, packed, take_frames
 from asyncrl.environments.loops import play_text
+from asyncrl.environments.player import ENDS, REWARDS, Player
 from asyncrl.environments.returned import Step, read_reset, read_step
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.preflight.environment_trial import try_environment
@@ -208,6 +210,26 @@ def test_an_episode_that_environment_or_answer_cut_off_is_truncated(value, answe
 
     outcome = asyncio.run(play_text(talk, Conversation(talk, "", 100), ask, {}, rewards=False))
     assert (outcome.finish_reason, outcome.reward) == (finish_reason, 1.0)
+
+
+def test_a_property_that_lacks_an_attribute_is_a_fault_and_no_absent_reward():
+    class Typo:
+        def __getattr__(self, name):
+            if name == "done":
+                return True
+            raise AttributeError(name)
+
+        @property
+        def reward(self):
+            return self._scor
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        player = Player(ours, [Typo], is_tools=False)
+        player._instance = Typo()
+        with pytest.raises(AttributeError):
+            player._ask(REWARDS)
+        assert player._ask(ENDS) is True and player._ask(("absent",)) is None
 
 
 def test_each_turn_has_the_state_before_it_and_the_reward_after_it():

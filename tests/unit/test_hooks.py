@@ -1,5 +1,7 @@
 """A user's hooks: found, called, published; and every mistake of theirs named."""
 
+import signal
+
 import pytest
 
 from asyncrl.batch.hooks import Hooks
@@ -25,6 +27,14 @@ class Empty:
 class Raising:
     def after_step(self, step):
         return {"x": 1 / 0}
+
+class Leaving:
+    def __init__(self, status=None):
+        if status is not None:
+            raise SystemExit(status)
+
+    def after_step(self, step):
+        raise SystemExit
 
 class Misshapen:
     def before_step(self, plan):
@@ -57,6 +67,7 @@ def test_hooks_may_have_one_method_and_return_nothing(load):
     [
         ("Empty", {}, r"mine\.py:Empty` has no method before_step or after_step"),
         ("Missing", {}, r"cannot load `.*mine\.py:Missing`"),
+        ("Leaving", {"status": 0}, r"Leaving` cannot be made with {'status': 0}: SystemExit: 0 \(.*mine\.py"),
         ("Counting", {"begin": 1}, r"Counting` cannot be made with {'begin': 1}: TypeError: .*begin"),
     ],
 )
@@ -77,6 +88,13 @@ def test_an_exception_stops_the_run_naming_hook_method_and_line(load):
     ) as caught:
         load("Raising").after_step("step")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exit_by_user_code_stops_the_run_and_one_by_sigterm_stays_one(load):
+    with pytest.raises(ConfigError, match=r"Leaving`\.after_step failed: SystemExit"):
+        load("Leaving").after_step("step")
+    with pytest.raises(SystemExit):
+        load("Leaving", status=128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize("returned", [1.0, ["x"], {"x": "1"}, {"x": None}, {"x": True}])

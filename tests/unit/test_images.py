@@ -337,3 +337,12 @@ def test_the_vision_part_has_weights_only(model: Path) -> None:
     assert (
         checkpoint_bytes(shape, settings, LearnerConfig(), critic=None) == 12 * trained + 4 * shape.parameters
     )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, NotImplementedError])
+def test_any_error_of_a_decoder_names_the_row(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: (_ for _ in ()).throw(error("damaged")))
+    with pytest.raises(DataError, match=r"row 3: an image of .* not one that PIL can read \(damaged\)"):
+        images.picture_of(picture_bytes(0), "row 3")

@@ -83,6 +83,8 @@ def test_files_of_one_name_are_two_modules_and_none_replaces_a_library(file):
     ("source", "said"),
     [
         ("x = 1 / 0", r"raised ZeroDivisionError: division by zero \(.*broken_plugin\.py:1\)"),
+        ("import sys\nsys.exit()", r"raised SystemExit:  \(.*broken_plugin\.py:2\)"),
+        ("class E(Exception):\n  __str__ = None\nraise E", r"raised E, which has no text \(.*:3\)"),
         ("def f(:", r"raised SyntaxError: .*broken_plugin\.py, line 1"),
         (
             "import no_such_neighbour",

@@ -1,6 +1,7 @@
 """The rewards that other trainers also ship, against references, their own formulas, and hostile texts."""
 
 import json
+import math
 import re
 import signal
 import time
@@ -269,6 +270,16 @@ def test_an_interpreter_that_is_missing_is_named(monkeypatch):
 def test_null_is_no_answer(function):
     with pytest.raises(ValueError, match="column `answer` is null"):
         function("", r"\boxed{None}", None)
+    for answer in (True, ["7"], {"a": 7}, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"column `answer` is a {type(answer).__name__}, .*data.map"):
+            function("", f"\\boxed{{{answer}}}", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(46.0, "46"), (46, "46"), (-0.0, "0"), (0.5, "0.5"), ("7", "7")]
+)
+def test_a_number_is_the_answer_that_people_write(answer, text):
+    assert builtin.exact_match("", text, answer) == boxed("", f"\\boxed{{{text}}}", answer) == (1, text)
 
 
 def test_a_test_without_input_reads_nothing_and_one_without_output_is_refused(monkeypatch):
@@ -276,8 +287,9 @@ def test_a_test_without_input_reads_nothing_and_one_without_output_is_refused(mo
         library, "_result", lambda program, stdin, by: SimpleNamespace(status="ok", stdout=f"[{stdin}]")
     )
     assert code("", "", [{"input": None, "output": "[]"}]) == 1
-    with pytest.raises(ValueError, match="`output` of a test is null"):
+    with pytest.raises(ValueError, match=r"`input` and `output`, found .*None"):
         code("", "", [{"input": "", "output": None}])
+    assert code("", "", [{"input": "7", "output": [7]}, {"input": 46.0, "output": "[46.0]"}]) == 1
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

@@ -45,8 +45,9 @@ def test_samples_of_a_path_without_files_are_refused_and_a_run_has_a_name(tmp_pa
         list(sample_cases(config_of(), Path("first"), 8))
 
 
-def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch):
-    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": 2}}
+@pytest.mark.parametrize("reference", [2, 2.0])
+def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch, reference):
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": reference}}
     prompt = Prompt(text="1+1=", token_ids=[1], row=row)
 
     class Source:

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import struct
+from datetime import date
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +25,7 @@ from asyncrl.rewards import builtin
 from asyncrl.rewards.builtin import words_used
 from asyncrl.rewards.forms import form_of
 from asyncrl.rewards.functions import ANSWER_CHARACTERS, bind, checked_answer, checked_reward, load_function
+from asyncrl.rewards.pool import _packed
 from asyncrl.rewards.worker import serve
 
 
@@ -492,6 +494,19 @@ def test_the_worker_answers_a_call_of_each_part_and_goes_on_after_an_error():
         *({"started": True}, {"started": True}),
         {"values": [0.0], "answers": ["5"]},
     ]
+
+
+def test_whole_numbers_come_to_a_function_as_they_are_and_dates_as_text(tmp_path):
+    file = tmp_path / "same.py"
+    file.write_text(
+        "def same(prompt, response, answer): return answer == [2**70, -(2**64), 7, '2026-01-02']\n"
+    )
+    call = {"part": "a", "prompts": [""], "responses": [""], "apart": []}
+    columns = [{"answer": [2**70, -(2**64), 7, date(2026, 1, 2)]}]
+    sent = ({"functions": [["a", f"{file}:same", {}]]}, call | {"columns": columns})
+    replies = BytesIO()
+    serve(BytesIO(b"".join(map(_packed, sent))), replies)
+    assert frames_of(replies.getvalue())[-1]["values"] == [1.0]
 
 
 def test_a_function_that_cannot_be_loaded_is_the_workers_only_reply():

@@ -150,6 +150,16 @@ def test_a_row_with_half_of_a_surrogate_pair_reaches_the_functions_as_it_is(file
         load_part(DataConfig(train="t", map=f"{own}:half"), str(path), "train")
 
 
+def test_a_number_beyond_64_bits_reaches_the_functions_and_is_refused_from_a_map(files, tmp_path):
+    own, path = files[0], tmp_path / "wide.jsonl"
+    path.write_text(f'{{"b": {2**64}}}\n{{"b": "{2**64}"}}\n')
+    with open(own, "a") as file:
+        file.write("def wide(row): return row['b'] == 2**64\ndef same(row): return row\n")
+    assert list(load_part(DataConfig(train="t", filter=f"{own}:wide"), str(path), "train")) == [{"b": 2**64}]
+    with pytest.raises(DataError, match=r"`same` returned a row that cannot be .*64 bits.* at row 1 "):
+        load_part(DataConfig(train="t", map=f"{own}:same"), str(path), "train")
+
+
 def test_a_filter_that_keeps_nothing_is_named(files):
     own, path = files
     with open(own, "a") as file:

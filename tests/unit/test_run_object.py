@@ -202,6 +202,17 @@ def test_rows_are_read_back_as_they_were_given(tmp_path):
         ]
 
 
+def test_messages_of_a_data_set_have_no_nulls_as_from_its_parquet_file(tmp_path):
+    def call(name, **arguments):
+        return [{"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]}]
+
+    rows = [{"prompt": call("add", a=1), "note": None}, {"prompt": call("look", place="attic"), "note": "x"}]
+    given = Dataset.from_list(rows)
+    given.to_parquet(tmp_path / "rows.parquet")
+    file = write_rows(given, RunDirectory(tmp_path / "run"))
+    assert list(load_rows(str(file))) == list(load_rows(str(tmp_path / "rows.parquet"))) == rows
+
+
 LOCK = threading.Lock()
 
 

@@ -234,3 +234,12 @@ def test_what_a_user_names_is_told_apart_by_its_shape():
 def test_what_fits_no_shape_is_refused(targets, says):
     with pytest.raises(TypeError, match=says):
         describe(targets)
+
+
+@pytest.mark.parametrize(
+    ("reward", "counts"), [(lambda self: 1.0, True), (property(lambda self: 1.0), True), (0.0, False)]
+)
+def test_a_plain_reward_of_a_text_environment_is_not_paid_behind_those_of_its_steps(reward, counts):
+    methods = {"reset": lambda self: "", "reward": reward}
+    assert describe([type("Tools", (), methods)])["rewards"]
+    assert describe([type("Text", (), methods | {"step": lambda self, text: ""})])["rewards"] is counts

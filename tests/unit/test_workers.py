@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.hosting.workers import ending, framed, pack, receive
+from asyncrl.hosting.workers import LENGTH, ending, pack, receive
 
 messages = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3),
@@ -26,7 +26,7 @@ def test_messages_come_out_whole_and_in_order(sent):
 
 @pytest.mark.parametrize("cut", [0, 2, 4, 7])
 def test_a_stream_that_ends_within_a_message_is_an_end(cut):
-    stream = BytesIO(framed(b"first") + framed(b"second")[:cut])
+    stream = BytesIO(LENGTH.pack(5) + b"first" + (LENGTH.pack(6) + b"second")[:cut])
     assert receive(stream) == b"first"
     with pytest.raises(EOFError):
         receive(stream)
