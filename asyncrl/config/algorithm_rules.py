@@ -86,6 +86,10 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
         if choice.name in ("none", "truncate"):
             text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject, "
             yield broken("algorithm.rejections", f"{text}veto or m2po, or make it the correction")
+        elif (unread := choice.params.keys() & {"cap", "normalise", "weights"}) and not _is_own(choice):
+            text = f"algorithm.rejections has `{choice.name}` with {', '.join(sorted(unread))}, but only "
+            text += "algorithm.correction weighs tokens; drop it, or set it there"
+            yield broken("algorithm.rejections algorithm.correction", text)
 
 
 def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
@@ -252,7 +256,8 @@ def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
             at, side = f"{where}.{key}", 1 if key in ("cap", "high") else -1
             if not isinstance(bound, int | float):
                 continue
-            if key in ("cap", "floor") and name in CAPPED and side * (bound - 1) < 0:
+            weighs = name in CAPPED and "rejections" not in at
+            if weighs and key in ("cap", "floor") and side * (bound - 1) < 0:
                 text = f"{at} is {bound}, but the ratio of a fresh token is 1, so `{name}` would weigh every "
                 text += f"token by {bound}, like another learning rate; set it to at "
                 text += f"{'least' if side > 0 else 'most'} 1, and learner.optimizer.lr for a smaller step"

@@ -361,6 +361,19 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ),
     (algorithm(rejections=[{"name": "reject", "high": 1.0}]), "algorithm.rejections.0.high is 1.0"),
     (algorithm(rejections=["veto", {"name": "reject", "high": 1.01, "level": "geometric"}]), None),
+    *[
+        (
+            algorithm(rejections=[{"name": name, key: value} | ({"high": 2.0} if name == "reject" else {})]),
+            f"algorithm.rejections has `{name}` with {key}, but only algorithm.correction",
+        )
+        for name, key, value in [
+            ("mask", "normalise", True),
+            ("reject", "weights", "sequence"),
+            ("veto", "cap", 0.5),
+            ("m2po", "cap", 7.0),
+        ]
+    ],
+    (algorithm(rejections=[{"name": "mine:f", "cap": 2.0}]), None),
     (algorithm(**BYPASS, rejections=["veto"]), "algorithm.rejections compare proximal and behaviour policy"),
     (algorithm(correction={"name": "truncate", "normalise": True}), None),
     (
