@@ -196,6 +196,14 @@ DPO = {
     "correction": "none",
     "aggregation": "seq-mean-token-sum",
 }
+TWO_REWARDS = {
+    "data": {
+        "train": [
+            {"path": "a", "reward": [{"function": "format", "weight": 2}]},
+            {"path": "b", "reward": [{"function": "exact_match"}]},
+        ]
+    }
+}
 WHOLE = "but advantage `dpo_pairs` is the gradient of a loss on whole episodes, at the weights before a step"
 RULES: list[tuple[dict[str, Any], str | None]] = [
     *(
@@ -544,6 +552,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         algorithm(advantage="gdpo") | {"environment": {"uses": "e.py:E", "weight": 2}},
         "set algorithm.advantage.weights: {exact_match: 1, environment: 2}",
     ),
+    (
+        algorithm(advantage="gdpo") | TWO_REWARDS,
+        "set algorithm.advantage.weights: {format: 2, exact_match: 1}",
+    ),
+    (
+        algorithm(advantage={"name": "gdpo", "weights": {"format": 2}}) | TWO_REWARDS,
+        "names format; the parts of the reward are format, exact_match; use their names, of each source",
+    ),
+    (algorithm(advantage={"name": "gdpo", "weights": {"format": 2, "exact_match": 1}}) | TWO_REWARDS, None),
     ({"reward": {"functions": []}}, "nothing scores a response; name a function"),
     ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
     ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),
