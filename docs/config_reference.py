@@ -60,6 +60,8 @@ def json_schema() -> Schema:
         target = _place(top, parts, keys)
         target["$ref"] = f"#/$defs/{name}"
         del target["kind"]
+    # A text is short for the key of `named_by`.
+    parts |= {name: {"anyOf": [{"type": "string"}, parts[name]]} for name in ITEMS}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "asyncrl run",

@@ -53,6 +53,7 @@ def test_shipped_configs_are_valid_and_name_the_schema(path):
         "learner: {hooks: ['mine.py:Hook', {name: 'mine.py:Hook', every: 3}], optimizer: {lr: 1e-6}}",
         "extends: [gsm8k.yaml, algorithms/dapo.yaml]",
         "data: {eval: null}",
+        "data: {train: [a, {path: b, reward: [math]}], eval: [c]}\nreward: {functions: [exact_match]}",
     ],
 )
 def test_what_the_program_accepts_is_not_marked(text, tmp_path):
