@@ -139,7 +139,7 @@ def tables() -> Iterator[str]:
     """A heading and a table for every section."""
     least = minimal()
     # A config with a teacher would need an advantage or a penalty that uses it.
-    taught = least.algorithm.model_copy(update={"reference": ReferenceConfig(path="m")})
+    taught = least.algorithm.model_copy(update={"reference": ReferenceConfig()})
     # Without a value and a patience it would be refused.
     ends = least.learner.model_copy(update={"stop_when": StopConfig.model_construct(metric="eval/accuracy")})
     pushed = least.checkpoint.model_copy(update={"hub": HubConfig(repo="you/model")})
