@@ -60,6 +60,8 @@ def json_schema() -> Schema:
         target = _place(top, parts, keys)
         target["$ref"] = f"#/$defs/{name}"
         del target["kind"]
+    # A text is short for the key of `named_by`.
+    parts |= {name: {"anyOf": [{"type": "string"}, parts[name]]} for name in ITEMS}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "asyncrl run",
@@ -137,7 +139,7 @@ def tables() -> Iterator[str]:
     """A heading and a table for every section."""
     least = minimal()
     # A config with a teacher would need an advantage or a penalty that uses it.
-    taught = least.algorithm.model_copy(update={"reference": ReferenceConfig(path="m")})
+    taught = least.algorithm.model_copy(update={"reference": ReferenceConfig()})
     # Without a value and a patience it would be refused.
     ends = least.learner.model_copy(update={"stop_when": StopConfig.model_construct(metric="eval/accuracy")})
     pushed = least.checkpoint.model_copy(update={"hub": HubConfig(repo="you/model")})

@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncrl.algo.group_rewards import GroupRewards
 from asyncrl.batch.coefficients import Tracker
 from asyncrl.batch.turn_columns import in_time, turn_columns
+from asyncrl.config import registry
 from asyncrl.types import Group, Rollout
 
 
@@ -36,8 +37,7 @@ class Estimator:
     shaping: Sequence[Callable[..., float]] = ()
     penalty: Callable[[Tensor, Tensor], Tensor] | None = None  # KL estimator, if rewards pay for the KL
     targets: Callable[[GroupRewards], Tensor] | None = None  # returns for a critic
-    needs_greedy: bool = False
-    needs_turns: bool = False
+    needs: frozenset[str] = frozenset()  # costly columns of the advantage, which sees no others
     tracker: Tracker | None = None  # if the advantage needs what is expected of rows
 
     def estimate(
@@ -68,13 +68,13 @@ class Estimator:
             lengths_S=lengths_S,
             sequence_T=torch.repeat_interleave(torch.arange(len(episodes)), lengths_S),
             parts={name: torch.tensor([parts.get(name, np.nan) for parts in given]) for name in self.parts},
-            greedy_rewards_group=torch.tensor(greedy) if self.needs_greedy else None,
+            greedy_rewards_group=torch.tensor(greedy) if "greedy_rewards_group" in self.needs else None,
             truncated_S=torch.tensor([rollout.truncated for rollout in firsts]),
             behaviour_logprobs_T=torch.from_numpy(
                 np.concatenate([rollout.behaviour_logprobs[rollout.action_mask] for rollout in rollouts])
             ),
-            **turn_columns(episodes, always=self.needs_turns),
-            **measured,
+            **turn_columns(episodes, always=bool(self.needs & registry.OF_TURNS)),
+            **{name: column for name, column in measured.items() if name in self.needs},
         )
 
     def _shape(self, rollout: Rollout, response_tokens: int) -> float:

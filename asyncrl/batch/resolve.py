@@ -27,9 +27,8 @@ from asyncrl.config.sections import BatchConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.base import COLUMNS
 
-GREEDY = "greedy_rewards_group"
 # Columns of `GroupRewards` that cost extra and are made only if the advantage needs them.
-USABLE = COLUMNS | {GREEDY, registry.EXPECTED} | registry.OF_TURNS
+USABLE = COLUMNS | {"greedy_rewards_group", registry.EXPECTED} | registry.OF_TURNS
 
 
 def make_recipe(
@@ -73,8 +72,7 @@ def make_recipe(
         shaping=[_function("shaping", choice) for choice in config.shaping],
         penalty=_function("kl", kl.estimator) if pays_kl else None,
         targets=partial(make_targets, **discounts) if has_critic else None,
-        needs_greedy=GREEDY in needs,
-        needs_turns=bool(needs & registry.OF_TURNS),
+        needs=needs,
         tracker=Tracker(row, decay=decay) if registry.EXPECTED in needs else None,
     )
     return Recipe(

@@ -86,6 +86,10 @@ def _stale_tokens_are_corrected(run: RunFields) -> Iterator[Mistake]:
         if choice.name in ("none", "truncate"):
             text = f"algorithm.rejections has `{choice.name}`, which rejects nothing; take mask, reject, "
             yield broken("algorithm.rejections", f"{text}veto or m2po, or make it the correction")
+        elif (unread := choice.params.keys() & {"cap", "normalise", "weights"}) and not _is_own(choice):
+            text = f"algorithm.rejections has `{choice.name}` with {', '.join(sorted(unread))}, but only "
+            text += "algorithm.correction weighs tokens; drop it, or set it there"
+            yield broken("algorithm.rejections algorithm.correction", text)
 
 
 def _pairs_are_trained_whole(run: RunFields) -> Iterator[Mistake]:
@@ -252,7 +256,8 @@ def _fresh_tokens_are_kept(run: RunFields) -> Iterator[Mistake]:
             at, side = f"{where}.{key}", 1 if key in ("cap", "high") else -1
             if not isinstance(bound, int | float):
                 continue
-            if key in ("cap", "floor") and name in CAPPED and side * (bound - 1) < 0:
+            weighs = name in CAPPED and "rejections" not in at
+            if weighs and key in ("cap", "floor") and side * (bound - 1) < 0:
                 text = f"{at} is {bound}, but the ratio of a fresh token is 1, so `{name}` would weigh every "
                 text += f"token by {bound}, like another learning rate; set it to at "
                 text += f"{'least' if side > 0 else 'most'} 1, and learner.optimizer.lr for a smaller step"
@@ -302,20 +307,21 @@ def _rows_are_tracked(run: RunFields) -> Iterator[Mistake]:
 
 
 def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
-    """A rule of the run: a source may lack a part that another one has."""
-    advantage, key, parts = run.algorithm.advantage, "algorithm.advantage.weights", {*run.reward_parts}
-    weights = advantage.params.get("weights") if advantage.name == "gdpo" else None
-    for one in run.training if advantage.name == "gdpo" and weights is None else ():
-        weighed = reward_parts(one.reward, one.environment)
-        if {*weighed.values()} - {1.0}:
-            text = "reward.functions have weights, but advantage `gdpo` trains on each part alone; set "
-            cure = ", ".join(f"{part}: {weight:g}" for part, weight in weighed.items())
-            yield broken(f"{key} reward.functions data.train", f"{text}{key}: {{{cure}}}")
-    if isinstance(weights, Mapping) and (unknown := {*weights} - parts):
-        text = f"{key} names {', '.join(sorted(unknown))}; the parts of the reward are "
-        yield broken(
-            f"{key} reward.functions data.train", f"{text}{', '.join(sorted(parts))}; use their names"
-        )
+    """A rule of the run: a source may lack a part that another one has, but not all that are weighed."""
+    advantage, key = run.algorithm.advantage, "algorithm.advantage.weights"
+    weights, at = advantage.params.get("weights"), f"{key} reward.functions data.train"
+    sources = [reward_parts(one.reward, one.environment) for one in run.training]
+    parts = {part: weight for one in sources for part, weight in one.items()}
+    if advantage.name != "gdpo":
+        return
+    if weights is None and {weight for one in sources for weight in one.values()} - {1.0}:
+        text = "reward.functions have weights, but advantage `gdpo` trains on each part alone; set "
+        cure = ", ".join(f"{part}: {weight:g}" for part, weight in parts.items())
+        yield broken(at, f"{text}{key}: {{{cure}}}")
+    given = {*(weights if isinstance(weights, Mapping) else parts)}
+    if given - {*parts} or any(one and given.isdisjoint(one) for one in sources):
+        text = f"{key} names {', '.join(sorted(given))}; the parts of the reward are {', '.join(parts)}; use "
+        yield broken(at, f"{text}their names, of each source at least one")
 
 
 def optimizers(

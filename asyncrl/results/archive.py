@@ -105,7 +105,7 @@ def read_archive(directory: RunDirectory) -> Archive:
     path, when = directory.config, "it is written when a run starts"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunError(f"{path} cannot be read: {error}; {when}") from error
     if not isinstance(config, dict):
         raise RunError(f"{path} holds {type(config).__name__}, not a mapping; {when}")

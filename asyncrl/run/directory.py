@@ -295,7 +295,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, private=private)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _refused(path, error) from error
 
 
@@ -322,7 +322,7 @@ def write_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def _refused(path: Path, error: OSError | SafetensorError) -> RunError:
+def _refused(path: Path, error: Exception) -> RunError:
     # `shutil` collects the errors of a copy; the first one is named.
     reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
     return RunError(f"{path} cannot be written: {reason}; make room there, or give another place")

@@ -69,7 +69,8 @@ class Exporter(Collector):
         labels = {"run": config.run.name, "process": process}
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(target, json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
+            address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+            replace_text(target, json.dumps([{"targets": [address], "labels": labels}]))
         except OSError as error:
             message = "%s cannot be written, so Prometheus will not find %s:%d: %s"
             log.warning(message, target, host, self.port, error)

@@ -82,6 +82,13 @@ def test_the_target_file_leads_to_the_process_and_goes_with_it(tmp_path: Path) -
         httpx.get(f"http://127.0.0.1:{one.port}/metrics", timeout=30)
 
 
+def test_the_target_of_an_ipv6_address_has_brackets(tmp_path: Path) -> None:
+    with closing(exporter(tmp_path, host="::1")) as one:
+        (group,) = json.loads((tmp_path / "prometheus" / "x.json").read_text())
+        assert group["targets"] == [f"[::1]:{one.port}"]
+        assert httpx.get(f"http://{group['targets'][0]}/metrics", timeout=30).status_code == 200
+
+
 def test_progress_has_an_age_that_only_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr("asyncrl.telemetry.exporter.time", SimpleNamespace(monotonic=lambda: now.s))

@@ -53,6 +53,7 @@ def test_shipped_configs_are_valid_and_name_the_schema(path):
         "learner: {hooks: ['mine.py:Hook', {name: 'mine.py:Hook', every: 3}], optimizer: {lr: 1e-6}}",
         "extends: [gsm8k.yaml, algorithms/dapo.yaml]",
         "data: {eval: null}",
+        "data: {train: [a, {path: b, reward: [math]}], eval: [c]}\nreward: {functions: [exact_match]}",
     ],
 )
 def test_what_the_program_accepts_is_not_marked(text, tmp_path):
@@ -138,3 +139,10 @@ def test_every_key_has_a_meaning_and_stands_in_the_reference():
         schema = schema_at(Config, tuple(path.split(".")))
         assert schema.get("description"), f"{path} has no docstring in the schema"
         assert f"`{path}`" in page, path
+
+
+def test_a_default_of_null_is_told_as_null():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `([\w.]+)` \| .*? \| (`[^`]*`|required) \|", page, re.MULTILINE))
+    absent = {path for path in told if schema_at(Config, tuple(path.split("."))).get("default", 0) is None}
+    assert "algorithm.reference.path" in absent and {told[path] for path in absent} == {"`null`"}

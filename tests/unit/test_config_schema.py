@@ -196,6 +196,14 @@ DPO = {
     "correction": "none",
     "aggregation": "seq-mean-token-sum",
 }
+TWO_REWARDS = {
+    "data": {
+        "train": [
+            {"path": "a", "reward": [{"function": "format", "weight": 2}]},
+            {"path": "b", "reward": [{"function": "exact_match"}]},
+        ]
+    }
+}
 WHOLE = "but advantage `dpo_pairs` is the gradient of a loss on whole episodes, at the weights before a step"
 RULES: list[tuple[dict[str, Any], str | None]] = [
     *(
@@ -361,6 +369,19 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
     ),
     (algorithm(rejections=[{"name": "reject", "high": 1.0}]), "algorithm.rejections.0.high is 1.0"),
     (algorithm(rejections=["veto", {"name": "reject", "high": 1.01, "level": "geometric"}]), None),
+    *[
+        (
+            algorithm(rejections=[{"name": name, key: value} | ({"high": 2.0} if name == "reject" else {})]),
+            f"algorithm.rejections has `{name}` with {key}, but only algorithm.correction",
+        )
+        for name, key, value in [
+            ("mask", "normalise", True),
+            ("reject", "weights", "sequence"),
+            ("veto", "cap", 0.5),
+            ("m2po", "cap", 7.0),
+        ]
+    ],
+    (algorithm(rejections=[{"name": "mine:f", "cap": 2.0}]), None),
     (algorithm(**BYPASS, rejections=["veto"]), "algorithm.rejections compare proximal and behaviour policy"),
     (algorithm(correction={"name": "truncate", "normalise": True}), None),
     (
@@ -531,6 +552,15 @@ RULES: list[tuple[dict[str, Any], str | None]] = [
         algorithm(advantage="gdpo") | {"environment": {"uses": "e.py:E", "weight": 2}},
         "set algorithm.advantage.weights: {exact_match: 1, environment: 2}",
     ),
+    (
+        algorithm(advantage="gdpo") | TWO_REWARDS,
+        "set algorithm.advantage.weights: {format: 2, exact_match: 1}",
+    ),
+    (
+        algorithm(advantage={"name": "gdpo", "weights": {"format": 2}}) | TWO_REWARDS,
+        "names format; the parts of the reward are format, exact_match; use their names, of each source",
+    ),
+    (algorithm(advantage={"name": "gdpo", "weights": {"format": 2, "exact_match": 1}}) | TWO_REWARDS, None),
     ({"reward": {"functions": []}}, "nothing scores a response; name a function"),
     ({"reward": {"functions": []}, "environment": {"uses": "e.py:E"}}, None),
     ({"environment": {"max_turns": 3}}, "environment.uses is not; name the environment, or drop it"),

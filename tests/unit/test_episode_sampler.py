@@ -13,6 +13,7 @@ from asyncrl.algo.trainable import GroupLimits, trainable
 from asyncrl.algo.turn_advantages import gigpo
 from asyncrl.batch.estimate import Estimator
 from asyncrl.config.environment_section import EnvironmentConfig
+from asyncrl.config.registry import OF_TURNS
 from asyncrl.engine.base import SamplingSpec
 from asyncrl.engine.episodes import EpisodeSampler, group_seed, require_same_start
 from asyncrl.engine.fake import EOS, FakeEngine, logits_of, logprobs_of
@@ -564,7 +565,7 @@ def test_gigpo_compares_the_turns_of_text_environments_that_follow_the_same_obse
 
     made, _ = sampler(play)
     group = decode_group(encode_group(group_of(made)))
-    estimator = Estimator(advantage=partial(gigpo, gamma=1.0), max_response_tokens=150, needs_turns=True)
+    estimator = Estimator(advantage=partial(gigpo, gamma=1.0), max_response_tokens=150, needs=OF_TURNS)
     _, advantages_T, _ = estimator.estimate([group], {}, 0.0)
     expected = [
         0.25 + (1 - 2.5 / 3),

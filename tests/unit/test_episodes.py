@@ -149,7 +149,7 @@ def planned(groups: Sequence[Group], advantage: str = "grpo", **settings) -> Pla
         max_response_tokens=8,
         parts=("good",),
         shaping=SHAPING,
-        needs_greedy=True,
+        needs=NEEDS | {"greedy_rewards_group"},
         tracker=Tracker(int, decay=0.9)
         if registry.EXPECTED in registry.needs("advantage", advantage)
         else None,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.algo.group_rewards import GroupRewards
+from asyncrl.algo.preferences import preference_metrics
 from asyncrl.algo.token_advantages import gae, optimal_token_baseline, value_targets
 from asyncrl.algo.turn_advantages import turn_gae, turn_value_targets
 from asyncrl.batch.plan import Plan
@@ -116,6 +117,13 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimator):
         for rollout in group.rollouts:
             totals.append(rollout.reward + sum(next(tokens) for _ in range(int(rollout.action_mask.sum()))))
     assert plan.rewards.totals_S.tolist() == pytest.approx(totals, abs=1e-5)
+
+
+@pytest.mark.parametrize(("advantage", "is_told"), [("kto", True), ("reinforce_plus_plus", False)])
+def test_pairs_are_told_only_if_the_advantage_compares_with_the_reference(advantage, is_told):
+    """Here both of its columns are measured for the KL and for the proximal policy, too."""
+    plan = planned(mixed_batch(), advantage=Choice(name=advantage), kl=KLConfig(coefficient=0.1))
+    assert ("preference/pairs" in preference_metrics(plan.rewards)) == is_told
 
 
 def test_the_greedy_baseline_is_not_shaped():

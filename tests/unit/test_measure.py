@@ -139,7 +139,10 @@ def test_a_column_of_a_teacher_takes_the_place_of_the_reference_and_nothing_else
     """Advantages, and what the loss reads, are equal to the last bit; so the gradient is."""
     batch, wanted = mixed_batch(), frozenset({"logprobs_T", "reference_logprobs_T"})
     planner = replace(
-        PLANNER, estimator=Estimator(advantage=distill, max_response_tokens=8), columns=wanted, proximal=True
+        PLANNER,
+        estimator=Estimator(advantage=distill, max_response_tokens=8, needs=wanted),
+        columns=wanted,
+        proximal=True,
     )
     samples = planner.assemble(batch.groups, 5)
     pieces = per_sample(batch.column("reference_logprobs_T"), samples)

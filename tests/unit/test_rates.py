@@ -8,7 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from asyncrl.config.algorithm import OptimizerConfig, Schedule
+from asyncrl.preflight.outside import outside_problems
 from asyncrl.trainer.rates import rate_share
+from tests.support.task_config import config_of
 
 SIZES = [(0, 1), (0, 12), (1, 12), (4, 12), (11, 12), (30, 12)]
 FINAL = 0.25
@@ -69,6 +71,23 @@ def test_restarts_come_back_to_the_rate() -> None:
 def test_a_share_of_the_steps_is_a_warm_up_of_so_many() -> None:
     assert shares("linear", 0.25, 12) == shares("linear", 3, 12)
     assert OptimizerConfig(warmup_steps=0.01).warmup_of(12) == 1
+
+
+def test_a_run_of_many_steps_has_its_schedule_checked_up_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share leaves its range in the last step alone."""
+    asked: list[int] = []
+    many = 10**6
+
+    def share(step: int) -> float:
+        asked.append(step)
+        return 2.0 if step == many - 1 else 1.0
+
+    monkeypatch.setattr("asyncrl.preflight.outside.rate_share", lambda **arguments: share)
+    learner = {"steps": many, "optimizer": {"schedule": "polynomial"}}
+    config = config_of(learner=learner)
+    (mistake, *_) = outside_problems(config, resumes=False, generators=False)
+    assert "from 1 to 2 times lr" in mistake.text and len(asked) < 30_000
+    assert {0, many - 1} <= {*asked}
 
 
 def test_without_a_warm_up_no_schedule_is_moved_on() -> None:

@@ -329,9 +329,13 @@ def test_the_page_lies_in_the_run_directory_or_where_it_was_asked_for(
     without_time = [re.sub(r"written [-\d :]+ UTC", "", text) for text in written]
     assert without_time[0] == without_time[1] and "report.html" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
-        write_report(run.directory, tmp_path / "file" / "report.html")
+    for refused in (tmp_path / "file" / "report.html", Path(), Path("/")):
+        with pytest.raises(RunError, match="cannot be written"):
+            write_report(run.directory, refused)
     assert not list(run.directory.glob(".report*"))
+    RunDirectory(run.directory).config.write_bytes(b"run: \xff")
+    with pytest.raises(RunError, match=r"config\.yaml cannot be read"):
+        read_archive(RunDirectory(run.directory))
 
 
 def test_best_and_worst_samples_are_those_of_training(tmp_path: Path) -> None:
