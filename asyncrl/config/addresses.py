@@ -98,7 +98,6 @@ def _address(host: str) -> Address | None:
     bare = host.removeprefix("[").removesuffix("]").partition("%")[0]
     with suppress(ValueError):
         return ipaddress.ip_address(bare)
-    try:
+    with suppress(OSError):
         return ipaddress.IPv4Address(socket.inet_aton(bare))
-    except OSError:
-        return None
+    return None

@@ -310,16 +310,15 @@ def weighted_parts_exist(run: RunFields) -> Iterator[Mistake]:
     """A rule of the run: a source may lack a part that another one has, but not all that are weighed."""
     advantage, key = run.algorithm.advantage, "algorithm.advantage.weights"
     weights, at = advantage.params.get("weights"), f"{key} reward.functions data.train"
-    sources = [reward_parts(one.reward, one.environment) for one in run.training]
+    training = run.training if advantage.name == "gdpo" else ()
+    sources = [reward_parts(one.reward, one.environment) for one in training]
     parts = {part: weight for one in sources for part, weight in one.items()}
-    if advantage.name != "gdpo":
-        return
     if weights is None and {weight for one in sources for weight in one.values()} - {1.0}:
         text = "reward.functions have weights, but advantage `gdpo` trains on each part alone; set "
         cure = ", ".join(f"{part}: {weight:g}" for part, weight in parts.items())
         yield broken(at, f"{text}{key}: {{{cure}}}")
     given = {*(weights if isinstance(weights, Mapping) else parts)}
-    if given - {*parts} or any(one and given.isdisjoint(one) for one in sources):
+    if (sources and given - {*parts}) or any(one and given.isdisjoint(one) for one in sources):
         text = f"{key} names {', '.join(sorted(given))}; the parts of the reward are {', '.join(parts)}; use "
         yield broken(at, f"{text}their names, of each source at least one")
 

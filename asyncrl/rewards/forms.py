@@ -116,10 +116,8 @@ class GroupForm(Form):
         is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping | Set)
         found = list(returned) if is_list else []
         if not is_list or len(found) != count:
-            raise RewardError(
-                f"returned {str(returned)[:80]!r} for {count} responses; this form returns a list of as many "
-                "numbers"
-            )
+            text = f"returned {str(returned)[:80]!r} for {count} responses"
+            raise RewardError(f"{text}; allowed is a list of as many numbers")
         return [self._pair(one) for one in found]
 
 
