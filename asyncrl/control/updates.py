@@ -21,6 +21,8 @@ FAILURES_BEFORE_OTHER = 2
 LONGEST_DETOUR = 64
 # Updates in a row that arrive and fail the probe before the run gives up.
 MOST_REFUSALS = 3
+# The same of failures before any update has arrived: some minutes.
+MOST_FAILURES = 12
 _BACKOFF = Backoff(0.25, 30.0)
 _UNKNOWN = -1
 
@@ -62,9 +64,9 @@ class _Member:
     # Updates that the alternative brings in a row this time, and how many of them are left.
     detour: int = 0
     detour_left: int = 0
-    # Updates in a row that arrived and failed the probe, and the reason of the last one.
+    # Updates in a row that arrived and failed the probe, and the reason of the last failure.
     refused: int = 0
-    reason: str = ""
+    reason: str = "no report came in time"
 
     @property
     def next_transport(self) -> str:
@@ -148,8 +150,7 @@ class UpdateSchedule:
         if report.probe_limit > 0:  # otherwise the weights did not arrive
             self.measured |= {name: getattr(report, name) for name in PROBE_FIELDS}
         if not report.applied:
-            if report.probe_limit > 0:
-                member.refused, member.reason = member.refused + 1, report.reason
+            member.refused, member.reason = member.refused + (report.probe_limit > 0), report.reason
             return self.fail(holder, now_s)
         self.updates += 1
         self.measured |= {name: getattr(report, name) for name in UPDATE_FIELDS}
@@ -160,12 +161,14 @@ class UpdateSchedule:
 
     @property
     def hopeless(self) -> str | None:
-        """The message that ends the run, if every generator has refused `MOST_REFUSALS` updates in a row."""
+        """The message that ends the run, if every generator has refused updates again and again."""
         members = list(self.members.values())
-        if not members or min(member.refused for member in members) < MOST_REFUSALS:
+        refused = min((member.refused for member in members), default=0)
+        failed = 0 if self.updates else min((member.failures for member in members), default=0)
+        if refused < MOST_REFUSALS and failed < MOST_FAILURES:
             return None
-        reason = members[0].reason
-        return f"every generator refused {MOST_REFUSALS} updates in a row, so none can sample: {reason}"
+        times, reason = (refused or failed), members[0].reason
+        return f"every generator refused {times} updates in a row, so none can sample: {reason}"
 
     def tick(self, now_s: float) -> list[Action]:
         """Apply the deadlines and back-offs that have passed by `now_s`."""

@@ -115,4 +115,5 @@ def trainer_of(
         reference=config.reference if "reference_logprobs_T" in columns and not config.teacher else None,
         critic=config.critic if "values_T" in columns else None,
         slots=gpu_slots(config.weights),
+        as_stored=config.generator.engine == "vllm",
     )

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from typing import Any
 
 import jinja2
 
@@ -57,8 +56,12 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         from plotly.offline import get_plotlyjs
     charts = [chart for section in sections for chart in section.charts]
     plotly = get_plotlyjs()
+    # Control characters are signs in what the template inserts, before it is escaped.
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters["lines"] = lambda text: _Lines(visible_lines(text))
     template = resources.files("asyncrl.results").joinpath("page.html").read_text(encoding="utf-8")
@@ -85,8 +88,3 @@ def _policy(*scripts: str) -> str:
 
 class _Lines(str):
     """Text whose control characters are signs already, except for the ends of its lines."""
-
-
-def _visible(value: Any) -> Any:
-    """Return what the template inserts, before it is escaped: text with its control characters as signs."""
-    return visible(value) if type(value) is str else value

@@ -107,6 +107,8 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
 
 def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
     model, teacher = config.model, config.teacher
+    # As in a run, trained weights are float32 in every precision.
+    dtype = model.dtype if model.lora else "float32"
     return {
         "output_dir": str(directory.trl_checkpoints),
         "run_name": config.run.name,
@@ -117,14 +119,8 @@ def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
         "seed": config.run.seed,
         "bf16": model.dtype == "bfloat16",
         "trust_remote_code": model.trust_remote_code,
-        "model_init_kwargs": _loading(config),
+        "model_init_kwargs": {"dtype": dtype} | ({"revision": model.revision} if model.revision else {}),
     } | ({"teacher_model_revision": teacher.revision} if teacher else {})
-
-
-def _loading(config: StageConfig) -> dict[str, Any]:
-    """Return how the model is loaded: as in a run, the trained weights are float32 in every precision."""
-    dtype = config.model.dtype if config.model.lora else "float32"
-    return {"dtype": dtype} | ({"revision": config.model.revision} if config.model.revision else {})
 
 
 def _model(config: StageConfig, arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import tiny_moe
+from tests.support.models import tiny_moe, tiny_of
 from tests.support.whole_run import rows, start, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -24,6 +24,16 @@ def config(tmp_path: Path) -> Iterator[Path]:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
         tiny_moe(tmp_path / "model", hidden_size=128, moe_intermediate_size=64, **heads)
         yield path
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
+def test_vllm_gets_what_a_checkpoint_of_the_model_would_hold(config: Path, kind: str) -> None:
+    tiny_of(config.parent / "model", kind, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+    output = config.parent / "up.out"
+    chosen = ("generator.engine=vllm", "generator.count=1", "learner.steps=3")
+    assert start(config, *chosen).wait(timeout=600) == 0, output.read_text()[-3000:]
+    updates = [row for row in rows(config.parent / "runs" / "whole") if "weights/probe_max" in row]
+    assert updates and all(row["weights/probe_max"] < row["weights/probe_limit"] for row in updates)
 
 
 @pytest.mark.parametrize(("engine", "stage", "more"), WAYS)

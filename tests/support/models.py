@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -66,6 +67,37 @@ def tiny_moe(directory: Path, **sizes: Any) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 parameter.normal_()  # routers that differ
+    model.save_pretrained(directory)
+    return directory
+
+
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _ROUTED | {"head_dim": 32},
+    "deepseek_v3": _ROUTED | _LATENT | {"num_key_value_heads": 2},
+}
+"""Sizes of models whose experts have other names and shapes in memory than in a checkpoint."""
+
+
+def tiny_of(directory: Path, kind: str, **sizes: Any) -> Path:
+    """A model of two layers of any kind, with the tokenizer of the tiny Qwen2 and biases in its routers."""
+    tiny_qwen2(directory)
+    given = {"vocab_size": len(CHARACTERS) + 2} | SIZES | EXPERTS.get(kind, {}) | sizes
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **given, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
     model.save_pretrained(directory)
     return directory
 

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.control.updates import LONGEST_DETOUR, MOST_REFUSALS, Begin, Release, UpdateSchedule
+from asyncrl.control.updates import (
+    LONGEST_DETOUR,
+    MOST_FAILURES,
+    MOST_REFUSALS,
+    Begin,
+    Release,
+    UpdateSchedule,
+)
 from asyncrl.weights.base import TRANSPORTS, UpdateOrder, UpdateReport
 
 DEADLINE_S = 10.0
@@ -138,10 +145,23 @@ def test_what_every_generator_refuses_again_and_again_is_hopeless():
 def test_what_did_not_arrive_is_no_refusal():
     schedule = make()
     joined(schedule, "a")
+    run_one(schedule, "a", 1, 0.0)
+    schedule.announce(2, 1.0)
+    for attempt in range(1, 2 * MOST_FAILURES):
+        refuse(schedule, "a", 2, 100.0 * attempt, failed(2))
+    assert schedule.hopeless is None and schedule.failed == 2 * MOST_FAILURES - 1
+
+
+def test_weights_of_which_no_generator_has_ever_taken_any_are_hopeless():
+    schedule = make()
+    joined(schedule, "a", "b")
     schedule.announce(1, 0.0)
-    for attempt in range(5 * MOST_REFUSALS):
-        refuse(schedule, "a", 1, 100.0 * attempt, failed(1))
-    assert schedule.hopeless is None and schedule.failed == 5 * MOST_REFUSALS
+    for attempt in range(MOST_FAILURES):
+        assert schedule.hopeless is None
+        for holder in ("a", "b"):
+            refuse(schedule, holder, 1, 100.0 * attempt, failed(1))
+    expected = f"every generator refused {MOST_FAILURES} updates in a row, so none can sample: test"
+    assert schedule.hopeless == expected
 
 
 def transports_of_failing_updates(schedule, attempts):

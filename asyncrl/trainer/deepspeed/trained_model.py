@@ -168,8 +168,8 @@ class TrainedModel:
 
 
 def whole_parameters(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, write: bool = False
-) -> Iterator[tuple[str, nn.Parameter]]:
+    parameters: Iterable[tuple[str, Any]], *, write: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Each of some parameters, gathered if it is sharded, and valid until the next one is requested.
 
     Every rank must exhaust the iterator. With `write`, rank 0's changes of a parameter go to all shards.
@@ -198,8 +198,8 @@ def size_of(parameter: nn.Parameter) -> int:
 
 
 def gathers(
-    parameters: Iterable[tuple[str, nn.Parameter]], limit: int = GATHERED_NUMBERS
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    parameters: Iterable[tuple[str, Any]], limit: int = GATHERED_NUMBERS
+) -> Iterator[list[tuple[str, Any]]]:
     """Cut parameters into runs of at most `limit` numbers, or of one parameter that is larger."""
     members: list[tuple[str, nn.Parameter]] = []
     numbers = 0

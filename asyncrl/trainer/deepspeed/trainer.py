@@ -2,24 +2,27 @@
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from asyncrl import lora
 from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.sections import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.hosting.machine import sees_images
 from asyncrl.hosting.memory_use import ModelShape, Rank, zero_stage
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import CriticLossFunction, LossFunction, MicroBatch, StepResult, Usage
@@ -38,8 +41,6 @@ from asyncrl.weights.base import TensorSpec
 # Directories inside a checkpoint. A frozen reference has none, because it is loaded again from its source.
 POLICY, CRITIC, REFERENCE = "engine", "critic", "reference"
 
-M = TypeVar("M", TrainedModel, Reference)
-
 
 class DeepSpeedTrainer:
     """`base.Trainer` on DeepSpeed engines; one at a time, because the process group is global."""
@@ -56,12 +57,13 @@ class DeepSpeedTrainer:
         reference: ModelConfig | None = None,
         critic: CriticConfig | None = None,
         slots: int = 0,
+        as_stored: bool = False,
     ) -> None:
         """Load the policy, the reference's model, and the policy's again for a critic.
 
         `temperature` divides the logits of a step; `optimizer_steps` is their number per batch. All ranks
         meet at `rendezvous`; by default there is one. `slots` is the number of published versions that rank 0
-        will have on its GPU.
+        will have on its GPU. With `as_stored`, weights are published as a checkpoint would hold them.
 
         Raises DataError, RunError, and ConfigError, also if DeepSpeed runs on another kind of device.
         """
@@ -80,6 +82,7 @@ class DeepSpeedTrainer:
         shared: dict[str, Any] = {"dtype": model.dtype, "stage": stage}
         engine = {**shared, "offload": learner.offload_optimizer, "ranks": self._ranks}
         self._lora, self._target = model.lora, model.update_target
+        self._as_stored = as_stored and self._target == "weights"
         policy = load_trained()
         if self._lora is not None:
             lora.inject(policy, self._lora)
@@ -107,7 +110,8 @@ class DeepSpeedTrainer:
         in_4bit = sum(size_of(each) for each in policy.parameters() if hasattr(each, "quant_state"))
         shape = ModelShape.of(policy.config, numbers)
         shape = replace(shape, adapter=trained, frozen=frozen, in_4bit=in_4bit)
-        self._reference_shape = _shape_of(self._reference.model) if self._reference else None
+        copy = self._reference.model if self._reference else None
+        self._reference_shape = copy and ModelShape.of(copy.config, sum(map(size_of, copy.parameters())))
         shape = counted(shape, policy.config, model, learner.gradient_checkpointing)
         planned_bytes = Rank(shape, model, learner).torch_bytes(
             self.rank,
@@ -179,12 +183,14 @@ class DeepSpeedTrainer:
         )
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
-        critic = _built(self._critic, "critic")
+        assert self._critic is not None
+        critic = self._critic
         self._meter.step(microbatches, logits=False)
         return critic.step(microbatches, lambda microbatch: run(critic.engine, microbatch), loss)
 
     def update_reference(self, decay: float) -> None:
-        _built(self._reference, "reference").update(self._policy.engine.module, decay)
+        assert self._reference is not None
+        self._reference.update(self._policy.engine.module, decay)
 
     def usage(self) -> list[Usage]:
         own = json.dumps(asdict(self._meter.read())).encode()
@@ -192,20 +198,22 @@ class DeepSpeedTrainer:
 
     def specs(self) -> list[TensorSpec]:
         """Describe what is published of the policy, without gathering it."""
+        empty = (
+            (name, torch.empty(getattr(each, "ds_shape", each.shape), dtype=each.dtype, device="meta"))
+            for name, each in self._published()
+        )
         return [
-            TensorSpec(
-                name=name,
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
-            )
-            for name, parameter in self._published()
+            TensorSpec(name=name, dtype=str(each.dtype).removeprefix("torch."), shape=tuple(each.shape))
+            for name, each in self._stored(empty)
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        whole = ((name, parameter.detach()) for name, parameter in whole_parameters(self._published()))
-        if self._lora is None or self._target == "adapter":
-            return whole
-        return lora.merged(whole, self._adapter(), self._lora)
+        whole: Iterable[tuple[str, Tensor]] = whole_parameters(self._published())
+        if self._lora is not None and self._target == "weights":
+            adapter = whole_parameters(lora.adapter_tensors(self._policy.engine.module.model))
+            kept = {name: each.detach().clone() for name, each in adapter}
+            whole = lora.merged(whole, kept, self._lora)
+        return self._stored((name, each.detach()) for name, each in whole)
 
     def export(self) -> Callable[[Path], None]:
         model = self._policy.engine.module.model
@@ -279,45 +287,39 @@ class DeepSpeedTrainer:
             self._meter.forward(microbatch, shape=self._reference_shape)
             measured["reference_logprobs_T"] = self._reference_logprobs_T(microbatch)
         if "values_T" in columns:
-            critic = _built(self._critic, "critic")
+            assert self._critic is not None
             self._meter.forward(microbatch, logits=False)
-            measured["values_T"] = run(critic.engine, microbatch)
+            measured["values_T"] = run(self._critic.engine, microbatch)
         return {name: measured[name] for name in columns}
 
     def _reference_logprobs_T(self, microbatch: MicroBatch) -> Tensor:
-        if self._lora is None or self._reference is not None:
-            reference = _built(self._reference, "reference")
-            return self._token_columns(reference.module, microbatch)[0]
+        if self._reference is not None:
+            return self._token_columns(self._reference.module, microbatch)[0]
+        assert self._lora is not None
         without = lora.adapters_off(self._policy.engine.module)
         with self._start.restored() if self._start else without:
             return self._token_columns(self._policy.engine, microbatch)[0]
 
-    def _published(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What engines get, under the names that they know, in shards; the adapter is not merged yet."""
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        """What engines get, in shards, under the names of the model; the adapter is not merged yet."""
         model = self._policy.engine.module.model
-        if self._lora is None:
-            return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
-        return lora.adapter_tensors(model) if self._target == "adapter" else lora.base_parameters(model)
+        found = lora.adapter_tensors(model) if self._target == "adapter" else lora.base_parameters(model)
+        if self._lora is None and (sees_images(model.config) or not self._as_stored):
+            found = ((name, each) for name, each in found if each.requires_grad)
+        held = model.state_dict(keep_vars=True).items() if self._as_stored else ()
+        return chain(found, ((name, each) for name, each in held if not isinstance(each, nn.Parameter)))
 
-    def _adapter(self) -> dict[str, Tensor]:
-        """The whole adapter, on every rank."""
-        adapter = lora.adapter_tensors(self._policy.engine.module.model)
-        return {name: parameter.detach().clone() for name, parameter in whole_parameters(adapter)}
+    def _stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Rename and cut them as in a checkpoint, which has each expert apart; one is whole at a time."""
+        if not self._as_stored:
+            return iter(tensors)
+        model = self._policy.engine.module.model
+        return (one for each in tensors for one in revert_weight_conversion(model, dict([each])).items())
 
     def _token_columns(self, policy: Any, microbatch: MicroBatch, **how: Any) -> Tensor:
         """Run a policy; without `experts_NLK`, such as a reference, it chooses its own experts."""
         how |= {"target_T": microbatch.target_T, "kept_TK": microbatch.kept_TK}
         return run(policy, microbatch, temperature=self._temperature, chunk=self._chunk, **how)
-
-
-def _shape_of(model: Any) -> ModelShape:
-    return ModelShape.of(model.config, sum(map(size_of, model.parameters())))
-
-
-def _built(model: M | None, name: str) -> M:
-    if model is None:
-        raise RuntimeError(f"DeepSpeedTrainer was built without a {name}; pass `{name}`")
-    return model
 
 
 def save_rng(path: Path) -> None:
