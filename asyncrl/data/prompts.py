@@ -294,8 +294,7 @@ def _require_template(model: ModelConfig, tokenizer: Any) -> None:
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
-        is_own = isinstance(model.chat_template, str)
-        where = "" if is_own else f" true, but that of the tokenizer in {model.path} is"
+        where = "" if isinstance(model.chat_template, str) else f" true, but that of {model.path} is"
         found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
         raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
     except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
