@@ -100,9 +100,9 @@ def targets_in(model: Any, lora: LoraConfig) -> list[str]:
     # Blocks are numbered: `model.layers.0.mlp.up_proj`.
     blocks = {name for name in linear if any(part.isdigit() for part in name.split("."))}
     # PEFT takes out the names that experts had, and refuses one of these two without the other.
-    left = Settings(target_modules={"gate_proj", "up_proj", *map(_last, blocks)})
+    left = Settings(target_modules=["gate_proj", "up_proj", *map(_last, blocks)])
     convert_peft_config_for_transformers(left, model, None)
-    offered = sorted({*map(_last, blocks)}.intersection(left.target_modules))
+    offered = sorted({*map(_last, blocks)}.intersection(left.target_modules or ()))
     if not offered:
         raise ConfigError(f"model.lora: {owner} has no linear layers in its blocks; remove model.lora")
     for target in lora.targets:

@@ -285,16 +285,16 @@ def _require_template(model: ModelConfig, tokenizer: Any) -> None:
     """Raise DataError unless the tokenizer has the chat template that the config asks for."""
     if not model.chat_template:
         return
-    found, of = tokenizer.chat_template, f"the tokenizer of {model.path} has"
+    found, tool = tokenizer.chat_template, f"the tokenizer in {model.path}"
     if not found:
-        raise DataError(f"model.chat_template is true, but {of} none; set it to false")
+        raise DataError(f"model.chat_template is true, but {tool} has none; set it to false")
     if isinstance(found, dict) and "default" not in found:
-        text = f"{of} the chat templates {', '.join(sorted(found))}, of which none is called `default`"
+        text = f"{tool} has the chat templates {', '.join(sorted(found))}, of which none is called `default`"
         raise DataError(f"{text}; set model.chat_template to the file of the one to use")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
-        where = "" if isinstance(model.chat_template, str) else f" true, but that of {model.path} is"
+        where = "" if isinstance(model.chat_template, str) else f" true, but that of {tool} is"
         found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
         raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
     except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others

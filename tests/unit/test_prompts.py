@@ -405,7 +405,7 @@ def test_a_template_refuses_null(tmp_path, jsonl, field, hint):
 
 def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl):
     train = jsonl("t", {"prompt": "a"})
-    with pytest.raises(DataError, match=r"the tokenizer of .* has none; set it to false"):
+    with pytest.raises(DataError, match=r"the tokenizer in .* has none; set it to false"):
         source(character_tokenizer(tmp_path / "m"), train, chat=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"model.path .*empty: no tokenizer"):
