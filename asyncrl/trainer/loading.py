@@ -115,6 +115,9 @@ def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
                 raise ConfigError(f"learner.gradient_checkpointing: selective {found}; use true, or false")
             # It stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
             layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    elif setting and not model.supports_gradient_checkpointing:
+        found = f"{type(model).__name__} of transformers recomputes no layers"
+        raise ConfigError(f"learner.gradient_checkpointing is true, but {found}; set it to false")
     elif setting:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
