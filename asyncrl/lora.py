@@ -91,25 +91,27 @@ def inject(model: Any, lora: LoraConfig) -> None:
 
 def targets_in(model: Any, lora: LoraConfig) -> list[str]:
     """Return the last names of the layers that get an adapter. Raises ConfigError."""
+    from peft import LoraConfig as Settings
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     from torch import nn
 
-    kinds = dict(model.named_modules())
+    owner, kinds = type(model).__name__, dict(model.named_modules())
     linear = [name for name, kind in kinds.items() if isinstance(kind, nn.Linear)]
     # Blocks are numbered: `model.layers.0.mlp.up_proj`.
     blocks = {name for name in linear if any(part.isdigit() for part in name.split("."))}
-    offered = sorted({_last(name) for name in blocks})
+    # PEFT takes out the names that experts had, and refuses one of these two without the other.
+    left = Settings(target_modules=["gate_proj", "up_proj", *map(_last, blocks)])
+    convert_peft_config_for_transformers(left, model, None)
+    offered = sorted({*map(_last, blocks)}.intersection(left.target_modules or ()))
     if not offered:
-        raise ConfigError(
-            f"model.lora: {type(model).__name__} has no linear layers in its blocks; remove model.lora"
-        )
+        raise ConfigError(f"model.lora: {owner} has no linear layers in its blocks; remove model.lora")
     for target in lora.targets:
         named = [name for name in kinds if _last(name) == target]
-        if not named or not blocks.issuperset(named):
-            found = f"is {named[0]}, no linear layer of a block" if named else "names no layer"
-            raise ConfigError(
-                f"model.lora.targets: {target} {found} of {type(model).__name__}; allowed are "
-                f"{', '.join(offered)}: output layer and embeddings are shared or sampled from"
-            )
+        if target not in offered or not blocks.issuperset(named):
+            kind = "which PEFT takes for experts" if blocks >= {*named} else "no linear layer of a block"
+            found = f"is {named[0]}, {kind}" if named else "names no layer"
+            cure = f"{', '.join(offered)}: output layer and embeddings are shared or sampled from"
+            raise ConfigError(f"model.lora.targets: {target} {found} of {owner}; allowed are {cure}")
     return sorted(set(lora.targets)) or offered
 
 
@@ -193,17 +195,13 @@ def require_usable(lora: LoraConfig, base: str) -> None:
         key, value = next(iter(other.items()))
         raise ConfigError(f"{where}: {place} has {key}: {value}, which is not plain LoRA; {MERGE}")
     for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha")):
-        if found.get(theirs) != getattr(lora, ours):
-            raise ConfigError(
-                f"model.lora.{ours}: found {getattr(lora, ours)}, but {place} has {theirs}: "
-                f"{found.get(theirs)}; set model.lora.{ours} to that"
-            )
+        if found.get(theirs) != (own := getattr(lora, ours)):
+            text = f"model.lora.{ours}: found {own}, but {place} has {theirs}: {found.get(theirs)}"
+            raise ConfigError(f"{text}; set model.lora.{ours} to that")
     theirs = found.get("base_model_name_or_path") or base
     if theirs != base and not (Path(theirs).exists() and Path(base).exists() and Path(theirs).samefile(base)):
-        raise ConfigError(
-            f"{where}: {place} is an adapter of {theirs}, but model.path is {base}; set model.path to that "
-            "model, or correct base_model_name_or_path if both are the same"
-        )
+        text = f"{where}: {place} is an adapter of {theirs}, but model.path is {base}; set model.path to that"
+        raise ConfigError(f"{text} model, or correct base_model_name_or_path if both are the same")
 
 
 def _load(model: Any, file: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -282,35 +283,34 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 def _require_template(model: ModelConfig, tokenizer: Any) -> None:
     """Raise DataError unless the tokenizer has the chat template that the config asks for."""
-    found = tokenizer.chat_template
-    if model.chat_template and not found:
-        text = f"model.chat_template is true, but the tokenizer of {model.path} has none"
-        raise DataError(f"{text}; set it to false")
-    if model.chat_template and isinstance(found, dict) and "default" not in found:
-        text = f"the tokenizer of {model.path} has the chat templates {', '.join(sorted(found))}"
-        cure = "set model.chat_template to the file of the one to use"
-        raise DataError(f"{text}, of which none is called `default`; {cure}")
-    if model.chat_template:
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-        except jinja2.TemplateSyntaxError as error:
-            is_own = isinstance(model.chat_template, str)
-            where = "" if is_own else f" true, but that of the tokenizer in {model.path} is"
-            found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
-            raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
-        except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
-            log.debug("the chat template refuses a message of the user: %s", error)
+    if not model.chat_template:
+        return
+    found, tool = tokenizer.chat_template, f"the tokenizer in {model.path}"
+    if not found:
+        raise DataError(f"model.chat_template is true, but {tool} has none; set it to false")
+    if isinstance(found, dict) and "default" not in found:
+        text = f"{tool} has the chat templates {', '.join(sorted(found))}, of which none is called `default`"
+        raise DataError(f"{text}; set model.chat_template to the file of the one to use")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        where = "" if isinstance(model.chat_template, str) else f" true, but that of {tool} is"
+        found = f"{str(error.message).rstrip('.')} in its line {error.lineno}"
+        raise DataError(f"model.chat_template is{where} not a template: {found}; correct it") from error
+    except Exception as error:  # noqa: BLE001 - a template may refuse this message, and rows have others
+        log.debug("the chat template refuses a message of the user: %s", error)
 
 
 def stop_ids(model: ModelConfig) -> list[int]:
-    """Return the tokens that end a response by the model's generation config, which vLLM reads too."""
-    from transformers import GenerationConfig
+    """Return the tokens that end a response by the model's generation config, or by its config, as vLLM."""
+    from transformers import AutoConfig, GenerationConfig
 
-    options: dict[str, Any] = {"revision": model.revision}
-    try:
-        found = GenerationConfig.from_pretrained(model.path, **options).eos_token_id
-    except OSError:  # a model without one
-        return []
+    read, options = GenerationConfig(), {"revision": model.revision}
+    with suppress(OSError, ValueError):  # loading the model says what is wrong with its config
+        read = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model.path, **model.hub_options))
+    with suppress(OSError):  # a model without one
+        read = GenerationConfig.from_pretrained(model.path, **options)
+    found = read.eos_token_id
     return [found] if isinstance(found, int) else list(found or ())
 
 

@@ -71,9 +71,8 @@ def load_model(
         ]
         # transformers fills these at random; a tensor that is tied to another one is not among them.
         misfits += [f"{name} is missing" for name in sorted(found["missing_keys"])]
-        misfit = "; ".join(misfits[:MOST_NAMED])
-        if len(misfits) > MOST_NAMED:
-            misfit += f"; {len(misfits)} in all"
+        more = [f"{len(misfits)} in all"] if len(misfits) > MOST_NAMED else []
+        misfit = "; ".join([*misfits[:MOST_NAMED], *more])
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
@@ -81,17 +80,14 @@ def load_model(
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         misfit = "; ".join(lines[:MOST_NAMED])
     except CANNOT_LOAD as error:
-        raise DataError(
-            f"model.path: {config.path} cannot be loaded as a causal language model ({error}); "
-            "give a Hugging Face directory with config.json and safetensors, or a hub name"
-        ) from error
+        text = f"model.path: {config.path} cannot be loaded as a causal language model ({error})"
+        cure = "give a Hugging Face directory with config.json and safetensors, or a hub name"
+        raise DataError(f"{text}; {cure}") from error
     if sharers:  # the other ranks would wait for rank 0 in the next collective
         misfit = next(filter(None, map(bytes.decode, sharers.gather(misfit.encode()))), "")
     if misfit:
-        raise DataError(
-            f"model.path: the tensors of {config.path} do not fit its config.json ({misfit}); copy all "
-            "files from the same model"
-        )
+        text = f"model.path: the tensors of {config.path} do not fit its config.json ({misfit})"
+        raise DataError(f"{text}; copy all files from the same model")
     require_divisible(model.config, sequence_parallel)
     recompute(model, gradient_checkpointing)
     freeze_vision(model)
@@ -113,14 +109,15 @@ def require_writable(generation: Any) -> None:
 def recompute(model: Any, setting: bool | Literal["selective"]) -> None:
     """Let a backward pass compute parts again, by `learner.gradient_checkpointing`. Raises ConfigError."""
     if setting == "selective":
-        for layer in model.modules():
-            if not isinstance(layer, GradientCheckpointingLayer):
-                continue
+        for layer in (one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)):
             if not hasattr(layer, "mlp"):
                 found = f"recomputes the module `mlp` of each layer, but {type(layer).__name__} has none"
                 raise ConfigError(f"learner.gradient_checkpointing: selective {found}; use true, or false")
             # It stays in its place, so the names of its parameters and the hooks of ZeRO 3 are unchanged.
             layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    elif setting and not model.supports_gradient_checkpointing:
+        found = f"{type(model).__name__} of transformers recomputes no layers"
+        raise ConfigError(f"learner.gradient_checkpointing is true, but {found}; set it to false")
     elif setting:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -131,8 +128,7 @@ def without_dropout(model: Any) -> Any:
     With dropout, equal weights would give different log-probabilities, and ratios other than 1 on-policy.
     Layers read its numbers from the config, or copy them when they are built.
     """
-    found = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if config is not None}
+    configs = {id(one): one for each in model.modules() if (one := getattr(each, "config", None)) is not None}
     for owner in (*model.modules(), *configs.values()):
         if isinstance(owner, _DropoutNd):
             owner.p = 0.0
@@ -155,8 +151,11 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
     else:
         directory.mkdir()
         save_file(state, directory / TENSORS, metadata={"format": "pt"})
-        targets = {name.split(".")[-3] for name in state}
-        settings = peft_config(config.lora, config.path, targets)
+        settings = peft_config(config.lora, config.path, {name.split(".")[-3] for name in state})
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    tools = AutoProcessor if sees_images(model.config) else AutoTokenizer
-    config.templated(tools.from_pretrained(config.path, **config.hub_options)).save_pretrained(directory)
+    load = AutoProcessor if sees_images(model.config) else AutoTokenizer
+    try:
+        tools = load.from_pretrained(config.path, **config.hub_options)
+    except (OSError, ImportError):  # training on text needs neither a processor's files nor its libraries
+        tools = AutoTokenizer.from_pretrained(config.path, **config.hub_options)
+    config.templated(tools).save_pretrained(directory)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, Idefics3ForConditionalGeneration
+from transformers import AutoProcessor, AutoTokenizer, Idefics3ForConditionalGeneration
 
 from asyncrl.config.algorithm import OptimizerConfig
 from asyncrl.config.schema import Config
@@ -26,6 +27,7 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import Rank, checkpoint_bytes, published_bytes
 from asyncrl.preflight.validate import validated_config
+from asyncrl.trainer.loading import export_model
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.models import tiny_qwen2
@@ -317,6 +319,25 @@ def test_the_blank_image_is_a_picture_of_the_processor(task: Path, model: Path) 
     learner = LearnerImages(config(task, model))
     assert Image.open(BytesIO(learner.blank)).mode == "RGB"
     assert (learner.blank_ids == AutoProcessor.from_pretrained(model).image_token_id).sum() == IMAGE_TOKENS
+
+
+@pytest.mark.parametrize("missing", ["files", "library"])
+def test_training_on_text_needs_no_processor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ImportError("torchvision")
+
+    base = Path(shutil.copytree(model, tmp_path / "base"))
+    if missing == "library":
+        monkeypatch.setattr(AutoProcessor, "from_pretrained", absent)
+    else:
+        for file in base.glob("*processor*"):
+            file.unlink()
+    loaded = Idefics3ForConditionalGeneration.from_pretrained(base)
+    export_model(loaded, ModelConfig(path=str(base)), loaded.state_dict(), tmp_path / "hf")
+    before, after = (AutoTokenizer.from_pretrained(place) for place in (model, tmp_path / "hf"))
+    assert after.get_vocab() == before.get_vocab()
 
 
 def test_the_vision_part_has_weights_only(model: Path) -> None:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig as PeftSettings
+from peft import get_peft_model
 
 from asyncrl import lora
 from asyncrl.config.sections import LearnerConfig, LoraConfig, ModelConfig
@@ -61,6 +63,23 @@ def test_every_process_begins_with_the_same_adapter_on_all_linear_layers_and_cha
     assert len(pairs) == 2 * 7 * 2
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     torch.testing.assert_close(logits(one), logits(model_of(base)), rtol=0, atol=0)
+
+
+def test_names_that_peft_takes_for_experts_get_no_adapter_though_dense_layers_have_them(tmp_path):
+    """PEFT's own reading of the settings is the oracle: it adapts the layers of ours, and no expert."""
+    base = tiny_moe(tmp_path, mlp_only_layers=[0])
+    model, theirs = model_of(base), model_of(base)
+    lora.inject(model, LoraConfig())
+    names = {name for name, _ in lora.adapter_tensors(model)}
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    settings = lora.peft_config(LoraConfig(), "", {name.split(".")[-3] for name in names})
+    found = get_peft_model(theirs, PeftSettings(**settings))
+    assert names == {name for name, _ in lora.adapter_tensors(found.base_model.model)}
+    for targets in (("up_proj",), ("gate_proj", "up_proj", "down_proj")):
+        with pytest.raises(
+            ConfigError, match=r"is model.*_proj, which PEFT takes for .*allowed are k_proj, "
+        ):
+            lora.inject(model_of(base), LoraConfig(targets=targets))
 
 
 def test_an_adapter_has_the_type_of_the_weights(base):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.config.sections import ModelConfig, SamplingConfig
@@ -62,6 +62,15 @@ def test_a_plain_prompt_has_one_bos_also_when_the_text_brings_its_own(tmp_path, 
 def test_an_eos_that_the_tokenizer_adds_is_taken_off(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m", pattern="<bos> $A <eos>")
     assert list(source(model, jsonl("t", {"prompt": "ab"})).prompt(1).token_ids) == [BOS, *ids("ab")]
+
+
+def test_end_tokens_are_those_of_config_json_where_there_is_no_generation_config(tmp_path, jsonl):
+    model = character_tokenizer(tmp_path / "m")
+    end = ids("z")[0]
+    Qwen2Config(eos_token_id=[EOS, end]).save_pretrained(model)
+    assert source(model, jsonl("t", {"prompt": "ab"})).renderer.stop_ids == {EOS, end}
+    Path(model, "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    assert source(model, jsonl("t", {"prompt": "ab"})).renderer.stop_ids == {EOS}
 
 
 def test_a_template_fills_in_columns(tmp_path, jsonl):
@@ -396,7 +405,7 @@ def test_a_template_refuses_null(tmp_path, jsonl, field, hint):
 
 def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl):
     train = jsonl("t", {"prompt": "a"})
-    with pytest.raises(DataError, match=r"the tokenizer of .* has none; set it to false"):
+    with pytest.raises(DataError, match=r"the tokenizer in .* has none; set it to false"):
         source(character_tokenizer(tmp_path / "m"), train, chat=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"model.path .*empty: no tokenizer"):

@@ -96,3 +96,11 @@ def test_selective_needs_an_mlp_in_each_layer() -> None:
     with pytest.raises(ConfigError, match=r"selective recomputes the module `mlp`.*use true, or false"):
         recompute(model, "selective")
     recompute(model, False)
+
+
+def test_a_model_that_cannot_recompute_its_layers_is_refused() -> None:
+    model = model_of(False, 1, torch.float32)
+    model.supports_gradient_checkpointing = False  # as JetMoE
+    with pytest.raises(ConfigError, match=r"is true, but Qwen2ForCausalLM .* no layers; set it to false"):
+        recompute(model, True)
+    recompute(model, "selective")

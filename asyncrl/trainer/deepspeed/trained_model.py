@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from asyncrl.algo.metrics import merge
 from asyncrl.config.algorithm import OptimizerConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.extras import from_extra
 from asyncrl.hosting.progress import beat
 from asyncrl.trainer.base import LossSums, MicroBatch, StepResult
@@ -66,6 +66,9 @@ class TrainedModel:
             # Higher stages reduce the gradients of each micro-batch, which are in bfloat16 already.
             settings["communication_data_type"] = "fp32"
         share, trained = rate_share(**optimizer.rates(total_steps)), _trained(module)
+        if stage == 3 and len(kinds := {str(each.dtype) for each in trained}) > 1:
+            found = f"learner.zero_stage is 3, but trained parameters are {' and '.join(sorted(kinds))}"
+            raise ConfigError(f"{found}, and DeepSpeed shards those of one type only; set it to 2")
         self.engine: Any = deepspeed.initialize(
             model=module,
             model_parameters=trained,
