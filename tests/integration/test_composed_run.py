@@ -26,6 +26,7 @@ from tests.support.libraries import ROOT, python_with
 from tests.support.models import tiny_qwen2
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
+from tests.support.whole_run import steps
 
 pytestmark = [
     pytest.mark.integration,
@@ -215,21 +216,13 @@ def box(project: Path, tmp_path: Path) -> Iterator[Box]:
 def test_the_services_train_together_and_leave_nothing(box: Box) -> None:
     run = box.project / "runs" / "composed"
 
-    def steps() -> int:
-        path = run / "metrics" / "learner.jsonl"
-        return (
-            sum("time/step" in json.loads(line) for line in path.read_text().splitlines())
-            if path.exists()
-            else 0
-        )
-
     def members() -> int:
         path = run / "status.json"
         return len(json.loads(path.read_text())["members"]) if path.exists() else 0
 
     for name in ("store", "learner", "generators"):
         box.start(name)
-    box.wait(lambda: steps() >= 4 and members() == 2)
+    box.wait(lambda: len(steps(run)) >= 4 and members() == 2)
     assert box.is_healthy("generators")
     check_what_generators_see(box, run)
 

@@ -18,7 +18,7 @@ from asyncrl.wire.group_frames import decode_group, encode_group
 from tests.support.judge_server import Asked, Reply, chat, served
 from tests.support.steps import rollout
 from tests.support.waiting import wait_until
-from tests.support.whole_run import call, start, steps, tiny_run
+from tests.support.whole_run import call, rows, start, steps, tiny_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -42,11 +42,8 @@ def test_a_run_survives_a_judge_that_fails_and_shows_its_words(tmp_path):
         """The counters in the newest lines of both generators."""
         total: Counter[str] = Counter()
         for file in (run / "metrics").glob("g*.jsonl"):
-            text = file.read_text()
-            rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-            total.update(
-                {key: value for key, value in rows[-1].items() if key.startswith("reward_")} if rows else {}
-            )
+            newest = next(reversed(rows(run, file.stem)), {})
+            total.update({key: value for key, value in newest.items() if key.startswith("reward_")})
         return total
 
     def are_counted() -> bool:
