@@ -636,9 +636,9 @@ def test_a_rollout_that_fails_is_a_fault(tmp_path, how, reason, says):
 
 def test_a_rollout_that_does_not_end_is_a_fault_where_nothing_scores_it(tmp_path):
     """The sampler ends it first, and has functions or none; in a trial the limit of rollouts ends it."""
-    limits = {"episode_s": 0.5, "step_s": 1.0}
+    limits = {"episode_s": 5.0, "step_s": 1.0}
     own = run_rollout(tmp_path, "sleep", **limits)
-    assert (own.reason, str(own)) == ("hung", "the rollout did not end within 4.5 s; bound what it waits for")
+    assert (own.reason, str(own)) == ("hung", "the rollout did not end within 9 s; bound what it waits for")
 
     async def sampled():
         async with environment(tmp_path, ROLLOUTS, "stuck", replays=0, **limits) as played:
@@ -647,7 +647,7 @@ def test_a_rollout_that_does_not_end_is_a_fault_where_nothing_scores_it(tmp_path
             spec = SamplingSpec(temperature=1.0, max_response_tokens=50)
             await sampler.play(Prompt(token_ids=(1,), text="ab", row={}), spec, seed=0, episode=0)
 
-    with pytest.raises(EpisodeFailed, match=r"neither ended within 3\.5 s nor gave a reward"):
+    with pytest.raises(EpisodeFailed, match="neither ended within 8 s nor gave a reward"):
         asyncio.run(sampled())
 
 
