@@ -18,11 +18,11 @@ from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
-from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, fork_core, set_environment
+from asyncrl.engine.vllm.args import adapter_args, engine_args, fork_core, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
-from asyncrl.lora import TENSORS
+from asyncrl.lora import TENSORS, adapter_plan
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
