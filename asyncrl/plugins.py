@@ -3,15 +3,16 @@
 import importlib
 import importlib.util
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from asyncrl.errors import RunError, is_stop
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def package_spec(name: str) -> ModuleSpec | None:
 
 def described(error: BaseException, *, placed: bool = True) -> str:
     """Return an error of user code, with its line if `placed`. Raises it if SIGTERM ends a role by it."""
-    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+    if is_stop(error):
         raise error
     name, where = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
     # The text of a SyntaxError has the line already.
@@ -67,6 +68,16 @@ def described(error: BaseException, *, placed: bool = True) -> str:
         return f"{name}: {error}{line}"
     except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
         return f"{name}, which has no text{line}"
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Raise RunError if user code within ends this process: it may be `sys.exit(0)`, and look finished."""
+    try:
+        yield
+    except SystemExit as error:
+        found = f"code of the config ended its process: {described(error)}"
+        raise RunError(f"{found}; raise an error there") from error
 
 
 def _from_file(path: Path) -> ModuleType:
