@@ -1,6 +1,7 @@
 """vLLM's arguments and environment from the configuration, with the differences between CPU and GPU."""
 
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,8 @@ def engine_args(
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": generator.tensor_parallel,
+        # By default all engines, and one after each restart, draw the same numbers.
+        "seed": secrets.randbelow(2**31),
         "max_num_seqs": generator.max_running,
         "max_num_batched_tokens": max(STEP_TOKENS[device], generator.max_running),
         # Scoring the probe samples one token behind it.
