@@ -1,6 +1,5 @@
 """All exceptions that asyncrl raises. Messages say where, what was found, what is allowed, and what to do."""
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -141,11 +140,6 @@ def reason_of(error: BaseException) -> str:
     """Return the text of one of our errors, and type and text of the first of any others, as Unicode."""
     first = _leaves(error)[0]
     return as_unicode(str(first) if isinstance(first, AsyncRLError) else f"{type(first).__name__}: {first}")
-
-
-def is_stop(error: BaseException) -> bool:
-    """Return whether SIGTERM ends a role by this error. Another SystemExit comes from user code."""
-    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def lacks_gpu_memory(error: RuntimeError) -> bool:

@@ -3,16 +3,15 @@
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from asyncrl.errors import RunError, is_stop
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -70,14 +69,9 @@ def described(error: BaseException, *, placed: bool = True) -> str:
         return f"{name}, which has no text{line}"
 
 
-@contextmanager
-def no_exit() -> Iterator[None]:
-    """Raise RunError if user code within ends this process: it may be `sys.exit(0)`, and look finished."""
-    try:
-        yield
-    except SystemExit as error:
-        found = f"code of the config ended its process: {described(error)}"
-        raise RunError(f"{found}; raise an error there") from error
+def is_stop(error: BaseException) -> bool:
+    """Return whether SIGTERM ends a role by this error. Another SystemExit comes from user code."""
+    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def _from_file(path: Path) -> ModuleType:

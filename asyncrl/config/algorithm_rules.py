@@ -206,19 +206,14 @@ def _kl_estimator_fits_its_place(run: RunFields) -> Iterator[Mistake]:
         text += f"the value only; set {PLAIN[name]}"
         yield broken(f"{key} {placement} algorithm.kl.coefficient", text)
     entropy, largest = run.algorithm.entropy, "algorithm.entropy.maximum"
-    for key, unread in (
-        ("kl.target", "horizon"),
-        ("entropy.target", "step"),
-        ("entropy.target", "maximum"),
-        ("imitation.coefficient", "solved"),
-    ):
-        name, _, gate = key.partition(".")
-        section = getattr(run.algorithm, name)
-        fields = type(section).model_fields
-        if {one for one in (gate, unread) if getattr(section, one) != fields[one].default} == {unread}:
-            at, found = f"algorithm.{name}.{unread}", f"{getattr(section, unread):g}"
-            text = f"{at} is {found}, but nothing reads it without algorithm.{key}; set that, or drop it"
-            yield broken(f"{at} algorithm.{key}", text)
+    for section, name, keys in ((kl, "kl", ("horizon",)), (entropy, "entropy", ("step", "maximum"))):
+        for unread in keys if section.target is None else ():
+            if (found := getattr(section, unread)) != type(section).model_fields[unread].default:
+                at, target = f"algorithm.{name}.{unread}", f"algorithm.{name}.target"
+                text = (
+                    f"{at} is {found:g}, but without {target} the coefficient stays as it is; set {target}, "
+                )
+                yield broken(f"{at} {target}", f"{text}or drop it")
     if entropy.target is not None and not 0 <= entropy.coefficient <= entropy.maximum:
         text = f"algorithm.entropy.coefficient is {entropy.coefficient}, the initial value of the adaptive "
         text += f"one; allowed is 0 to {entropy.maximum} (maximum); set it to 0, or drop target for a fixed "

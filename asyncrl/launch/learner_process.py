@@ -9,9 +9,8 @@ from asyncrl.data.data_files import DataFiles
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.rank_group import name_of, parse_arguments, wait_until_needed
 from asyncrl.hosting.route import interface_towards
-from asyncrl.launch.roles import join_store, run_role
+from asyncrl.launch.roles import join_store, no_exit, run_role
 from asyncrl.launch.training import train
-from asyncrl.plugins import no_exit
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import forget_secrets, run_keys
 from asyncrl.run.lock import RunLock

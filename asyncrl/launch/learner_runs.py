@@ -16,7 +16,7 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
-from asyncrl.errors import is_stop, reason_of
+from asyncrl.errors import reason_of
 from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import END, STOP, hand_out, receive
@@ -24,6 +24,7 @@ from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
 from asyncrl.launch.taking import Taking
 from asyncrl.learner import Step
+from asyncrl.plugins import is_stop
 from asyncrl.report.reports import Reporting
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
