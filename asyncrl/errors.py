@@ -136,7 +136,7 @@ def as_unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the text of one of our errors, and type and text of the first of any others, as Unicode."""
     first = _leaves(error)[0]
     return as_unicode(str(first) if isinstance(first, AsyncRLError) else f"{type(first).__name__}: {first}")

@@ -115,6 +115,22 @@ def targets_in(model: Any, lora: LoraConfig) -> list[str]:
     return sorted(set(lora.targets)) or offered
 
 
+def adapter_plan(model: ModelConfig, lora: LoraConfig) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """PEFT's settings of the adapter and the shapes of its tensors, from the model without its weights.
+
+    Raises ConfigError, OSError.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model.path, **model.hub_options)
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    settings = peft_config(lora, model.path, targets_in(policy, lora))
+    inject(policy, lora)
+    return settings, {name: list(parameter.shape) for name, parameter in adapter_tensors(policy)}
+
+
 def adapter_tensors(model: "nn.Module") -> Iterator[tuple[str, "nn.Parameter"]]:
     """Yield the parameters of the adapter under the names that PEFT gives them on disk."""
     for name, parameter in model.named_parameters():

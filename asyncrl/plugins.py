@@ -58,7 +58,7 @@ def package_spec(name: str) -> ModuleSpec | None:
 
 def described(error: BaseException, *, placed: bool = True) -> str:
     """Return an error of user code, with its line if `placed`. Raises it if SIGTERM ends a role by it."""
-    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+    if is_stop(error):
         raise error
     name, where = type(error).__name__, traceback.extract_tb(error.__traceback__)[-1]
     # The text of a SyntaxError has the line already.
@@ -67,6 +67,11 @@ def described(error: BaseException, *, placed: bool = True) -> str:
         return f"{name}: {error}{line}"
     except BaseException:  # noqa: BLE001 - its `__str__` is user code, too
         return f"{name}, which has no text{line}"
+
+
+def is_stop(error: BaseException) -> bool:
+    """Return whether SIGTERM ends a role by this error. Another SystemExit comes from user code."""
+    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -22,4 +22,8 @@ def soft_overlong(
     Source: Yu et al. 2025 (arXiv:2503.14476) eq. 13, DAPO.
     """
     excess_tokens = response_tokens - (max_response_tokens - buffer_tokens)
+    if (
+        finish_reason == "length"
+    ):  # texts that were not sampled, such as results of tools, count for the limit
+        excess_tokens = buffer_tokens
     return reward - penalty * min(max(excess_tokens / buffer_tokens, 0.0), 1.0)

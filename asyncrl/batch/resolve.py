@@ -51,7 +51,7 @@ def make_recipe(
         raise ConfigError(
             f"advantage `{advantage.name}` needs {sorted(unknown)}; it may need {sorted(USABLE)}"
         )
-    over_step = any(map(registry.sees_step, (config.correction, *config.rejections)))
+    over_step = any(map(_sees_step, (config.correction, *config.rejections)))
     # The only optimizer step of a batch evaluates the proximal policy itself, but not before it begins.
     measures_proximal = config.proximal == "recompute" and (batch.epochs * batch.minibatches > 1 or over_step)
     pays_kl = kl.coefficient > 0 and kl.placement == "reward"
@@ -61,10 +61,9 @@ def make_recipe(
     has_critic = "values_T" in columns
     make_targets = turn_value_targets if advantage.name == "turn_gae" else value_targets
     known = inspect.signature(make_targets).parameters
-    discounts = {name: value for name, value in advantage.params.items() if name in known}
     function = _function("advantage", advantage)
-    # Without a parameter `decay` nothing is forgotten.
-    decay = getattr(inspect.signature(function).parameters.get("decay"), "default", 1.0)
+    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    discounts = {name: defaults[name] for name in defaults if name in known and name != "rewards"}
     estimator = Estimator(
         advantage=function,
         max_response_tokens=max_response_tokens,
@@ -73,7 +72,8 @@ def make_recipe(
         penalty=_function("kl", kl.estimator) if pays_kl else None,
         targets=partial(make_targets, **discounts) if has_critic else None,
         needs=needs,
-        tracker=Tracker(row, decay=decay) if registry.EXPECTED in needs else None,
+        # Without a parameter `decay` nothing is forgotten.
+        tracker=Tracker(row, decay=defaults.get("decay", 1.0)) if registry.EXPECTED in needs else None,
     )
     return Recipe(
         planner=Planner(
@@ -137,13 +137,18 @@ def make_objective(config: AlgorithmConfig, *, max_response_tokens: int) -> Obje
 
 def _corrections(choices: Sequence[Choice]) -> Callable[[TokenBatch, TokenBatch | None], Correction]:
     """Resolve the correction, which comes first, and its rejections to one function."""
-    functions = [(_function("correction", choice), registry.sees_step(choice)) for choice in choices]
+    functions = [(_function("correction", choice), _sees_step(choice)) for choice in choices]
 
     def correct(tokens: TokenBatch, step: TokenBatch | None) -> Correction:
         first, *others = (one(tokens, step=step) if sees else one(tokens) for one, sees in functions)
         return combined(first, others)
 
     return correct
+
+
+def _sees_step(choice: Choice) -> bool:
+    own = ":" in choice.name
+    return registry.takes(_function("correction", choice), "step") if own else registry.sees_step(choice)
 
 
 def _function(kind: str, choice: Choice) -> Callable[..., Any]:

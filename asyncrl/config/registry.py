@@ -225,6 +225,7 @@ def resolve(kind: str, name: str, params: Mapping[str, Any]) -> Callable[..., An
         raise ConfigError("\n".join(texts))
     function = load(name if ":" in name else f"{algo.__name__}.{TABLES[kind][name]}")
     arguments = {**dict.fromkeys(SUPPLIED.get(kind, ())), **params}
+    arguments |= dict.fromkeys(ON_REQUEST & inspect.signature(function).parameters.keys())
     try:
         inspect.signature(function).bind(*POSITIONAL[kind], **arguments)
     except TypeError as error:

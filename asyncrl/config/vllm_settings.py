@@ -77,6 +77,9 @@ def engine_takes_the_settings(run: RunFields) -> Iterator[Mistake]:
     known = known_settings() if generator.vllm else None
     lists, kind = "docs.vllm.ai lists them (engine arguments)", "argument of the installed vLLM"
     yield from misnamed("generator.vllm", generator.vllm, REFUSED.get, known, kind, lists)
+    if run.sampling.min_p and generator.vllm.get("speculative_config"):
+        found = "is set, which vLLM does not do with generator.vllm.speculative_config"
+        yield broken("sampling.min_p generator.vllm", f"{found}; drop one of them")
     only = {"tensor_parallel": 1, "recompute_kv": False, "vllm": {}} if generator.engine != "vllm" else {}
     for name, default in only.items():
         if (found := getattr(generator, name)) != default:

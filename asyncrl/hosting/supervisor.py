@@ -239,7 +239,7 @@ class Supervisor:
         """Raise RunError, unless the run can go on without the process."""
         others = (other for other in self._children.values() if other is not child and other.running)
         if not child.spec.is_extra and (child.spec.kind or None) not in {other.spec.kind for other in others}:
-            raise RunError(reason)
+            raise RunError(reason.removeprefix("RunError: "))  # which the command line prints first
         log.error("%s", reason)
         self._remove(child, "is left out, the run goes on without it")
 

@@ -9,7 +9,7 @@ from asyncrl.data.data_files import DataFiles
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.rank_group import name_of, parse_arguments, wait_until_needed
 from asyncrl.hosting.route import interface_towards
-from asyncrl.launch.roles import join_store, run_role
+from asyncrl.launch.roles import join_store, no_exit, run_role
 from asyncrl.launch.training import train
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.keys import forget_secrets, run_keys
@@ -42,7 +42,7 @@ def main() -> None:
         device = choose_device(config.learner, rendezvous.local_rank, auto=resolve_device(config))
         limit_memory(device, arguments.memory_share)
         # With several ranks, the process that started those of host 0 holds the lock.
-        with RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
+        with no_exit(), RunLock(directory.lock) if config.learner.ranks == 1 else nullcontext():
             code = code_at_start(config, os.environ)
             train(config, directory, store, keys, data, rendezvous, device, code, logs)
 

@@ -16,6 +16,7 @@ from asyncrl.buffer.intake import Collected
 from asyncrl.config.schema import Config
 from asyncrl.control.zmq import ControlHub
 from asyncrl.data.image_processor import LearnerImages
+from asyncrl.errors import reason_of
 from asyncrl.hosting.progress import begin
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.launch.same_bytes import END, STOP, hand_out, receive
@@ -23,6 +24,7 @@ from asyncrl.launch.saving import LeadSaving, Saving
 from asyncrl.launch.status_page import StatusPage
 from asyncrl.launch.taking import Taking
 from asyncrl.learner import Step
+from asyncrl.plugins import is_stop
 from asyncrl.report.reports import Reporting
 from asyncrl.telemetry.logs import LogContext
 from asyncrl.trainer.base import Trainer
@@ -142,10 +144,9 @@ class LeadRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, SystemExit):
-            self.page.enter("stopped", "asked to stop")
-        elif error is not None:
-            self.page.enter("failed", str(error))
+        if error is not None:
+            state = ("stopped", "asked to stop") if is_stop(error) else ("failed", reason_of(error))
+            self.page.enter(*state)
         message = self.page.close()
         # After an error that a restart may cure, the generators wait for the next learner.
         is_over = error is None or isinstance(error, (SystemExit, *NOT_FIXED_BY_A_RESTART))

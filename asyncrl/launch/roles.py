@@ -4,7 +4,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from asyncrl.buffer.connection import StoreConnection
@@ -29,6 +30,7 @@ from asyncrl.hosting.environment import PARENT_VARIABLE
 from asyncrl.hosting.processes import die_with_parent
 from asyncrl.hosting.progress import attach
 from asyncrl.hosting.supervisor import FAULT_FOUND, USER_ERROR
+from asyncrl.plugins import described
 from asyncrl.run.keys import JoinKeys, RunKeys, store_password
 from asyncrl.unpickling import refuse_pickles_from_wires
 
@@ -68,6 +70,16 @@ def run_role(role: Callable[[], None]) -> None:
     except AsyncRLError as error:
         log.exception("ended by an error")
         sys.exit(FAULT_FOUND if isinstance(error, LIKELY_AGAIN) else 1)
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Raise RunError if user code within ends this process: it may be `sys.exit(0)`, and look finished."""
+    try:
+        yield
+    except SystemExit as error:
+        found = f"code of the config ended its process: {described(error)}"
+        raise RunError(f"{found}; raise an error there") from error
 
 
 def join_store(store: StoreConfig, url: str, keys: RunKeys | JoinKeys) -> StoreConnection:

@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError, DataError, MemoryFullError, RunError, la
 from asyncrl.extras import from_extra
 from asyncrl.files import with_cure
 from asyncrl.hosting.progress import Pace, begin, while_growing
+from asyncrl.lora import adapter_plan
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
@@ -142,7 +143,7 @@ def _new_adapter(config: StageConfig) -> LoraConfig | None:
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=list(lora.targets) or "all-linear",
+        target_modules=adapter_plan(config.model, lora)[0]["target_modules"],
         task_type="SEQ_CLS" if config.stage == "rm" else "CAUSAL_LM",
         modules_to_save=["score"] if config.stage == "rm" else None,
     )

@@ -10,8 +10,9 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.engine.vllm.adapter import Adapter, _add_product
-from asyncrl.engine.vllm.args import adapter_args, adapter_plan
+from asyncrl.engine.vllm.args import adapter_args
 from asyncrl.errors import ConfigError
+from asyncrl.lora import adapter_plan
 from tests.support.adapters import ALPHA, LORA, RANK, adapted, tensors_of
 from tests.support.vllm_engines import STORIES, needs_stories
 from tests.support.vllm_models import built

@@ -53,7 +53,9 @@ def test_the_settings_of_a_config_are_those_of_the_installed_vllm_and_never_ours
             ModelConfig(path="m"), GeneratorConfig(), SamplingConfig(), WeightsConfig(), device=device
         )
         # The user's are merged with ours, or replace them.
-        assert ours.keys() - {"hf_overrides", "max_num_batched_tokens", "block_size"} <= REFUSED.keys()
+        assert (
+            ours.keys() - {"hf_overrides", "max_num_batched_tokens", "block_size", "seed"} <= REFUSED.keys()
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -62,6 +64,7 @@ def test_settings_pass_through_to_vllm(device):
         "quantization": "fp8",
         "kv_cache_dtype": "fp8",
         "max_num_batched_tokens": 4096,
+        "seed": 7,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
         "hf_overrides": {"head_dtype": "float32"},
     }

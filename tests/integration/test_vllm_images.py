@@ -36,10 +36,14 @@ def expected(model: Any, processor: ImageProcessor, rollout: Rollout, images: li
     return picked[len(rollout.prompt_ids) - 1 :].numpy()
 
 
-def test_log_probabilities_are_transformers_before_and_after_updates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_log_probabilities_are_transformers_before_and_after_updates(
+    tmp_path: Path, recompute_kv: bool
+) -> None:
+    """The images are the same before and after each update: vLLM's core must not have forgotten them."""
     path = tiny_idefics3(tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    with running_engine(path) as (runner, engine):
+    with running_engine(path, recompute_kv=recompute_kv) as (runner, engine):
         processor = ImageProcessor(engine_model(path))
         prompts = {
             text: (images, processor.ids(text, images, "here"), processor.read(text, images, "here"))

@@ -238,6 +238,26 @@ def test_until_a_group_is_handed_over_what_is_trained_comes_before_the_evaluatio
     assert begun[:6] == [G, G, 1, 1, 1, 1] and sorted(begun) == [1] * 8 + [G] * 4
 
 
+def test_a_group_of_an_evaluation_that_is_larger_than_those_of_training_does_not_wait_for_their_end():
+    """It needs all places of the engine, and groups of training take each one that becomes free."""
+    world = World(max_running=4 * G, max_lag=99, token_s=0.5)
+    asked = MemoryBuffer(BufferRules(groups=8, lease_s=30.0, max_attempts=2))
+    asked.recover(Ledger(), version=0, limit=0)
+    (train,) = world.generator.lanes
+    evaluation = replace(
+        train, name="eval", buffer=asked.peer(), limits=replace(train.limits, rollouts=4 * G)
+    )
+    world.generator = replace(world.generator, lanes=[evaluation, train])
+
+    async def script(world: World) -> None:
+        await until(lambda: world.learner.audit().ready >= 8)
+        asked.set_version(0, limit=4)
+        await until(lambda: asked.audit().ready == 4)
+        assert world.learner.audit().ready < 60, "of 200"
+
+    world.run(script)
+
+
 def test_a_group_that_is_larger_than_the_engine_is_sampled_alone():
     world = World(max_running=1, greedy=True)
 

@@ -8,13 +8,17 @@ from peft import LoraConfig as PeftSettings
 from peft import get_peft_model
 
 from asyncrl import lora
+from asyncrl.config.load import load
 from asyncrl.config.sections import LearnerConfig, LoraConfig, ModelConfig
 from asyncrl.errors import ConfigError, MissingLibrary
 from asyncrl.hosting.machine import read_model
 from asyncrl.hosting.memory_use import Rank, weights_bytes
 from asyncrl.preflight import outside
 from asyncrl.preflight.validate import validated_config
+from asyncrl.stages.settings import StageConfig
+from asyncrl.stages.with_trl import _new_adapter
 from tests.support.models import model_of, peft_adapter, tiny_moe, tiny_qwen2
+from tests.support.stages import tiny_stage
 
 IDS = torch.arange(2, 30)[None]
 
@@ -80,6 +84,16 @@ def test_names_that_peft_takes_for_experts_get_no_adapter_though_dense_layers_ha
             ConfigError, match=r"is model.*_proj, which PEFT takes for .*allowed are k_proj, "
         ):
             lora.inject(model_of(base), LoraConfig(targets=targets))
+
+
+def test_a_stage_adapts_the_layers_that_a_run_adapts(tmp_path):
+    """So a run can begin with the stage's adapter; "all-linear" of PEFT adapts other layers here."""
+    base = tiny_moe(tmp_path / "model", mlp_only_layers=[0])
+    run, stage = model_of(base), model_of(base)
+    lora.inject(run, LoraConfig())
+    config = load(StageConfig, tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8}}))
+    found = get_peft_model(stage, _new_adapter(config)).base_model.model
+    assert [*dict(lora.adapter_tensors(found))] == [*dict(lora.adapter_tensors(run))]
 
 
 def test_an_adapter_has_the_type_of_the_weights(base):

@@ -149,3 +149,18 @@ def test_whoever_is_asked_to_stop_or_has_learnt_enough_has_every_rank_save_and_l
                 done.result()
     for run in (lead, follower):
         run.saving.save_and_leave.assert_called_once_with(7, end)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (SystemExit(143), ("stopped", "asked to stop")),
+        (SystemExit(0), ("failed", "SystemExit: 0")),
+        (KeyError("x"), ("failed", "KeyError: 'x'")),
+    ],
+)
+def test_the_page_tells_a_stop_from_code_that_exits(error: BaseException, state: tuple[str, str]) -> None:
+    run = lead_run(mock.Mock(), mock.Mock())
+    with pytest.raises(type(error)), run:
+        raise error
+    assert mock.call.enter(*state) in run.page.mock_calls  # type: ignore[attr-defined]

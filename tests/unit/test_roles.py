@@ -1,6 +1,7 @@
 """How a role process ends: what a restart would only repeat has a status of its own."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -96,3 +97,13 @@ def test_a_fault_among_the_errors_is_not_hidden():
     assert raised.value.subgroup(ZeroDivisionError) is not None
     with errors.ungrouped():
         asyncio.run(turns(1))
+
+
+def test_code_that_exits_is_a_fault_and_a_stop_passes():
+    with (
+        pytest.raises(errors.RunError, match=r"ended its process: SystemExit: 0 \(.*test_roles\.py"),
+        roles.no_exit(),
+    ):
+        sys.exit(0)
+    with pytest.raises(SystemExit, match="143"), roles.no_exit():
+        sys.exit(143)

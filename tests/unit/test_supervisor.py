@@ -108,9 +108,9 @@ def test_deaths_of_more_than_ten_minutes_ago_do_not_count(tmp_path):
 
 
 def test_a_users_mistake_is_not_repeated(tmp_path):
-    host = VirtualHost(learner=dies(USER_ERROR, text="no such model"))
+    host = VirtualHost(learner=dies(USER_ERROR, text="RunError: no such model"))
     with (
-        pytest.raises(RunError, match="no such model"),
+        pytest.raises(RunError, match=r"^no such model"),
         supervised(host, one(tmp_path, ends_run=True), max_restarts=5) as supervisor,
     ):
         supervisor.run()

@@ -8,8 +8,9 @@ import pytest
 
 from asyncrl.config import vllm_settings
 from asyncrl.config.load import load_config
-from asyncrl.config.sections import GeneratorConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.config.vllm_settings import REFUSED, known_settings, quantisation
+from asyncrl.engine.vllm.args import engine_args
 from asyncrl.errors import ConfigError
 
 RUN = "run: {name: x}\nmodel: {path: m}\ndata: {train: t}\nreward: {functions: [{function: exact_match}]}\n"
@@ -28,7 +29,9 @@ def config(tmp_path):
 @pytest.fixture(autouse=True)
 def vllm_with_three_arguments(monkeypatch):
     monkeypatch.setattr(
-        vllm_settings, "known_settings", lambda: frozenset({"quantization", "block_size", *REFUSED})
+        vllm_settings,
+        "known_settings",
+        lambda: frozenset({"quantization", "block_size", "speculative_config", *REFUSED}),
     )
 
 
@@ -79,6 +82,25 @@ def test_without_vllm_names_are_left_to_the_host_that_has_it_and_refusals_stay(c
     assert config("{quantisation: fp8}") == {"quantisation": "fp8"}
     with pytest.raises(ConfigError, match="is refused"):
         config("{dtype: float16}")
+
+
+def test_engines_draw_other_numbers_unless_they_are_given_a_seed():
+    def seed(**settings: int) -> int:
+        generator = GeneratorConfig(vllm=settings)
+        return engine_args(ModelConfig(path="m"), generator, SamplingConfig(), WeightsConfig(), device="cpu")[
+            "seed"
+        ]
+
+    assert seed() != seed() and seed(seed=0) == 0
+
+
+def test_speculative_decoding_is_refused_with_min_p_which_vllm_cannot_do_then(config):
+    settings = "{quantization: null, speculative_config: {method: ngram, num_speculative_tokens: 4}}"
+    with pytest.raises(
+        ConfigError, match=r"sampling.min_p: is set, .*generator.vllm.speculative_config; drop one"
+    ):
+        config(settings, "sampling.min_p=0.05", "sampling.top_k=20")
+    assert "speculative_config" in config(settings)
 
 
 @pytest.mark.parametrize("setting", ["tensor_parallel: 2", "recompute_kv: true", "vllm: {quantization: fp8}"])

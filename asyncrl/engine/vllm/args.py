@@ -1,16 +1,16 @@
 """vLLM's arguments and environment from the configuration, with the differences between CPU and GPU."""
 
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.builds import CPU, build_of
-from asyncrl.config.sections import GeneratorConfig, LoraConfig, ModelConfig, SamplingConfig, WeightsConfig
+from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import OWNER_ENV, Device
 from asyncrl.hosting.memory_use import CPU_KV_CACHE_GIB
 from asyncrl.hosting.processes import SAFE_PATH
-from asyncrl.lora import adapter_tensors, inject, peft_config, targets_in
 
 # Of a GPU that `learner.device: cpu` leaves to models which fit on a CPU.
 SMALL_SHARE = 0.2
@@ -38,6 +38,8 @@ def engine_args(
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": generator.tensor_parallel,
+        # By default all engines, and one after each restart, draw the same numbers.
+        "seed": secrets.randbelow(2**31),
         "max_num_seqs": generator.max_running,
         "max_num_batched_tokens": max(STEP_TOKENS[device], generator.max_running),
         # Scoring the probe samples one token behind it.
@@ -76,23 +78,6 @@ def engine_args(
         # vLLM then does not measure the GPU's free memory, which other processes change meanwhile.
         arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_gib * 2**30)
     return arguments
-
-
-def adapter_plan(model: ModelConfig, lora: LoraConfig) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """PEFT's settings of the adapter and the shapes of its tensors, from the model without its weights.
-
-    Raises ConfigError, OSError.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    remote: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    config = AutoConfig.from_pretrained(model.path, revision=model.revision, **remote)
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, **remote)
-    settings = peft_config(lora, model.path, targets_in(policy, lora))
-    inject(policy, lora)
-    return settings, {name: list(parameter.shape) for name, parameter in adapter_tensors(policy)}
 
 
 def adapter_args(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, EngineStats, PromptImages, SamplingSpec, aborted
-from asyncrl.engine.vllm.args import adapter_args, adapter_plan, engine_args, fork_core, set_environment
+from asyncrl.engine.vllm.args import adapter_args, engine_args, fork_core, set_environment
 from asyncrl.engine.vllm.outputs import label, to_rollout, token_logprobs
 from asyncrl.errors import ConfigError, EngineError, ResultError, TransferError
 from asyncrl.lineage import Weights
-from asyncrl.lora import TENSORS
+from asyncrl.lora import TENSORS, adapter_plan
 from asyncrl.types import Rollout
 from asyncrl.weights.base import UpdateOrder
 
@@ -263,8 +263,10 @@ class VLLMEngine:
             return  # an update has failed, and the engine is still paused
         self._paused_since_s = time.monotonic()
         # `pause_generation` would sleep for 20 ms, which only readers of streamed outputs need.
-        pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute_kv)
+        pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self._call(pause, "pause its requests")
+        if self._recompute_kv:  # `clear_cache` would drop images, too, which are sent to vLLM's core once
+            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True), "forget its cache")
 
     async def receive(self, order: UpdateOrder) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
