@@ -43,9 +43,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
     on_gpus = wants_gpus(config)
     with ExitStack() as stack:
         with needing(directory.path):
-            require_not_up(directory)
-            if fresh:
-                directory.require_run()
+            require_not_up(directory, fresh=fresh)
             directory.make()
         stack.enter_context(RunLock(directory.driver_lock))
         with needing(directory.path):
@@ -145,9 +143,7 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
                 f"`asyncrl down {directory.path}`, or choose another run.name"
             )
         with needing(directory.path):
-            require_not_up(directory)
-            if fresh:
-                directory.require_run()
+            require_not_up(directory, fresh=fresh)
             directory.make()
         with RunLock(directory.driver_lock), needing(directory.path):
             directory.create(fresh=fresh, config=dump_config(config))

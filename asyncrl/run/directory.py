@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import psutil
 from safetensors import SafetensorError
 
+from asyncrl.config.document import parse
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import RunError, RunNotUp
 from asyncrl.files import (
@@ -111,13 +113,15 @@ class RunDirectory:
     def create(self, *, fresh: bool, config: str = "") -> None:
         """Make the directories; with `fresh`, first remove what an earlier run of this name left.
 
-        That are not the files of `given` which the text of the config names.
+        That are not the files of `given` which the text of the config names. If it names others of them,
+        nothing is removed. Raises RunError.
         """
         self.make()
         if fresh:
             # This process holds one of the locks.
             kept = {self.supervisor_lock, self.driver_lock, self.given}
             kept |= {file for file in self.given.glob("*") if file.name in config}
+            self._refuse_named(config)
             for entry in (*self.path.iterdir(), *self.given.glob("*")):
                 if entry not in kept:
                     FileOps().remove(entry)
@@ -130,6 +134,15 @@ class RunDirectory:
             )
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
+
+    def _refuse_named(self, config: str) -> None:
+        for keys, node in parse(config, file="")[0].walk():
+            # A function has its file before the colon.
+            name = node.value.partition(":")[0] if isinstance(node.value, str) else ""
+            for parents in (Path(file).resolve().parents for file in glob(name, recursive=True)):
+                if self.path.resolve() in parents and self.given.resolve() not in parents:
+                    found = f"{'.'.join(map(str, keys))}: found {node.value}, which --fresh would delete"
+                    raise RunError(f"{found}; copy or export it to another place, or choose another run.name")
 
     @property
     def _saved(self) -> list[str]:
