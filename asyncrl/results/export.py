@@ -76,6 +76,7 @@ def serve_command(exported: Path, name: str) -> str:
         return f"vllm serve {name}"
     adapter = json.loads((exported / SETTINGS).read_text(encoding="utf-8"))
     base, rank = adapter["base_model_name_or_path"], adapter["r"]
+    base += f" --revision {adapter['revision']}" if adapter.get("revision") else ""
     return f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={name}"
 
 

@@ -7,9 +7,11 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import RunError
+from asyncrl.lora import SETTINGS, peft_config
 from asyncrl.results.archive import read_archive
-from asyncrl.results.export import export_model, model_card
+from asyncrl.results.export import export_model, model_card, serve_command
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import read_starts, record_start
 
@@ -118,6 +120,13 @@ def test_it_says_how_to_serve_and_with_what_it_was_made(tmp_path: Path) -> None:
     plain = run_with(tmp_path / "plain", CONFIG | {"model": {"path": "a/b"}})
     assert "although the tokenizer has a chat template" in card_of(plain)
     assert "there is no chat template" in card_of(plain, has_template=False)
+
+
+@pytest.mark.parametrize(("revision", "served"), [("abc", "base --revision abc"), (None, "base")])
+def test_the_base_of_an_adapter_is_served_in_its_revision(tmp_path, revision, served) -> None:
+    settings = peft_config(LoraConfig(), ModelConfig(path="base", revision=revision), [])
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    assert serve_command(tmp_path, "mine").startswith(f"vllm serve {served} --enable-lora")
 
 
 def test_what_stands_in_a_config_does_not_become_markdown(tmp_path: Path) -> None:

@@ -201,19 +201,19 @@ def test_each_part_of_a_pipeline_begins_with_the_policy_before_it(tmp_path):
     (tmp_path / "dpo.yaml").write_text(text.replace(f"path: {tmp_path}/model", "chat_template: false"))
     (tmp_path / "task.yaml").write_text(RUN)
     links = planned(pipeline_of(tmp_path, "sft.yaml", "rm.yaml", "dpo.yaml", "task.yaml"))
-    made = [f"model.path={tmp_path}/runs/{name}/hf" for name in ("sft", "dpo")]
-    assert [link.overrides for link in links] == [[], [made[0]], [made[0]], [made[1]]]
+    made = [[f"model.path={tmp_path}/runs/{name}/hf", "model.revision=null"] for name in ("sft", "dpo")]
+    assert [link.overrides for link in links] == [[], made[0], made[0], made[1]]
     assert [link.is_stage for link in links] == [True, True, True, False]
 
 
 def test_an_adapter_is_trained_on_by_all_that_follow(tmp_path):
-    tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8, "alpha": 4}})
-    tiny_stage(tmp_path, "dpo", model={"path": "elsewhere"})
+    tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8, "alpha": 4}, "revision": "abc"})
+    tiny_stage(tmp_path, "dpo", model={"path": "elsewhere", "revision": "other"})
     (tmp_path / "task.yaml").write_text(RUN)
     _, *others = planned(pipeline_of(tmp_path, "sft.yaml", "dpo.yaml", "task.yaml"))
     for link, name in zip(others, ("sft", "dpo"), strict=True):
         model = load(StageConfig if link.is_stage else Config, link.file, link.overrides).model
-        assert model.path == f"{tmp_path}/model"
+        assert (model.path, model.revision) == (f"{tmp_path}/model", "abc")
         assert (model.lora.rank, model.lora.alpha, str(model.lora.start)) == (
             8,
             4,
@@ -282,7 +282,7 @@ def test_the_configs_of_the_page_and_the_example_are_right(tmp_path):
     for name, content in (blocks | {"task.yaml": RUN}).items():
         (tmp_path / name).write_text(content)
     first, second, last = planned(tmp_path / "pipeline.yaml")
-    assert second.overrides == ["model.path=runs/words-sft/hf"] and not last.is_stage
+    assert second.overrides == ["model.path=runs/words-sft/hf", "model.revision=null"] and not last.is_stage
     assert first.file.name == "sft.yaml"
     for path in [*tmp_path.glob("[!pt]*.yaml"), *(ROOT / "configs" / "stages").glob("*.yaml")]:
         assert load(StageConfig, path).trl, path
