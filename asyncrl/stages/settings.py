@@ -113,9 +113,12 @@ def validated_stage(path: Path, overrides: Sequence[str] = ()) -> StageConfig:
 
     Raises ConfigError, whose text lists every mistake with its line.
     """
+    from asyncrl.run.saved import moved  # heavy libraries, which a run's validation need not load
+
     draft = read_draft(StageConfig, path, overrides)
-    for mistake in _file_problems(draft.config) if draft.config else ():
-        draft.add(mistake)
+    if (config := draft.config) is not None:
+        for mistake in (*_file_problems(config), *moved(path, config.run, draft.root)):
+            draft.add(mistake)
     return checked(draft)
 
 

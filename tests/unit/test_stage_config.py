@@ -108,6 +108,18 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
         validated_stage(tiny_stage(tmp_path, "sft"), [f"model.lora={{start: {tmp_path}/adapter}}"])
 
 
+def test_the_config_of_a_moved_stage_does_not_begin_another_one(tmp_path):
+    config = load(StageConfig, tiny_stage(tmp_path, "sft"))
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.config.write_text(dump_config(config))
+    assert validated_stage(directory.config).run.name == "sft"
+    moved = directory.path.rename(tmp_path / "sft") / "config.yaml"
+    with pytest.raises(ConfigError, match=rf"run.root: found the config .* in {tmp_path}/sft.*set run.root="):
+        validated_stage(moved)
+    assert validated_stage(moved, [f"run.root={tmp_path}"]).run.root == tmp_path
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     path = tiny_stage(tmp_path, "distil")
     file = tmp_path / "teacher/tokenizer.json"
