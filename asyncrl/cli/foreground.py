@@ -57,8 +57,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
     With `command` only submit the job that does so.
     """
     directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
-    saved = None if fresh else read_saved(directory)
-    if not fresh and (reason := nothing_left(config, directory, saved)):
+    if not fresh and (reason := nothing_left(config, directory, read_saved(directory))):
         typer.echo(reason)
         return 0
     typer.echo(f"! {in_clear(reaches(config, LEARNER))}", err=True)
