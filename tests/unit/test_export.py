@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import RunError
 from asyncrl.lora import SETTINGS, peft_config
 from asyncrl.results.archive import read_archive
-from asyncrl.results.export import export_model, model_card, serve_command
+from asyncrl.results.export import CARD, export_model, model_card, serve_command
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import read_starts, record_start
+from tests.support.models import peft_adapter
+from tests.support.stages import begun, tiny_stage
 
 CONFIG = {
     "run": {"name": "sums", "root": "/home/somebody/secret"},
@@ -143,6 +146,26 @@ def test_a_run_that_never_started_has_a_card(tmp_path: Path) -> None:
     (directory.metrics / "learner.jsonl").unlink()
     card = card_of(directory)
     assert "no step was logged" in card and "software: not recorded" in card
+
+
+def test_a_stage_is_merged_though_transformers_would_not_write_its_generation_config(tmp_path, monkeypatch):
+    options = {"lora": {"rank": 8}, "trust_remote_code": True}
+    _, directory = begun(tiny_stage(tmp_path, "sft", model=options))
+    base = tmp_path / "model"
+    peft_adapter(base, directory.model)
+    (directory.model / CARD).touch()
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    asked = []
+
+    def load(source: Path, **given: bool) -> object:
+        asked.append((source, given))
+        return PreTrainedTokenizerFast.from_pretrained(base)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    export_model(directory, tmp_path / "whole", merge=True)
+    assert asked == [(directory.model, {"trust_remote_code": True})]
+    settings = json.loads((tmp_path / "whole" / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["do_sample"]) == (0.6, True)
 
 
 def test_an_export_never_overwrites(tmp_path: Path) -> None:
