@@ -180,6 +180,7 @@ def test_the_directory_of_a_stage_is_no_model_and_the_message_says_what_is(tmp_p
     assert misused_stage(run).endswith(f"its model is {run / 'hf'}")
     (run / "hf/adapter_config.json").write_text("{}")
     assert f"model.lora.start: {run / 'hf'}" in misused_stage(run / "hf")
+    assert f"`asyncrl export {run} --merge --to DIRECTORY`" in misused_stage(run)
 
 
 def test_what_trl_lacks_is_known_without_importing_it():
@@ -274,12 +275,18 @@ def test_the_last_run_of_a_pipeline_knows_its_first_weights_by_their_digest_and_
             r"pipeline.yaml:3  pipeline.1: found no .*nine.yaml; give the configs relative",
         ),
         (("task.yaml", "sft.yaml"), r"task.yaml is no stage; only the last"),
+        (
+            ("lora.yaml", "rm.yaml"),
+            r"rm.yaml\n.*model.lora.start: .*pipeline: drop model.lora of the stage before",
+        ),
         (("sft.yaml", "sft.yaml"), r"two parts have the run directory .*runs/sft; set run.name"),
         (("sft.yaml", "bad.yaml"), r"bad.yaml:\d+  trl.packin: .*did you mean `packing`"),
     ],
 )
 def test_mistakes_anywhere_in_a_pipeline_are_named_before_anything_trains(tmp_path, names, said):
     tiny_stage(tmp_path, "sft")
+    tiny_stage(tmp_path, "sft", name="lora", model={"lora": {}})
+    tiny_stage(tmp_path, "rm")
     tiny_stage(tmp_path, "dpo", name="bad", trl={"packin": 1})
     text = (tmp_path / "bad.yaml").read_text()
     (tmp_path / "bad.yaml").write_text(text.replace("stage: dpo", "stage: sft"))
