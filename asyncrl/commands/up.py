@@ -164,11 +164,9 @@ def supervised(
 def require_not_up(directory: RunDirectory, *, fresh: bool) -> None:
     """Raise RunError if a supervisor is alive in the directory, or if it is no run's and to be `fresh`."""
     if directory.was_up and (supervisor := directory.supervisor()) is not None:
-        raise RunError(
-            f"run {directory.path} is running already (process {supervisor.pid}); watch it "
-            f"with `asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`, "
-            "or choose another run.name"
-        )
+        found = f"run {directory.path} is running already (process {supervisor.pid}); watch it with"
+        cure = f"`asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`"
+        raise RunError(f"{found} {cure}, or choose another run.name")
     if fresh:
         directory.require_run()
 

@@ -135,9 +135,8 @@ def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
         record = read_best(directory.checkpoints)
         found = directory.saved_steps().get(record["step"]) if record else None
         if found is None:
-            raise RunError(
-                f"{directory.checkpoints} has no best checkpoint; checkpoint.best names its metric"
-            )
+            text = f"{directory.checkpoints} has no best checkpoint"
+            raise RunError(f"{text}; checkpoint.best names its metric")
         checkpoints.verify_export(found)
         return found / EXPORT
     newest = checkpoints.latest(exported=True)

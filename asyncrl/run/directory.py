@@ -101,10 +101,8 @@ class RunDirectory:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         held = [entry for entry in self.path.glob("*") if entry != self.given]
         if held and not self.config.exists():
-            cure = "remove it yourself"
-            raise RunError(
-                f"--fresh would delete {self.path}, which is no run directory (no config.yaml); {cure}"
-            )
+            found = f"--fresh would delete {self.path}, which is no run directory (no config.yaml)"
+            raise RunError(f"{found}; remove it yourself")
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
@@ -128,10 +126,8 @@ class RunDirectory:
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(f"{self.path} is a run that has lost its directory checkpoints/; {RESTORE}")
         elif self.saved_mark.exists() and not self._saved:
-            raise RunError(
-                f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; "
-                f"{RESTORE}"
-            )
+            found = f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/"
+            raise RunError(f"{found}; {RESTORE}")
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -215,10 +211,8 @@ class RunDirectory:
         was_locked = is_locked(lock)
         found = find_holder(lock)
         if found is None and was_locked and is_locked(lock):
-            raise RunError(
-                f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is of "
-                "another user, container or host; give the command there"
-            )
+            text = f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is"
+            raise RunError(f"{text} of another user, container or host; give the command there")
         return found
 
     def draw_secret(self, given: RunKeys | None = None) -> None:
@@ -235,10 +229,8 @@ class RunDirectory:
             return
         if given is None and (saved := self._saved):
             names = ", ".join(sorted(saved)[:3])
-            raise RunError(
-                f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...) can be "
-                f"loaded without it; {RESTORE}"
-            )
+            found = f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...)"
+            raise RunError(f"{found} can be loaded without it; {RESTORE}")
         secret = given.secret if given else secrets.token_bytes(32)
         replace_text(self.secret_path, secret.hex(), durable=True, private=True)
 
@@ -271,10 +263,9 @@ class RunDirectory:
         path = self.path / "store.url"
         try:
             return path.read_text() or None
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError) as error:
-            tell_unreadable(path, error)
+            if not isinstance(error, FileNotFoundError):
+                tell_unreadable(path, error)
             return None
 
 

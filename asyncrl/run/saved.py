@@ -45,10 +45,8 @@ def go_back(directory: RunDirectory, step: int) -> None:
     """Set the checkpoints after `step` aside, so that the run goes on from there. Raises RunError."""
     if step not in (kept := directory.saved_steps()):
         found = ", ".join(map(str, sorted(kept))) or "none"
-        raise RunError(
-            f"{directory.checkpoints} has no checkpoint of step {step}; it has {found} (checkpoint.keep, "
-            "checkpoint.keep_every)"
-        )
+        text = f"{directory.checkpoints} has no checkpoint of step {step}; it has {found}"
+        raise RunError(f"{text} (checkpoint.keep, checkpoint.keep_every)")
     with needing(directory.path), RunLock(directory.supervisor_lock):
         CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).go_back(step)
 
