@@ -18,6 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from asyncrl.results.export import export_model
 from asyncrl.results.recorded import Wanted, choose, recorded_samples
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.run.given import Rows, importable, write_reward, write_rows
+from asyncrl.run.saved import nothing_left, read_saved
 from asyncrl.telemetry.base import SampleRecord
 from asyncrl.telemetry.history import numbers
 from asyncrl.telemetry.jsonl import Tail
@@ -215,6 +217,8 @@ def start(
             raise ConfigError(f"cluster.kind: found {kind}, which waits for no run; call `asyncrl up`")
         if directory.is_up:
             raise RunError(f"run {directory.path} is up; `asyncrl.open` returns it. Or set another run.name")
+        if not fresh and (reason := nothing_left(checked, directory, read_saved(directory))):
+            warnings.warn(reason, stacklevel=3)  # where `train` was called
         # The process gets a copy of the config, because `scratch` ends with this call.
         process = _Process(dump_config(checked), ["--fresh"] if fresh else [])
     try:

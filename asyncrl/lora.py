@@ -71,8 +71,8 @@ def inject(model: Any, lora: LoraConfig) -> None:
     from peft import inject_adapter_in_model
     from torch import nn
 
-    found = peft_config(lora, "", targets_in(model, lora))
-    settings = Settings(**{key: found[key] for key in ("r", "lora_alpha", "target_modules", "lora_dropout")})
+    alpha: Any = lora.alpha  # PEFT asks for a whole number, and takes others
+    settings = Settings(r=lora.rank, lora_alpha=alpha, target_modules=targets_in(model, lora))
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -126,7 +126,7 @@ def adapter_plan(model: ModelConfig, lora: LoraConfig) -> tuple[dict[str, Any], 
     config = AutoConfig.from_pretrained(model.path, **model.hub_options)
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    settings = peft_config(lora, model.path, targets_in(policy, lora))
+    settings = peft_config(lora, model, targets_in(policy, lora))
     inject(policy, lora)
     return settings, {name: list(parameter.shape) for name, parameter in adapter_tensors(policy)}
 
@@ -174,13 +174,14 @@ def adapters_off(model: "nn.Module") -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def peft_config(lora: LoraConfig, base: str, targets: Iterable[str]) -> dict[str, Any]:
-    """Return the content of adapter_config.json, with the name or path of the `base` model."""
+def peft_config(lora: LoraConfig, model: ModelConfig, targets: Iterable[str]) -> dict[str, Any]:
+    """Return the content of adapter_config.json, with the name or path of the base, and its revision."""
     whole = lora.alpha.is_integer()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": model.path,
+        "revision": model.revision,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if whole else lora.alpha,
         "lora_dropout": 0.0,

@@ -24,7 +24,7 @@ from asyncrl.hosting.supervisor import Supervisor
 from asyncrl.lora import SETTINGS
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.saved import nothing_left, read_saved
-from asyncrl.stages.record import is_finished, refuse_changed_stage
+from asyncrl.stages.record import is_finished, read_stage, refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from asyncrl.telemetry.dashboard import sample_lines
@@ -57,8 +57,7 @@ def run_on_hosts(config: Config, *, fresh: bool, plain: bool, command: Sequence[
     With `command` only submit the job that does so.
     """
     directory, lines = RunDirectory(config.run.directory), plain or not Console().is_terminal
-    saved = None if fresh else read_saved(directory)
-    if not fresh and (reason := nothing_left(config, directory, saved)):
+    if not fresh and (reason := nothing_left(config, directory, read_saved(directory))):
         typer.echo(reason)
         return 0
     typer.echo(f"! {in_clear(reaches(config, LEARNER))}", err=True)
@@ -149,11 +148,11 @@ def show_result(directory: RunDirectory, *, finished: bool) -> None:
     is_stage = directory.stage.exists()
     command = "stage" if is_stage else "up"
     if finished and is_stage:
-        key = "model.lora.start" if (directory.model / SETTINGS).exists() else "model.path"
-        next_steps = (
-            f"next: `asyncrl report {path}`, `asyncrl export {path} --to model`; what follows begins with "
-            f"{key}: {directory.model}"
-        )
+        is_adapter, scores = (directory.model / SETTINGS).exists(), read_stage(directory).get("stage") == "rm"
+        key = "scorers.NAME.model" if scores else "model.lora.start" if is_adapter else "model.path"
+        merge, made = ("--merge ", "model") if scores and is_adapter else ("", directory.model)
+        export = f"`asyncrl report {path}`, `asyncrl export {path} {merge}--to model`"
+        next_steps = f"next: {export}; what follows begins with {key}: {made}"
     elif finished:
         next_steps = (
             f"next: `asyncrl report {path}`, `asyncrl samples {path}`, `asyncrl export {path} --to model`, "

@@ -43,9 +43,7 @@ def started_on_hosts(config: Config, *, fresh: bool, console: bool) -> Iterator[
     on_gpus = wants_gpus(config)
     with ExitStack() as stack:
         with needing(directory.path):
-            require_not_up(directory)
-            if fresh:
-                directory.require_run()
+            require_not_up(directory, fresh=fresh)
             directory.make()
         stack.enter_context(RunLock(directory.driver_lock))
         with needing(directory.path):
@@ -102,9 +100,8 @@ def is_node() -> bool:
 def become_host(config: Config, *, fresh: bool) -> NoReturn:
     """Replace this process by the command of the node of SkyPilot that it is on. Raises RunError."""
     if fresh:
-        raise RunError(
-            "found --fresh, but SkyPilot repeats the command of lost nodes; choose another run.name"
-        )
+        found = "found --fresh, but SkyPilot repeats the command of lost nodes"
+        raise RunError(f"{found}; choose another run.name")
     directory, config = RunDirectory(config.run.directory), reachable(config)
     plan = node_plan(config, directory.hosts_config, os.environ)
     with needing(directory.path):
@@ -140,14 +137,11 @@ def submitted(config: Config, command: Sequence[str], *, fresh: bool) -> Iterato
     try:
         live = (job for job in jobs_of(directory.path) if job.state != COMPLETING)
         for job in live:
-            raise RunError(
-                f"run {directory.path} is up already, or waits: job {job.id} is {job.state}; stop it with "
-                f"`asyncrl down {directory.path}`, or choose another run.name"
-            )
+            found = f"run {directory.path} is up already, or waits: job {job.id} is {job.state}"
+            cure = f"stop it with `asyncrl down {directory.path}`, or choose another run.name"
+            raise RunError(f"{found}; {cure}")
         with needing(directory.path):
-            require_not_up(directory)
-            if fresh:
-                directory.require_run()
+            require_not_up(directory, fresh=fresh)
             directory.make()
         with RunLock(directory.driver_lock), needing(directory.path):
             directory.create(fresh=fresh, config=dump_config(config))

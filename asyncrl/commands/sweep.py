@@ -79,10 +79,10 @@ def _column(override: str) -> list[str]:
 
 
 def _name(base: str, values: Sequence[str]) -> str:
-    """Return a name of a run that holds the last word of each key and its value."""
-    parts = [(key.rpartition(".")[2], value) for key, _, value in (text.partition("=") for text in values)]
-    whole = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([base, *itertools.chain(*parts)]))
-    if len(whole) <= NAME_CHARACTERS:
+    """Return a name of a run that holds each key and its value, or a digest of what it cannot hold."""
+    full = "-".join([base, *values]).replace("=", "-")
+    whole = re.sub(r"[^A-Za-z0-9._-]+", "_", full)
+    if whole == full and len(whole) <= NAME_CHARACTERS:
         return whole
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(full.encode()).hexdigest()[:8]
     return f"{whole[: NAME_CHARACTERS - len(digest) - 1]}-{digest}"

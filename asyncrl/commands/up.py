@@ -161,14 +161,14 @@ def supervised(
         yield supervisor, tend
 
 
-def require_not_up(directory: RunDirectory) -> None:
-    """Raise RunError if a supervisor is alive in the run directory."""
+def require_not_up(directory: RunDirectory, *, fresh: bool) -> None:
+    """Raise RunError if a supervisor is alive in the directory, or if it is no run's and to be `fresh`."""
     if directory.was_up and (supervisor := directory.supervisor()) is not None:
-        raise RunError(
-            f"run {directory.path} is running already (process {supervisor.pid}); watch it "
-            f"with `asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`, "
-            "or choose another run.name"
-        )
+        found = f"run {directory.path} is running already (process {supervisor.pid}); watch it with"
+        cure = f"`asyncrl status {directory.path} --watch`, stop it with `asyncrl down {directory.path}`"
+        raise RunError(f"{found} {cure}, or choose another run.name")
+    if fresh:
+        directory.require_run()
 
 
 @contextmanager
@@ -187,10 +187,9 @@ def claimed(
     The run's secret is that of `given`, or drawn.
     """
     with needing(directory.path):
-        require_not_up(directory)
-        if fresh:
-            directory.require_run()
-        elif directory.config.exists() and is_stage(directory.config) == isinstance(config, Config):
+        require_not_up(directory, fresh=fresh)
+        is_begun = directory.config.exists() and not fresh
+        if is_begun and is_stage(directory.config) == isinstance(config, Config):
             found = "a run of `asyncrl up`" if not isinstance(config, Config) else "a stage"
             raise RunError(f"{directory.path} holds {found}; choose another run.name")
         refuse()

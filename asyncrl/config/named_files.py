@@ -175,8 +175,9 @@ def misused_stage(path: Path) -> str:
         again = f"`asyncrl stage {config}` goes on with it"
         return f"found {path}, of a stage that is not finished and has no model yet; {again}"
     if (model / "adapter_config.json").is_file():
-        cure = f"give its base as model.path, and model.lora.start: {model}"
-        return f"found {path}, of a stage that made an adapter; {cure}"
+        cure = f"`asyncrl export {directory} --merge --to DIRECTORY` makes a whole model of it; as the policy"
+        start = f"its base may be model.path, with model.lora.start: {model}"
+        return f"found {path}, of a stage that made an adapter; {cure}, {start}"
     return "" if path == model else f"found {path}, the run directory of a stage; its model is {model}"
 
 

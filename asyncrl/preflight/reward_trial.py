@@ -164,19 +164,21 @@ class _PromptFinder:
     def __init__(self, config: Config) -> None:
         self.source = _prompts(config)
         self._has_curriculum = config.data.curriculum.floor is not None
-        self._eval = {
-            name: self.source.eval_prompts(config.of(one).eval.prompts, name)
-            for name, one in config.data.sets.items()
-        }
+        sets = config.data.sets.items()
+        self._eval = {name: self.source.eval_prompts(config.of(one).eval.prompts, name) for name, one in sets}
 
     def prompt(self, record: Mapping[str, Any]) -> Prompt:
-        ticket = int(record["ticket_id"])
-        if record.get("kind") == "eval" and (found := self._eval.get(record.get("eval_set", ""))):
-            return found[(ticket - 1) % len(found)]
+        name, number = record.get("eval_set", ""), int(record.get("prompt_number", 0))
+        if record.get("kind") == "eval" or number:
+            found = self._eval.get(name, [])
+            if 0 < number <= len(found):
+                return found[number - 1]
+            text = f"--samples: found one of held-out prompt {number} in the set `{name}`, which has"
+            raise DataError(f"{text} {len(found)} in this config; give data.eval and eval.prompts of its run")
         if self._has_curriculum:
             text = "data.curriculum.floor: it decides during the run which row a sample was made from"
             raise DataError(f"{text}; give --samples a file of responses, with the columns of their rows")
-        return self.source.prompt(ticket)
+        return self.source.prompt(int(record["ticket_id"]))
 
 
 async def _try_part(

@@ -143,7 +143,7 @@ def _resume_problems(path: Path, config: Config, root: Node) -> list[Mistake]:
     from asyncrl.run.saved import changes, moved, read_saved
 
     saved = read_saved(RunDirectory(config.run.directory))
-    return list(moved(path, config, root)) or list(changes(config, saved, DataFiles(config)))
+    return list(moved(path, config.run, root)) or list(changes(config, saved, DataFiles(config)))
 
 
 def _function_problems(config: Config, root: Node, *, generators: bool) -> Iterator[Mistake]:

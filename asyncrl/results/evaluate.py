@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.lanes import group_limits
+from asyncrl.config.document import read
 from asyncrl.config.load import load_config
 from asyncrl.config.named_files import is_stage
 from asyncrl.config.resolved import dump_values
@@ -54,6 +55,8 @@ def evaluate_model(
     chosen = [f"model.path={value}", "model.lora=null"]
     if is_adapter:
         chosen = [f"model.lora.start={value}", "model.lora.sync=adapter", "algorithm.reference=null"]
+    elif model != read(Config, config_path)[0].nearest(("model", "path")).value:
+        overrides = ["model.revision=null", *overrides]  # that of the config is one of its own model
     overrides = [*overrides, *chosen]
     sets = load_config(config_path, overrides).data.sets
     if not sets:

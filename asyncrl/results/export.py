@@ -76,6 +76,7 @@ def serve_command(exported: Path, name: str) -> str:
         return f"vllm serve {name}"
     adapter = json.loads((exported / SETTINGS).read_text(encoding="utf-8"))
     base, rank = adapter["base_model_name_or_path"], adapter["r"]
+    base += f" --revision {adapter['revision']}" if adapter.get("revision") else ""
     return f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={name}"
 
 
@@ -102,6 +103,8 @@ def _merge_stage(directory: RunDirectory, source: Path, to: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    from asyncrl.trainer.loading import require_writable
+
     stage = load(StageConfig, directory.config)
     require_loadable(stage.model.path, remote_code=stage.model.trust_remote_code)
     of_scores = stage.stage == "rm"
@@ -109,8 +112,9 @@ def _merge_stage(directory: RunDirectory, source: Path, to: Path) -> None:
     more = {"num_labels": 1} if of_scores else {}
     model = kind.from_pretrained(stage.model.path, dtype=stage.model.dtype, **stage.model.hub_options, **more)
     # TRL may have changed it, and scores of several texts need the token that pads.
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=stage.model.trust_remote_code)
     model.config.pad_token_id = tokenizer.pad_token_id
+    require_writable(getattr(model, "generation_config", None))
     PeftModel.from_pretrained(model, str(source)).merge_and_unload().save_pretrained(to)
     tokenizer.save_pretrained(to)
 
@@ -131,9 +135,8 @@ def saved_export(directory: RunDirectory, *, best: bool = False) -> Path:
         record = read_best(directory.checkpoints)
         found = directory.saved_steps().get(record["step"]) if record else None
         if found is None:
-            raise RunError(
-                f"{directory.checkpoints} has no best checkpoint; checkpoint.best names its metric"
-            )
+            text = f"{directory.checkpoints} has no best checkpoint"
+            raise RunError(f"{text}; checkpoint.best names its metric")
         checkpoints.verify_export(found)
         return found / EXPORT
     newest = checkpoints.latest(exported=True)

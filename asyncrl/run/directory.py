@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import psutil
 from safetensors import SafetensorError
 
+from asyncrl.config.document import parse
 from asyncrl.config.sections import ModelConfig
 from asyncrl.errors import RunError, RunNotUp
 from asyncrl.files import (
@@ -99,10 +101,8 @@ class RunDirectory:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         held = [entry for entry in self.path.glob("*") if entry != self.given]
         if held and not self.config.exists():
-            cure = "remove it yourself"
-            raise RunError(
-                f"--fresh would delete {self.path}, which is no run directory (no config.yaml); {cure}"
-            )
+            found = f"--fresh would delete {self.path}, which is no run directory (no config.yaml)"
+            raise RunError(f"{found}; remove it yourself")
 
     def make(self) -> None:
         """Make the directory, private because it holds secrets and sockets."""
@@ -111,25 +111,34 @@ class RunDirectory:
     def create(self, *, fresh: bool, config: str = "") -> None:
         """Make the directories; with `fresh`, first remove what an earlier run of this name left.
 
-        That are not the files of `given` which the text of the config names.
+        That are not the files of `given` which the text of the config names. If it names others of them,
+        nothing is removed. Raises RunError.
         """
         self.make()
         if fresh:
             # This process holds one of the locks.
             kept = {self.supervisor_lock, self.driver_lock, self.given}
             kept |= {file for file in self.given.glob("*") if file.name in config}
+            self._refuse_named(config)
             for entry in (*self.path.iterdir(), *self.given.glob("*")):
                 if entry not in kept:
                     FileOps().remove(entry)
         elif os.path.lexists(self.config) and not self.checkpoints.exists():
             raise RunError(f"{self.path} is a run that has lost its directory checkpoints/; {RESTORE}")
         elif self.saved_mark.exists() and not self._saved:
-            raise RunError(
-                f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/; "
-                f"{RESTORE}"
-            )
+            found = f"{self.path} is a run that has saved checkpoints and has lost what was in checkpoints/"
+            raise RunError(f"{found}; {RESTORE}")
         for directory in (self.logs, self.metrics, self.checkpoints):
             directory.mkdir(parents=True, exist_ok=True)
+
+    def _refuse_named(self, config: str) -> None:
+        for keys, node in parse(config, file="")[0].walk():
+            # A function has its file before the colon.
+            name = node.value.partition(":")[0] if isinstance(node.value, str) else ""
+            for parents in (Path(file).resolve().parents for file in glob(name, recursive=True)):
+                if self.path.resolve() in parents and self.given.resolve() not in parents:
+                    found = f"{'.'.join(map(str, keys))}: found {node.value}, which --fresh would delete"
+                    raise RunError(f"{found}; copy or export it to another place, or choose another run.name")
 
     @property
     def _saved(self) -> list[str]:
@@ -202,10 +211,8 @@ class RunDirectory:
         was_locked = is_locked(lock)
         found = find_holder(lock)
         if found is None and was_locked and is_locked(lock):
-            raise RunError(
-                f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is of "
-                "another user, container or host; give the command there"
-            )
+            text = f"{self.path} is looked after by {holder_of(lock)}, which cannot be seen from here: it is"
+            raise RunError(f"{text} of another user, container or host; give the command there")
         return found
 
     def draw_secret(self, given: RunKeys | None = None) -> None:
@@ -222,10 +229,8 @@ class RunDirectory:
             return
         if given is None and (saved := self._saved):
             names = ", ".join(sorted(saved)[:3])
-            raise RunError(
-                f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...) can be "
-                f"loaded without it; {RESTORE}"
-            )
+            found = f"{self.secret_path} is missing, and nothing in {self.checkpoints} ({names}, ...)"
+            raise RunError(f"{found} can be loaded without it; {RESTORE}")
         secret = given.secret if given else secrets.token_bytes(32)
         replace_text(self.secret_path, secret.hex(), durable=True, private=True)
 
@@ -258,10 +263,9 @@ class RunDirectory:
         path = self.path / "store.url"
         try:
             return path.read_text() or None
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError) as error:
-            tell_unreadable(path, error)
+            if not isinstance(error, FileNotFoundError):
+                tell_unreadable(path, error)
             return None
 
 

@@ -10,6 +10,7 @@ from asyncrl.config.document import Node
 from asyncrl.config.load import panel
 from asyncrl.config.named_files import EXPORT
 from asyncrl.config.resume import resume_findings
+from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
@@ -44,10 +45,8 @@ def go_back(directory: RunDirectory, step: int) -> None:
     """Set the checkpoints after `step` aside, so that the run goes on from there. Raises RunError."""
     if step not in (kept := directory.saved_steps()):
         found = ", ".join(map(str, sorted(kept))) or "none"
-        raise RunError(
-            f"{directory.checkpoints} has no checkpoint of step {step}; it has {found} (checkpoint.keep, "
-            "checkpoint.keep_every)"
-        )
+        text = f"{directory.checkpoints} has no checkpoint of step {step}; it has {found}"
+        raise RunError(f"{text} (checkpoint.keep, checkpoint.keep_every)")
     with needing(directory.path), RunLock(directory.supervisor_lock):
         CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).go_back(step)
 
@@ -100,15 +99,15 @@ def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -
     )
 
 
-def moved(path: Path, config: Config, root: Node) -> Iterator[Mistake]:
-    """Report a config whose run directory has moved, so that it would begin another run."""
-    found, meant = path.parent.resolve(), config.run.directory.resolve()
+def moved(path: Path, run: RunConfig, root: Node) -> Iterator[Mistake]:
+    """Report a config whose run directory has moved, so that it would begin another run, or stage."""
+    found, meant = path.parent.resolve(), run.directory.resolve()
     is_asked_for = any(root.nearest(("run", key)).place.startswith("override") for key in ("name", "root"))
     if path.name != "config.yaml" or not (found / "checkpoints").is_dir() or found == meant or is_asked_for:
         return
     cure = f"set run.root={found.parent}"
-    if found.name != config.run.name:
-        cure = f"give the directory its name back ({found.with_name(config.run.name)}) and {cure}"
+    if found.name != run.name:
+        cure = f"give the directory its name back ({found.with_name(run.name)}) and {cure}"
     yield Mistake(
         ("run.root",),
         f"found the config of the run in {found}, but with run.name it leads to {meant}, which would be "

@@ -66,8 +66,8 @@ def planned(path: Path, overrides: Sequence[str] = ()) -> list[Link]:
 def _handed_on(config: StageConfig) -> list[str]:
     """Return the overrides with which the next part begins where this stage ends."""
     model, made = config.model, RunDirectory(config.run.directory).model
-    found: dict[str, Any] = {"model.path": str(made)}
+    found: dict[str, Any] = {"model.path": str(made), "model.revision": None}
     if model.lora is not None:
         lora = model.lora.model_dump(mode="json", exclude={"sync", "load_in_4bit"}) | {"start": str(made)}
-        found = {"model.path": model.path, "model.lora": lora}
+        found = {"model.path": model.path, "model.revision": model.revision, "model.lora": lora}
     return [f"{key}={dump_values(value, in_a_line=True)}" for key, value in found.items()]

@@ -57,8 +57,9 @@ def _is_for_the_stage(config: "StageConfig") -> Iterator[Mistake]:
         text = f"teacher is given, but stage is {stage}, and only distil has a teacher; drop it"
         yield broken("teacher stage", text)
     if stage == "rm" and lora and lora.start:
-        text = "is the adapter of a language model, and stage rm trains a model of scores; drop it"
-        yield broken("model.lora.start stage", f"model.lora.start {text}")
+        text = "is the adapter of a language model, and stage rm trains a model of scores; drop it (in a"
+        cure = "pipeline: drop model.lora of the stage before, or rm, which may be trained by itself)"
+        yield broken("model.lora.start stage", f"model.lora.start {text} {cure}")
     yield from trl_takes_the_settings(stage, config.trl)
 
 
@@ -113,9 +114,12 @@ def validated_stage(path: Path, overrides: Sequence[str] = ()) -> StageConfig:
 
     Raises ConfigError, whose text lists every mistake with its line.
     """
+    from asyncrl.run.saved import moved  # heavy libraries, which a run's validation need not load
+
     draft = read_draft(StageConfig, path, overrides)
-    for mistake in _file_problems(draft.config) if draft.config else ():
-        draft.add(mistake)
+    if (config := draft.config) is not None:
+        for mistake in (*_file_problems(config), *moved(path, config.run, draft.root)):
+            draft.add(mistake)
     return checked(draft)
 
 

@@ -146,6 +146,7 @@ def _new_adapter(config: StageConfig) -> LoraConfig | None:
         target_modules=adapter_plan(config.model, lora)[0]["target_modules"],
         task_type="SEQ_CLS" if config.stage == "rm" else "CAUSAL_LM",
         modules_to_save=["score"] if config.stage == "rm" else None,
+        revision=config.model.revision,
     )
 
 

@@ -151,7 +151,7 @@ def export_model(model: Any, config: ModelConfig, state: dict[str, Tensor], dire
     else:
         directory.mkdir()
         save_file(state, directory / TENSORS, metadata={"format": "pt"})
-        settings = peft_config(config.lora, config.path, {name.split(".")[-3] for name in state})
+        settings = peft_config(config.lora, config, {name.split(".")[-3] for name in state})
         (directory / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     load = AutoProcessor if sees_images(model.config) else AutoTokenizer
     try:

@@ -20,7 +20,7 @@ def test_a_sweep_goes_on_after_a_run_that_fails_and_skips_one_that_is_finished(t
     config, *_ = write_task(tmp_path / "mine", Answers(model=str(model), longest=8))
     # With two tokens no prompt fits, which the run finds.
     command = [*ASYNCRL, "sweep", str(config), *SMALL.split(), "sampling.max_prompt_tokens=2,64"]
-    names = [f"mine-max_prompt_tokens-{value}" for value in (2, 64)]
+    names = [f"mine-sampling.max_prompt_tokens-{value}" for value in (2, 64)]
     fails, trains = (tmp_path / "runs" / name for name in names)
 
     def swept() -> "subprocess.CompletedProcess[str]":
@@ -31,7 +31,7 @@ def test_a_sweep_goes_on_after_a_run_that_fails_and_skips_one_that_is_finished(t
         assert first.returncode == 1, first.stderr
         assert f"failed: runs/{fails.name}; the same command tries them again" in first.stderr
         assert steps(trains) == [1, 2] and steps(fails) == []
-        page = tmp_path / "runs" / "mine-max_prompt_tokens-sweep.html"
+        page = tmp_path / "runs" / "mine-sampling.max_prompt_tokens-sweep.html"
         assert all(name in page.read_text() for name in names)
         assert first.stdout.endswith(f"runs/{page.name}\n") and "sampling.max_prompt_tokens" in first.stdout
 

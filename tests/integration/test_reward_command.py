@@ -198,9 +198,8 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     records = [
         {"ticket_id": ticket, "kind": "train", "prompt": "p", "response": "r"} for ticket in (1, 11, 30)
     ]
-    records.append(
-        {"ticket_id": 5, "kind": "eval", "prompt": "p", "response": "r", "finish_reason": "length"}
-    )
+    held_out = {"ticket_id": 5, "kind": "eval", "prompt_number": 2}
+    records.append(held_out | {"prompt": "p", "response": "r", "finish_reason": "length"})
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cases = list(sample_cases(loaded, run, 8))
     assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]

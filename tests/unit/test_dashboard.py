@@ -19,7 +19,9 @@ from rich.console import Console
 from asyncrl.buffer.base import Audit
 from asyncrl.cli.foreground import show_result
 from asyncrl.control.base import MemberStatus
+from asyncrl.lora import SETTINGS
 from asyncrl.run.directory import RunDirectory
+from asyncrl.stages.record import write_stage
 from asyncrl.telemetry import jsonl
 from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.dashboard import curve, render, sample_lines
@@ -158,6 +160,23 @@ def test_the_result_of_a_run_shows_what_was_asked_and_what_was_answered(
     show_result(RunDirectory(tmp_path), finished=True)
     shown = capsys.readouterr().out
     assert "How many apples does Tom have?" in shown and "> Tom starts with 12 apples" in shown
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize(("stage", "keys"), [("sft", ("model.path", "model.lora.start")), ("rm", ())])
+def test_the_result_of_a_stage_names_what_takes_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, keys: tuple[str, ...], is_adapter: bool
+) -> None:
+    directory = RunDirectory(tmp_path)
+    write_stage(directory, stage=stage)
+    directory.model.mkdir()
+    if is_adapter:
+        (directory.model / SETTINGS).touch()
+    show_result(directory, finished=True)
+    shown, merges = capsys.readouterr().out, is_adapter and not keys
+    key, made = keys[is_adapter] if keys else "scorers.NAME.model", "model" if merges else directory.model
+    assert f"{'--merge ' if merges else ''}--to model`; what follows begins with {key}: {made}\n" in shown
+    assert merges == ("--merge" in shown)
 
 
 def test_the_result_says_a_reward_that_equals_the_accuracy_of_its_set_once(

@@ -105,7 +105,7 @@ def test_a_run_is_measured_by_another_config_too(tmp_path, monkeypatch, given, i
     monkeypatch.setattr(evaluate, "ask", lambda module, path, overrides, *only: {"asked": overrides})
     model = "runs/a/hf" if is_run else given
     asked = evaluate.evaluate_model(given, Path("task.yaml"), [])["asked"]
-    assert asked == [f"model.path={model}", "model.lora=null"]
+    assert asked == ["model.revision=null", f"model.path={model}", "model.lora=null"]
 
 
 def test_an_engine_that_fails_ends_the_command(evaluated):
@@ -151,6 +151,11 @@ def test_a_model_has_the_name_that_was_given(config_for, name):
 def test_a_whole_model_is_measured_without_the_adapter_of_the_config(config_for):
     config = config_for("merged", "model: {path: base, lora: {rank: 8, start: sft}}\n")
     assert config.model.path == "merged" and config.model.lora is None
+
+
+@pytest.mark.parametrize(("name", "revision"), [("base", "abc"), ("other", None)])
+def test_the_revision_of_the_config_is_one_of_its_own_model(config_for, name, revision):
+    assert config_for(name, "model: {path: base, revision: abc}\n").model.revision == revision
 
 
 def test_an_adapter_is_measured_by_a_config_with_a_teacher_that_is_the_base(config_for, tmp_path):

@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.errors import RunError
+from asyncrl.lora import SETTINGS, peft_config
 from asyncrl.results.archive import read_archive
-from asyncrl.results.export import export_model, model_card
+from asyncrl.results.export import CARD, export_model, model_card, serve_command
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.starts import read_starts, record_start
+from tests.support.models import peft_adapter
+from tests.support.stages import begun, tiny_stage
 
 CONFIG = {
     "run": {"name": "sums", "root": "/home/somebody/secret"},
@@ -120,6 +125,13 @@ def test_it_says_how_to_serve_and_with_what_it_was_made(tmp_path: Path) -> None:
     assert "there is no chat template" in card_of(plain, has_template=False)
 
 
+@pytest.mark.parametrize(("revision", "served"), [("abc", "base --revision abc"), (None, "base")])
+def test_the_base_of_an_adapter_is_served_in_its_revision(tmp_path, revision, served) -> None:
+    settings = peft_config(LoraConfig(), ModelConfig(path="base", revision=revision), [])
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    assert serve_command(tmp_path, "mine").startswith(f"vllm serve {served} --enable-lora")
+
+
 def test_what_stands_in_a_config_does_not_become_markdown(tmp_path: Path) -> None:
     hostile = "x` <script>\n# Heading\n```\x1b[31m"
     card = card_of(run_with(tmp_path, CONFIG | {"data": {"train": hostile}}))
@@ -134,6 +146,26 @@ def test_a_run_that_never_started_has_a_card(tmp_path: Path) -> None:
     (directory.metrics / "learner.jsonl").unlink()
     card = card_of(directory)
     assert "no step was logged" in card and "software: not recorded" in card
+
+
+def test_a_stage_is_merged_though_transformers_would_not_write_its_generation_config(tmp_path, monkeypatch):
+    options = {"lora": {"rank": 8}, "trust_remote_code": True}
+    _, directory = begun(tiny_stage(tmp_path, "sft", model=options))
+    base = tmp_path / "model"
+    peft_adapter(base, directory.model)
+    (directory.model / CARD).touch()
+    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    asked = []
+
+    def load(source: Path, **given: bool) -> object:
+        asked.append((source, given))
+        return PreTrainedTokenizerFast.from_pretrained(base)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    export_model(directory, tmp_path / "whole", merge=True)
+    assert asked == [(directory.model, {"trust_remote_code": True})]
+    settings = json.loads((tmp_path / "whole" / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["do_sample"]) == (0.6, True)
 
 
 def test_an_export_never_overwrites(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_names_that_peft_takes_for_experts_get_no_adapter_though_dense_layers_ha
     lora.inject(model, LoraConfig())
     names = {name for name, _ in lora.adapter_tensors(model)}
     assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    settings = lora.peft_config(LoraConfig(), "", {name.split(".")[-3] for name in names})
+    settings = lora.peft_config(LoraConfig(), ModelConfig(path=""), {name.split(".")[-3] for name in names})
     found = get_peft_model(theirs, PeftSettings(**settings))
     assert names == {name for name, _ in lora.adapter_tensors(found.base_model.model)}
     for targets in (("up_proj",), ("gate_proj", "up_proj", "down_proj")):
@@ -91,8 +91,12 @@ def test_a_stage_adapts_the_layers_that_a_run_adapts(tmp_path):
     base = tiny_moe(tmp_path / "model", mlp_only_layers=[0])
     run, stage = model_of(base), model_of(base)
     lora.inject(run, LoraConfig())
-    config = load(StageConfig, tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8}}))
-    found = get_peft_model(stage, _new_adapter(config)).base_model.model
+    options = {"lora": {"rank": 8}, "revision": "abc"}
+    config = load(StageConfig, tiny_stage(tmp_path, "sft", model=options))
+    adapted = get_peft_model(stage, _new_adapter(config))
+    found = adapted.base_model.model
+    settings = lora.peft_config(config.model.lora, config.model, [])
+    assert settings["revision"] == adapted.peft_config["default"].revision == "abc"
     assert [*dict(lora.adapter_tensors(found))] == [*dict(lora.adapter_tensors(run))]
 
 

@@ -2,12 +2,14 @@
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from asyncrl import api
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.cli.foreground import run_here
 from asyncrl.config.load import load_config
@@ -295,6 +297,16 @@ def test_a_run_with_nothing_left_to_do_says_so_and_starts_nothing(path, capsys, 
     assert everything_in(directory) == before
     with pytest.raises(StartedError):
         run_here(config, fresh=True, generators=True, plain=True)
+
+
+def test_python_is_told_that_nothing_is_left_to_do(path, monkeypatch):
+    trained(load_config(path), 12)
+    monkeypatch.setattr(api, "_Process", lambda *_: pytest.fail("it starts"))
+    for fresh in (False, True):
+        with warnings.catch_warnings(record=True) as said, pytest.raises(pytest.fail.Exception):
+            warnings.simplefilter("always")
+            api.train(path, "learner.steps=5", fresh=fresh)
+        assert sum("learner.steps is 5: nothing is left" in str(one.message) for one in said) == 1 - fresh
 
 
 def test_the_last_weights_are_evaluated_before_a_run_counts_as_done(path, monkeypatch):

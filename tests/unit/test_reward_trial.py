@@ -45,6 +45,21 @@ def test_samples_of_a_path_without_files_are_refused_and_a_run_has_a_name(tmp_pa
         list(sample_cases(config_of(), Path("first"), 8))
 
 
+@pytest.mark.parametrize(("name", "number"), [("", 3), ("hard", 3), ("other", 1), ("hard", 0)])
+def test_a_held_out_sample_is_scored_with_its_own_row_or_not_at_all(name, number):
+    rows = {"": list("abc"), "hard": list("de")}
+    finder = object.__new__(reward_trial._PromptFinder)
+    finder._eval, finder._has_curriculum, finder.source = rows, False, None
+    record = {"kind": "eval", "ticket_id": 1, "eval_set": name, "prompt_number": number}
+    if name == "":
+        assert finder.prompt(record) == finder.prompt(record | {"kind": "dropped"}) == "c"
+    else:
+        with pytest.raises(
+            DataError, match=f"held-out prompt {number} in the set `{name}`.*; give data.eval"
+        ):
+            finder.prompt(record)
+
+
 @pytest.mark.parametrize("reference", [2, 2.0])
 def test_the_reference_of_a_row_may_be_where_verl_has_it(monkeypatch, reference):
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": reference}}

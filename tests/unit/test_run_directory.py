@@ -132,6 +132,31 @@ def test_fresh_deletes_runs_only(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "new").require_run()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "model: {path: runs/run/checkpoints/step-000001/hf}",
+        "data: {train: [{path: 'runs/**/pairs.jsonl'}]}",
+        "reward: {functions: [{function: 'link/own.py:score'}]}",
+    ],
+)
+def test_fresh_deletes_nothing_that_its_config_names(config: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = begun(Path("runs"))
+    Path("link").symlink_to(directory.path)
+    (directory.checkpoints / "step-000001" / "hf").mkdir(parents=True)
+    (directory.path / "own.py").touch()
+    directory.pairs.touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match=r"(model|data|reward)\.[\w.]+: found .*, which --fresh would delete"):
+        directory.create(fresh=True, config=config)
+    assert sorted(tmp_path.rglob("*")) == before
+    directory.create(fresh=True, config=f"run: {{root: runs, name: run}}\ntemplate: {'x ' * 9999}")
+    assert sorted(directory.path.iterdir()) == sorted(
+        (directory.logs, directory.metrics, directory.checkpoints)
+    )
+
+
 def test_what_the_disk_refuses_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     directory = RunDirectory(tmp_path / "file" / "run")

@@ -108,6 +108,18 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
         validated_stage(tiny_stage(tmp_path, "sft"), [f"model.lora={{start: {tmp_path}/adapter}}"])
 
 
+def test_the_config_of_a_moved_stage_does_not_begin_another_one(tmp_path):
+    config = load(StageConfig, tiny_stage(tmp_path, "sft"))
+    directory = RunDirectory(config.run.directory)
+    directory.create(fresh=False)
+    directory.config.write_text(dump_config(config))
+    assert validated_stage(directory.config).run.name == "sft"
+    moved = directory.path.rename(tmp_path / "sft") / "config.yaml"
+    with pytest.raises(ConfigError, match=rf"run.root: found the config .* in {tmp_path}/sft.*set run.root="):
+        validated_stage(moved)
+    assert validated_stage(moved, [f"run.root={tmp_path}"]).run.root == tmp_path
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     path = tiny_stage(tmp_path, "distil")
     file = tmp_path / "teacher/tokenizer.json"
@@ -168,6 +180,7 @@ def test_the_directory_of_a_stage_is_no_model_and_the_message_says_what_is(tmp_p
     assert misused_stage(run).endswith(f"its model is {run / 'hf'}")
     (run / "hf/adapter_config.json").write_text("{}")
     assert f"model.lora.start: {run / 'hf'}" in misused_stage(run / "hf")
+    assert f"`asyncrl export {run} --merge --to DIRECTORY`" in misused_stage(run)
 
 
 def test_what_trl_lacks_is_known_without_importing_it():
@@ -201,19 +214,19 @@ def test_each_part_of_a_pipeline_begins_with_the_policy_before_it(tmp_path):
     (tmp_path / "dpo.yaml").write_text(text.replace(f"path: {tmp_path}/model", "chat_template: false"))
     (tmp_path / "task.yaml").write_text(RUN)
     links = planned(pipeline_of(tmp_path, "sft.yaml", "rm.yaml", "dpo.yaml", "task.yaml"))
-    made = [f"model.path={tmp_path}/runs/{name}/hf" for name in ("sft", "dpo")]
-    assert [link.overrides for link in links] == [[], [made[0]], [made[0]], [made[1]]]
+    made = [[f"model.path={tmp_path}/runs/{name}/hf", "model.revision=null"] for name in ("sft", "dpo")]
+    assert [link.overrides for link in links] == [[], made[0], made[0], made[1]]
     assert [link.is_stage for link in links] == [True, True, True, False]
 
 
 def test_an_adapter_is_trained_on_by_all_that_follow(tmp_path):
-    tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8, "alpha": 4}})
-    tiny_stage(tmp_path, "dpo", model={"path": "elsewhere"})
+    tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8, "alpha": 4}, "revision": "abc"})
+    tiny_stage(tmp_path, "dpo", model={"path": "elsewhere", "revision": "other"})
     (tmp_path / "task.yaml").write_text(RUN)
     _, *others = planned(pipeline_of(tmp_path, "sft.yaml", "dpo.yaml", "task.yaml"))
     for link, name in zip(others, ("sft", "dpo"), strict=True):
         model = load(StageConfig if link.is_stage else Config, link.file, link.overrides).model
-        assert model.path == f"{tmp_path}/model"
+        assert (model.path, model.revision) == (f"{tmp_path}/model", "abc")
         assert (model.lora.rank, model.lora.alpha, str(model.lora.start)) == (
             8,
             4,
@@ -262,12 +275,18 @@ def test_the_last_run_of_a_pipeline_knows_its_first_weights_by_their_digest_and_
             r"pipeline.yaml:3  pipeline.1: found no .*nine.yaml; give the configs relative",
         ),
         (("task.yaml", "sft.yaml"), r"task.yaml is no stage; only the last"),
+        (
+            ("lora.yaml", "rm.yaml"),
+            r"rm.yaml\n.*model.lora.start: .*pipeline: drop model.lora of the stage before",
+        ),
         (("sft.yaml", "sft.yaml"), r"two parts have the run directory .*runs/sft; set run.name"),
         (("sft.yaml", "bad.yaml"), r"bad.yaml:\d+  trl.packin: .*did you mean `packing`"),
     ],
 )
 def test_mistakes_anywhere_in_a_pipeline_are_named_before_anything_trains(tmp_path, names, said):
     tiny_stage(tmp_path, "sft")
+    tiny_stage(tmp_path, "sft", name="lora", model={"lora": {}})
+    tiny_stage(tmp_path, "rm")
     tiny_stage(tmp_path, "dpo", name="bad", trl={"packin": 1})
     text = (tmp_path / "bad.yaml").read_text()
     (tmp_path / "bad.yaml").write_text(text.replace("stage: dpo", "stage: sft"))
@@ -282,7 +301,7 @@ def test_the_configs_of_the_page_and_the_example_are_right(tmp_path):
     for name, content in (blocks | {"task.yaml": RUN}).items():
         (tmp_path / name).write_text(content)
     first, second, last = planned(tmp_path / "pipeline.yaml")
-    assert second.overrides == ["model.path=runs/words-sft/hf"] and not last.is_stage
+    assert second.overrides == ["model.path=runs/words-sft/hf", "model.revision=null"] and not last.is_stage
     assert first.file.name == "sft.yaml"
     for path in [*tmp_path.glob("[!pt]*.yaml"), *(ROOT / "configs" / "stages").glob("*.yaml")]:
         assert load(StageConfig, path).trl, path

@@ -34,8 +34,8 @@ def test_every_combination_is_a_run_with_its_values_and_its_name(file):
     assert {one.batch.groups for one in found} == {4}
     assert [one.run.directory for one in found] == [trial.directory.path for trial in trials]
     assert len({one.run.directory for one in found}) == 12
-    assert found[0].run.name == "t-lr-1e-4-max_lag-1-seed-0"
-    assert page_of(trials) == file.parent / "runs" / "t-lr-sweep.html"
+    assert found[0].run.name == "t-learner.optimizer.lr-1e-4-staleness.max_lag-1-run.seed-0"
+    assert page_of(trials) == file.parent / "runs" / "t-learner.optimizer.lr-sweep.html"
 
 
 def test_commas_in_brackets_and_quotes_divide_nothing(file):
@@ -54,13 +54,23 @@ def test_long_names_stay_different(file):
     assert len({*names}) == 2 and {len(name) for name in names} == {64}
 
 
+def test_sweeps_over_other_keys_or_values_share_no_run(file):
+    sweeps = [
+        *(f"algorithm.{part}.coefficient=0.1,0.2" for part in ("kl", "entropy")),
+        *(f"{part}.temperature=0.5,1.0" for part in ("sampling", "eval")),
+        *(["data.train=a/b,a_b", "data.train=a:b,ä.jsonl,ö.jsonl"]),
+    ]
+    paths = [trial.directory.path for one in sweeps for trial in swept(file, [one], seeds=1)]
+    assert len({*paths}) == len(paths) == 13
+
+
 @pytest.mark.parametrize(
     ("overrides", "seeds", "text"),
     [
         (["learner.steps=5"], 1, "found no key with several values; give KEY=A,B, or --seeds 3"),
         (["run.name=a,b"], 1, "several values of run.name"),
         (["run.seed=1,2"], 3, "run.seed and --seeds"),
-        (["data.train=a/b,a:b"], 1, "two runs would have the directory"),
+        (["learner.steps=1,1"], 1, "two runs would have the directory"),
         (["learner.steps=1,two"], 1, "found 'two'"),
         (["learner.stepz=1,2"], 1, "did you mean `steps`"),
         (["learner.steps=1,["], 1, "learner.steps"),
