@@ -3,6 +3,7 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import Rows, fingerprint_of, fingerprints
 from asyncrl.data.row_functions import load_parts
@@ -57,6 +58,12 @@ class DataFiles:
         data = self._config.data
         sets = self._without_long[1] if self._drops else load_parts(data, data.eval)
         return [(len(rows), rows.fingerprint) for rows in sets]
+
+    def asked(self, metric: str) -> str:
+        """Return digest and rows of the evaluation that has a metric; empty for a metric of steps."""
+        if (task := self._config.data.set_of(metric)) is None:
+            return ""
+        return f"{eval_digest(self._config, task)} {self.held_out[self._config.data.eval.index(task)][1]}"
 
     @property
     def _drops(self) -> bool:

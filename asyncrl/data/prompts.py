@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import jinja2
 
-from asyncrl.config.data_section import DataConfig
+from asyncrl.config.data_section import DataConfig, DataSource, EvalSet
 from asyncrl.config.schema import Config
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data.curriculum import Curricula
@@ -38,7 +38,6 @@ from asyncrl.session.chat_template import TemplateRenderer
 from asyncrl.types import Prompt
 
 log = logging.getLogger(__name__)
-
 _SHOWN = 5  # rows that a message names
 
 
@@ -126,17 +125,20 @@ class _Part:
     render: RowRenderer
     limit: int
     task: int
-    is_held_out: bool
+    origin: DataSource | EvalSet
     # Index -> number of tokens of the prompts that were rendered at the start.
     lengths: dict[int, int] = field(default_factory=dict)
 
     def look(self, *, every: bool) -> Iterator[tuple[int, str]]:
-        """Render the checked rows, or every one; yield index and text of each. Raises DataError."""
+        """Render the checked rows, or all until enough are short; yield index and text. Raises DataError."""
+        left = self.origin.limit or -1
         for index in range(len(self.rows)) if every else self.rows.checked:
             beat()
             prompt = self.render.prompt(self.rows, index)
             self.lengths[index] = _longer(prompt)
             yield index, prompt.text
+            if not (left := left - (self.lengths[index] <= self.limit)):
+                return
 
     @property
     def long(self) -> list[int]:
@@ -159,7 +161,7 @@ class _Part:
             found = f"{self.rows.place(index)}: the prompt{by} has {_longer(prompt)} tokens"
             cure = f"allows {self.limit}; raise it, remove the row, or set data.long_prompts"
             raise DataError(f"{found}; sampling.max_prompt_tokens {cure}")
-        held_out = index if self.is_held_out else None
+        held_out = index if isinstance(self.origin, EvalSet) else None
         ids, taught = prompt.token_ids[-self.limit :], prompt.teacher_ids[-self.limit :]
         return replace(prompt, token_ids=ids, teacher_ids=taught, task=self.task, held_out=held_out)
 
@@ -199,7 +201,7 @@ class PromptSource:
             readers[:sources] = [one.for_teacher(teacher) for one in readers[:sources]]
         loaded = enumerate(zip(load_parts(data, tasks), readers, strict=True))
         limit, self._data = sampling.max_prompt_tokens, data
-        parts = [_Part(rows, one, limit, task, task >= sources) for task, (rows, one) in loaded]
+        parts = [_Part(rows, one, limit, task, tasks[task]) for task, (rows, one) in loaded]
         # The parts of data.train, and those of data.eval by the name of the set.
         self._train, self._sets = parts[:sources], dict(zip(data.sets, parts[sources:], strict=True))
         _look(self._train, self._sets, data.long_prompts)
@@ -318,8 +320,7 @@ def vocabulary_size(model: ModelConfig) -> int:
     """Return the number of tokens for which the policy has an embedding."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model.path, **model.hub_options)
-    return int(config.get_text_config().vocab_size)
+    return int(AutoConfig.from_pretrained(model.path, **model.hub_options).get_text_config().vocab_size)
 
 
 def other_tokens(config: Config) -> str | None:
@@ -369,7 +370,7 @@ def _look(train: Sequence[_Part], held_out: Mapping[str, _Part], how: str) -> No
         where, rows = f"set {name} of data.eval" if name else "data.eval", held_out[name].rows
         text = "%d of %d prompts in %s also occur in data.train, first %s: the evaluation is not held out"
         if indices:
-            log.warning(text, len(indices), len(rows), where, rows.place(indices[0]))
+            log.warning(text, len(indices), len(held_out[name].lengths), where, rows.place(indices[0]))
     for part in parts if how == "drop" else ():
         kept = [index for index, length in part.lengths.items() if length <= part.limit]
         if not kept:

@@ -3,6 +3,7 @@
 import inspect
 import platform
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 # The attribute of an adapter's class that has the schemas of its tools, instead of methods: their names and
@@ -30,7 +31,7 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         tools = [getattr(first, name) for name in names if inspect.isroutine(getattr(first, name))]
     if len(known := {tool.__name__ for tool in tools}) < len(tools):
         raise TypeError(f"found {len(tools)} tools with the names {sorted(known)}; give each its own name")
-    is_entered = kind != "tools"
+    is_entered, paid = kind != "tools", [getattr(first, name, None) for name in REWARDS]
     return {
         "kind": kind,
         "python": platform.python_version(),
@@ -41,7 +42,7 @@ def describe(targets: Sequence[Any]) -> dict[str, Any]:
         or [describe_tool(tool, owner=first if kind == "tool_class" else None) for tool in tools],
         # Classes for TRL often set an attribute; one of a text environment is paid already, by `step`.
         "rewards": kind == "tool_class"
-        or any(callable(one := getattr(first, name, None)) or isinstance(one, property) for name in REWARDS),
+        or any(callable(one) or isinstance(one, property | cached_property) for one in paid),
         "closes": inspect.isclass(first) and hasattr(first, CLOSE),
     }
 

@@ -88,7 +88,7 @@ def open_lead_run(
         on_dead=taking.revoke,
         on_report=reporting.update,
     )
-    judged = open_judged(config, checkpoints, directory.checkpoints, begun)
+    judged = open_judged(config, data, checkpoints, directory.checkpoints, begun)
     reporting.watch = judged.see
     saving = LeadSaving(
         checkpoints=checkpoints,

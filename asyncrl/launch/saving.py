@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 
 from asyncrl.batch.coefficients import Coefficients, Tracker
 from asyncrl.config.schema import Config
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import CheckpointError
 from asyncrl.hosting.progress import Pace, begin
 from asyncrl.launch.same_bytes import END
 from asyncrl.launch.taking import Taking
 from asyncrl.report.reports import Reporting
-from asyncrl.run.best import Judged, Record
+from asyncrl.run.best import Judged
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.exports import Exports
 from asyncrl.run.learner_state import LearnerState
@@ -174,10 +175,11 @@ class LeadSaving(Saving):
         self.reporting.log({"checkpoint/failed": failures}, step=version)
 
 
-def open_judged(config: Config, checkpoints: CheckpointStore, directory: Path, state: LearnerState) -> Judged:
+def open_judged(
+    config: Config, data: DataFiles, checkpoints: CheckpointStore, directory: Path, state: LearnerState
+) -> Judged:
     """Return what decides by metrics which of the `checkpoints` in `directory` stay."""
-    asked = partial(Record.asked_by, config)
-    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop, asked)
+    judged = Judged(config.learner, config.checkpoint, directory, checkpoints.steps, state.stop, data.asked)
     checkpoints.keeps = judged.keeps
     return judged
 

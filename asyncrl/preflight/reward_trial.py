@@ -1,6 +1,7 @@
 """`asyncrl reward test`: tries the reward functions of a config on its data, in the processes of a run.
 
-Each function is tried alone and scores one response at a time: times are its own, and failures are separate.
+Each function is tried alone, and on one response at a time: times are its own, and failures are separate. One
+that is called for groups gets all responses to a prompt, because it may compare them.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from asyncrl.data.prompts import PromptSource, light_renderer, load_tokenizer
 from asyncrl.errors import DataError, RewardError
 from asyncrl.launch.scorers import scorers_in, started_scorers
 from asyncrl.preflight.validate import validated_config
-from asyncrl.rewards.base import RewardInput
+from asyncrl.rewards import batches
+from asyncrl.rewards.base import RewardInput, Score
 from asyncrl.rewards.forms import ground_truth
 from asyncrl.rewards.opened import Rewards
 from asyncrl.run.directory import RunDirectory
@@ -32,7 +35,7 @@ REFERENCES = ("answer", "solution", "reference", "ground_truth", "target", "comp
 _SHORT = ("", "I do not know.", "0", "-1 1,000 3.14 1e400 ####", "\\boxed{} </think> ```")
 WRONG = (*_SHORT, "答案 \U0001f600 \x00 \u202e", "no " * 2000)
 PRINTED_S = 0.05  # output arrives apart from the answers
-REPEATED = 8  # responses that are scored a second time
+REPEATED = 8  # calls that are made a second time
 TIMEOUTS = 3  # a function that hung this often is not tried further
 
 
@@ -188,28 +191,31 @@ async def _try_part(
     if isinstance(function.remote, ModelScore):
         cases = [*_with_ids(config, cases)]
     rewards = Rewards(alone, config.run.root, open_scorer=scorers_in(config, directory))
-    tried, timeouts = Tried(function), 0
+    tried, timeouts, made = Tried(function), 0, list[tuple[list[RewardInput], list[Score]]]()
     try:
         await rewards.start()
-        for index, case in enumerate(cases):
-            started_s = time.perf_counter()
+        calls = groupby(enumerate(cases), lambda one: (rewards.most != 1 and one[1].given.prompt) or one[0])
+        for call in ([*pairs] for _, pairs in calls):
+            inputs, started_s = [case.given for _, case in call], time.perf_counter()
             try:
-                (score,) = await rewards.score([case.given])
+                made.append((inputs, await rewards.score(inputs)))
             except RewardError as error:
-                tried.failures[f"{case.kind}: {error}"] += 1
+                tried.failures[f"{'/'.join(dict.fromkeys(case.kind for _, case in call))}: {error}"] += 1
                 timeouts += "took longer than" in str(error)
             else:
-                if score.parts:
-                    tried.scores.setdefault(case.kind, []).append(score.parts[function.part])
-                    tried.answers.append(score.answer)
-                else:
-                    tried.abstained.add(index)
-            tried.seconds.append(max(0.0, time.perf_counter() - started_s - rewards.wait_s))
+                for (index, case), score in zip(call, made[-1][1], strict=True):
+                    if score.parts:
+                        tried.scores.setdefault(case.kind, []).append(score.parts[function.part])
+                        tried.answers.append(score.answer)
+                    else:
+                        tried.abstained.add(index)
+            wait_s = batches.WAIT_S * (rewards.most > 1)
+            tried.seconds.append(max(0.0, time.perf_counter() - started_s - wait_s))
             if timeouts == TIMEOUTS:
-                tried.untried = len(cases) - index - 1
+                tried.untried = len(cases) - call[-1][0] - 1
                 break
         if not tried.failures:
-            tried.unequal = await _unequal(rewards, function.part, cases[:REPEATED], tried)
+            tried.unequal = await _unequal(rewards, made[:REPEATED])
     finally:
         await asyncio.sleep(0.0 if tried.failures else PRINTED_S)
         tried.printed = rewards.printed
@@ -230,17 +236,14 @@ def _with_ids(config: Config, cases: Sequence[Case]) -> Iterator[Case]:
         yield replace(case, given=replace(given, token_ids=ids))
 
 
-async def _unequal(rewards: Rewards, part: str, cases: Sequence[Case], tried: Tried) -> str:
-    """Score responses again, and return the first two scores that differ; empty if none do."""
-    before = {kind: iter(scores) for kind, scores in tried.scores.items()}
-    for index, case in enumerate(cases):
-        if index in tried.abstained:
-            continue
-        first = next(before[case.kind])
+async def _unequal(rewards: Rewards, made: Sequence[tuple[list[RewardInput], list[Score]]]) -> str:
+    """Call again, and return the first two scores of a response that differ; empty if none do."""
+    for inputs, scores in made:
         try:
-            (score,) = await rewards.score([case.given])
+            again = await rewards.score(inputs)
         except RewardError as error:
-            return f"{first:g}, and then an error: {error}"
-        if (second := score.parts.get(part)) != first:
-            return f"{first:g} and {'none' if second is None else f'{second:g}'}"
+            return f"a score, and then an error: {error}"
+        for pair in zip(scores, again, strict=True):
+            if pair[0].parts != pair[1].parts:
+                return " and ".join("".join(map("{:g}".format, one.parts.values())) or "none" for one in pair)
     return ""

@@ -14,6 +14,7 @@ from asyncrl.errors import RunError
 from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail, Tails
+from asyncrl.telemetry.state import read_state
 from asyncrl.telemetry.text import number
 
 T = TypeVar("T")
@@ -101,13 +102,11 @@ def recorded_samples(directory: RunDirectory, wanted: Wanted) -> Iterator[Sample
 
 
 def evaluated_steps(directory: RunDirectory) -> list[int]:
-    """Return the steps of the evaluations whose samples were written, in the order of their writing."""
-    written = {
-        int(name): path.stat().st_mtime_ns
-        for path in directory.evaluations.rglob("step-*.jsonl")
-        if (name := path.stem.removeprefix("step-")).isdecimal()
-    }
-    return sorted(written, key=lambda step: (written[step], step))
+    """Return the steps of the evaluations whose samples were written; before others those set aside since."""
+    names = {path.stem.removeprefix("step-") for path in directory.evaluations.rglob("step-*.jsonl")}
+    rows = read_state(directory.path).history.rows
+    valid = {step for step, row in rows.items() if any(name.startswith("eval/") for name in row)}
+    return sorted((int(name) for name in names if name.isdecimal()), key=lambda step: (step in valid, step))
 
 
 def pairs_of(run: Path | None) -> Iterator[str]:

@@ -34,13 +34,13 @@ def arithmetic(prompt: str, response: str, answer: object) -> tuple[float, str |
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> tuple[float, str | None]:
-    """1 if the first number after the response's last `####`, else its last, is that of column `answer`."""
+    """1 if the first number of the last `####`, else of `#### number`, else the last, is that of `answer`."""
     reference = _FINAL.findall(answer)
     if not reference:
         raise ValueError(f"column `answer` holds no `#### number`: {answer[-80:]!r}")
     _, mark, behind = response.rpartition("####")
-    line = behind.lstrip().partition("\n")[0]  # only this one: other marks begin headings
-    found = (mark and _NUMBER.findall(line)[:1]) or _NUMBER.findall(response)[-1:]
+    line = behind.lstrip().partition("\n")[0] if mark else ""  # only this one: other marks begin headings
+    found = _NUMBER.findall(line)[:1] or (_FINAL.findall(response) or _NUMBER.findall(response))[-1:]
     return _compare(found[0] if found else None, _value(reference[-1]))
 
 

@@ -43,7 +43,8 @@ if os.path.lexists("/tmp/program"):
 sys.exit(status != 0)
 """
 _BOXED = "\\boxed{"
-_FENCED = re.compile(r"```([\w+-]*)[^\n`]*\n(.*?)```", re.DOTALL)
+# More words stand only behind a language: the end of a span within a line begins no block.
+_FENCED = re.compile(r"```(?:([\w+-]+)[^\n`]*|\{[^\n`]*|[ \t]*)\n(.*?)```", re.DOTALL)
 _CHOICES = tuple(
     re.compile(pattern)
     for pattern in (

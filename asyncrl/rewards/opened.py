@@ -169,9 +169,9 @@ class Rewards:
         return self._pool.printed if self._pool else ""
 
     @property
-    def wait_s(self) -> float:
-        """Time that a response waits for others before it is scored."""
-        return self._pool.wait_s if self._pool else 0.0
+    def most(self) -> int:
+        """`RewardPool.most`; 1 for services, which are asked about one response."""
+        return self._pool.most if self._pool else 1
 
     async def start(self) -> None:
         """Start the processes. Raises RewardError for functions that cannot be used."""

@@ -24,7 +24,6 @@ from asyncrl.config.reward_section import RewardConfig
 from asyncrl.errors import RewardError, ungrouped
 from asyncrl.hosting.processes import kill_group, module_argv
 from asyncrl.hosting.workers import LENGTH, Printed, as_column, ending, pack
-from asyncrl.rewards import batches
 from asyncrl.rewards.base import RewardInput, Score, scored
 from asyncrl.rewards.batches import Batches, Divisible, Scored
 from asyncrl.rewards.forms import GIVEN
@@ -106,9 +105,9 @@ class RewardPool:
         return "\n".join(text for worker in self._workers if (text := worker.printed))
 
     @property
-    def wait_s(self) -> float:
-        """Time that a response waits for others, if a function scores those of several groups in one call."""
-        return batches.WAIT_S if any(most > 1 for most in self._most.values()) else 0.0
+    def most(self) -> int:
+        """`Form.most` of the only function; the largest of several."""
+        return max(self._most.values(), default=1)
 
     async def _call(self, part: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         return await self._with_worker(lambda worker: worker.call(part, inputs))

@@ -10,8 +10,6 @@ from typing import Any, Literal, Self
 
 from asyncrl.best_effort import BestEffort
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
-from asyncrl.config.resolved import eval_digest
-from asyncrl.config.schema import Config
 from asyncrl.config.sections import LearnerConfig
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.file_ops import FileOps
@@ -31,18 +29,13 @@ class Record:
     step: int = -1  # -1 before the first value
     value: float = 0.0
     worse: int = 0  # values since then, none of them better
-    asked: str = ""  # digest of the evaluation that has the metric
-
-    @staticmethod
-    def asked_by(config: Config, metric: str) -> str:
-        """Return the digest of the evaluation that has a metric; empty for a metric of steps."""
-        return eval_digest(config, task) if (task := config.data.set_of(metric)) else ""
+    asked: str = ""  # as `DataFiles.asked`
 
     def resumed(self, saved: Mapping[str, Any] | None) -> Self:
         """Take over what was saved, if it is of the same metric and evaluation; return this record."""
-        own = (self.metric, self.best_is, self.asked)
-        # An earlier release did not save what is asked.
-        if saved and (saved.get("metric"), saved.get("best_is"), saved.get("asked", self.asked)) == own:
+        # Earlier releases did not save what is asked, or the digest alone.
+        is_asked = saved and self.asked.startswith(saved.get("asked", ""))
+        if saved and is_asked and (saved.get("metric"), saved.get("best_is")) == (self.metric, self.best_is):
             self.step, self.value, self.worse = int(saved["step"]), float(saved["value"]), int(saved["worse"])
         return self
 
@@ -97,7 +90,7 @@ class Judged:
     ) -> None:
         """Continue from `BEST` in `directory`, and from the record `saved` of `learner.stop_when`.
 
-        `steps` returns the steps of the checkpoints that are kept; `asked` is `Record.asked_by` the config.
+        `steps` returns the steps of the checkpoints that are kept; `asked` is `DataFiles.asked`.
         """
         self._directory, self._steps, self._config = directory, steps, checkpoint
         self._stop = learner.stop_when

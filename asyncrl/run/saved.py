@@ -14,7 +14,7 @@ from asyncrl.config.run_fields import RunConfig
 from asyncrl.config.schema import Config
 from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import ConfigError, DataError, RunError
-from asyncrl.run.best import Record, read_ended, why_ended
+from asyncrl.run.best import read_ended, why_ended
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import BEGAN_WITH, RunDirectory, first_weights, needing
 from asyncrl.run.lock import RunLock
@@ -78,13 +78,13 @@ def refuse_changes(config: Config, directory: RunDirectory, saved: Saved | None,
 
 
 def nothing_left(config: Config, directory: RunDirectory, saved: Saved | None) -> str:
-    """Say why no step is left; empty if one is, or if the last weights may be left to export or evaluate."""
+    """Say why no step is left; empty if one, an export or an evaluation may be left. Raises DataError."""
     if saved and not saved.is_exported:
         return ""
     trained, steps = saved.state["version"] if saved else 0, config.learner.steps
-    stop = config.learner.stop_when
-    asked = Record.asked_by(config, stop.metric if stop else "")
-    if why := why_ended(stop, read_ended(directory.checkpoints, trained), asked):
+    stop, ended = config.learner.stop_when, read_ended(directory.checkpoints, trained)
+    asked = DataFiles(config).asked(stop.metric) if stop and ended else ""
+    if why := why_ended(stop, ended, asked):
         return (
             f"{directory.path} has ended after step {trained}: {why}. Another learner.stop_when, or none, "
             "goes on; --fresh begins again"

@@ -44,6 +44,8 @@ def constant(prompt, response, **row):
     return 1.0
 def trl(completions, answer, **kwargs):
     return [float(text == right) for text, right in zip(completions, answer)]
+def longest(completions, **kwargs):
+    return [float(len(text) == max(map(len, completions))) for text in completions]
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "pred": solution_str[:2]}
 def many(prompts, responses, batch=64):
@@ -238,6 +240,16 @@ def test_the_time_of_a_function_is_without_its_wait_for_other_responses(config, 
     (function,) = loaded.reward.functions
     tried = asyncio.run(reward_trial._try_part(loaded, function, cases, config.parent))
     assert tried.scores == {"reference": [1.0]} and tried.seconds[0] < 0.5
+
+
+def test_a_function_that_compares_responses_gets_all_of_a_prompt(config):
+    cases = [*generic_cases(load_config(config), 2)]
+    loaded = load_config(config, [f"reward.functions.0.function={config.parent}/rewards.py:longest"])
+    (function,) = loaded.reward.functions
+    tried = asyncio.run(reward_trial._try_part(loaded, function, cases, config.parent))
+    best = [float(text == max(WRONG, key=len)) for text in WRONG]
+    assert tried.scores == {"reference": [0.0] * 2, "wrong": best * 2} and len(tried.seconds) == 2
+    assert not tried.failures and not tried.unequal
 
 
 def test_prompts_are_those_that_the_run_trains_on_first(config):

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.config.checkpoint_section import CheckpointConfig, StopConfig
 from asyncrl.config.sections import LearnerConfig
+from asyncrl.data.data_files import DataFiles
 from asyncrl.errors import CheckpointError, RunError
 from asyncrl.launch.saving import open_judged
 from asyncrl.results.export import saved_export
@@ -118,12 +119,20 @@ def test_values_of_an_evaluation_that_was_changed_are_not_compared(tmp_path: Pat
     directory.create(fresh=False)
     learner = {"steps": 9, "stop_when": {"metric": METRIC, "patience": 1}}
     checkpoint = {"best": METRIC, "every": 1}
-    sections = {"data": {"train": "x", "eval": "e"}, "checkpoint": checkpoint, "learner": learner}
+    file = tmp_path / "held-out.jsonl"
+    data = {"train": "x", "eval": str(file)}
+    sections = {"data": data, "checkpoint": checkpoint, "learner": learner}
     warm = {"every": 1, "temperature": 1.0}
     two, four = (config_of(**sections, eval=warm | {"samples": samples}) for samples in (2, 4))
-    for step, config, value, best in ((1, two, 0.9, 1), (2, two, 0.1, 1), (3, four, 0.1, 3)):
+
+    def judge(config: Any) -> Judged:
+        return open_judged(config, DataFiles(config), store, directory.checkpoints, state)
+
+    steps = ((1, two, "easy", 0.9, 1), (2, two, "easy", 0.1, 1), (3, four, "easy", 0.1, 3))
+    for step, config, rows, value, best in (*steps, (4, four, "hard", 0.0, 4)):
+        file.write_text(json.dumps({"prompt": rows}))
         store = CheckpointStore(directory.checkpoints, KEY, 2)
-        judged = open_judged(config, store, directory.checkpoints, state)
+        judged = judge(config)
         judged.see({METRIC: value}, step)
         save(store, judged, step)
         state = LearnerState(stop=judged.state())
@@ -133,8 +142,13 @@ def test_values_of_an_evaluation_that_was_changed_are_not_compared(tmp_path: Pat
             saved = Saved(directory.checkpoints, {"version": 2}, is_exported=True)
             assert "has ended after step 2" in nothing_left(two, directory, saved)
             assert nothing_left(four, directory, saved) == ""
-    del state.stop["asked"]  # of an earlier release
-    assert open_judged(four, store, directory.checkpoints, state).state()["step"] == 3
+            file.write_text(json.dumps({"prompt": "hard"}))
+            assert nothing_left(two, directory, saved) == ""
+    # Earlier releases saved the digest alone, or nothing.
+    state.stop["asked"] = state.stop["asked"].partition(" ")[0]
+    assert judge(four).state()["step"] == 4 and judge(two).state()["step"] == -1
+    del state.stop["asked"]
+    assert judge(four).state()["step"] == 4
 
 
 @pytest.mark.parametrize(

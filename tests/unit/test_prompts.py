@@ -211,10 +211,11 @@ def test_a_run_that_drops_long_prompts_is_one_on_files_without_them(tmp_path, js
     short = [row for row in rows if len(row["prompt"]) < 5]
     held_out, few = jsonl("e", *rows[:4]), jsonl("f", *(row for row in rows[:4] if row in short))
     values = {"limit": 5, "seed": 3, "shuffle": shuffle}
-    two = source(
-        model, few, eval=[{"path": jsonl("t", *rows), "limit": 2}], long_prompts="drop", limit=5
-    ).eval_prompts(2)
-    assert [one.text for one in two] == [row["prompt"] for row in short[:2]], "not of the first two rows"
+    # Not of the first two rows. What stands behind the last one is not looked at.
+    file = jsonl("t", *rows, {"other": "column"})
+    held = source(model, few, eval=[{"path": file, "limit": 2}], long_prompts="drop", limit=5)
+    assert [*held.held_out[0]] == short[:2]
+    assert [one.text for one in held.eval_prompts(2)] == [row["prompt"] for row in short[:2]]
     with caplog.at_level(logging.WARNING):
         dropping = source(model, jsonl("t", *rows), eval=held_out, long_prompts="drop", **values)
     whole = source(model, jsonl("s", *short), eval=few, **values)

@@ -146,6 +146,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3
     [
         ('{"n": 3}', 1),
         ('Here:\n```json\n{"n": 3}\n```\nDone.', 1),
+        ('It asks for ```json ... ``` tags.\n```json title="a"\n{"n": 3}\n```\nDone.', 1),
         ('{"n": 2}', 0),
         ('{"n": 3} and more', 0),
         ("[" * 100_000, 0),
@@ -248,7 +249,9 @@ def test_the_program_is_the_last_block_of_its_language_and_not_the_output_behind
         response = FOUND.format(language, behind)
         assert code("", f"```{language}\ndraft\n```\n{response}", [{}], interpreter=interpreter) == 1
     for said in (f'{language} title="a"', f"{language} ", "{python}", ""):
-        assert code("", FOUND.format(said, "text output"), [{}], interpreter=interpreter) == 1
+        for thought in ("", f"It asks for ```{language} ... ``` tags.\n", "Use ```a``` or ```b``` here.\n"):
+            response = thought + FOUND.format(said, "text output")
+            assert code("", response, [{}], interpreter=interpreter) == 1
     assert code("", "```text\n4\n```\n```c\nprogram\n```", [{}], interpreter=interpreter) == 1
 
 

@@ -99,6 +99,8 @@ def test_arithmetic_finds_any_integer_it_is_given(value, before, after):
         ("#### -72", 0),
         ("#### none, rather 72", 1),
         ("#### Conclusion\n3 and 69 make 72", 1),
+        ("#### Step 1\n3 and 69\n#### Conclusion\nmake 72", 1),
+        ("#### 72\n\n#### Check\nThat took 2 steps.", 1),
         ("#### 4 was wrong, so\n#### **72**", 1),
         ("#### Answer: 72 apples in 2 bags", 1),
         ("it is 72 ####", 1),

@@ -1,5 +1,6 @@
 """What a run directory must hold before a run begins again in it, and who is known to look after it."""
 
+import json
 import os
 import socket
 import subprocess
@@ -62,9 +63,11 @@ def test_copies_of_checkpoints_and_evaluations_are_none(tmp_path: Path) -> None:
     for name in ("step-000010.jsonl", "step-000010.bak.jsonl", "step-000010-copy.jsonl"):
         (directory.evaluations / name).touch()
     assert evaluated_steps(directory) == [10]
-    # An evaluation of steps that `--from` has set aside is not the newest.
     (directory.evaluations / "step-000004.jsonl").touch()
-    os.utime(directory.evaluations / "step-000010.jsonl", ns=(1, 1))
+    assert evaluated_steps(directory) == [4, 10]
+    # An evaluation of steps that `--from` has set aside is not the newest, whatever the times of files are.
+    records = [{"step": step, name: 1.0} for step in (4, 10, 4) for name in ("time/step", "eval/prompts")]
+    (directory.metrics / "learner.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
     assert evaluated_steps(directory) == [10, 4]
 
 

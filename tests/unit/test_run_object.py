@@ -17,7 +17,9 @@ from datasets import Dataset
 
 import asyncrl
 from asyncrl import api
+from asyncrl.config.data_section import EvalSet
 from asyncrl.config.load import load_config, read_draft
+from asyncrl.config.resolved import eval_digest
 from asyncrl.config.schema import Config
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import CodeChanged
@@ -175,8 +177,14 @@ def test_a_changed_reward_is_another_file_and_a_file_that_changes_is_found(tmp_p
     directory = RunDirectory(tmp_path / "run")
     once, again, other = (write_reward(closure(weight), directory) for weight in (1.0, 1.0, 2.0))
     assert once == again != other and (directory.given.stat().st_mode & 0o777) == 0o700
-    config = Config.model_validate({**LEAST, "reward": {"functions": [{"function": once}]}})
-    require = unchanged(config)
+    configs = [
+        Config.model_validate({**LEAST, "reward": {"functions": [{"function": one}]}})
+        for one in (once, other, "boxed")
+    ]
+    # The name of a function is that of its evaluation, as for one of a user's file.
+    digests = [eval_digest(config, EvalSet(path="held-out.jsonl")) for config in configs]
+    assert digests[0] == digests[1] != digests[2]
+    require = unchanged(configs[0])
     require()
     Path(once.rpartition(":")[0]).write_text("def scaled(prompt, response, answer): return 0.0")
     with pytest.raises(CodeChanged, match=r"reward-\w+.py changed while this generator runs"):

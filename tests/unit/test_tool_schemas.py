@@ -1,5 +1,6 @@
 """Schemas of tools equal those that Transformers makes of the functions; calls are checked against them."""
 
+from functools import cached_property
 from typing import Any, Literal, Optional, Union
 
 import jsonschema
@@ -237,7 +238,13 @@ def test_what_fits_no_shape_is_refused(targets, says):
 
 
 @pytest.mark.parametrize(
-    ("reward", "counts"), [(lambda self: 1.0, True), (property(lambda self: 1.0), True), (0.0, False)]
+    ("reward", "counts"),
+    [
+        (lambda self: 1.0, True),
+        (property(lambda self: 1.0), True),
+        (cached_property(lambda self: 1.0), True),
+        (0.0, False),
+    ],
 )
 def test_a_plain_reward_of_a_text_environment_is_not_paid_behind_those_of_its_steps(reward, counts):
     methods = {"reset": lambda self: "", "reward": reward}
