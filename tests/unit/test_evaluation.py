@@ -13,6 +13,7 @@ import pytest
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.lanes import eval_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, standard_error, summarise
@@ -21,6 +22,7 @@ from asyncrl.lineage import History, Weights
 from asyncrl.report.reports import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.task_config import config_of
 
 N = 3
 
@@ -329,3 +331,8 @@ def test_what_lost_weights_answered_is_asked_again_in_one_poll_and_costs_no_atte
     (result,) = one.poll()
     assert result.metrics["eval/dead_groups"] == 0 and result.metrics["eval/reward_mean"] == 0.5
     assert buffer.audit().missing == 0 and buffer.audit().counters["rejected_frames"] == 2
+
+
+def test_the_lane_may_hold_what_the_store_holds():
+    config = config_of(store={"max_gib": 9.0})
+    assert eval_lane(config, Mock(), LANE, N)._rules.max_bytes == 9 << 30
