@@ -70,7 +70,7 @@ class Run:
     def __init__(self, directory: RunDirectory, process: "_Process | None" = None) -> None:
         """Use the run in `directory`, also after a chdir. `process` is its supervisor, if we started it."""
         self._directory, self._process = RunDirectory(directory.path.absolute()), process
-        self._lines, self._since_s = Tail(self._directory.metrics / f"{LEARNER}.jsonl"), time.time()
+        self._lines = Tail(self._directory.metrics / f"{LEARNER}.jsonl", last_bytes=0)
         self._reported = 0  # the last step of which `wait` has told
 
     @property
@@ -109,9 +109,9 @@ class Run:
 
     def _report(self, on_step: OnStep) -> None:
         for record in self._lines:
-            row = numbers(record)
+            row = {name: value for name, value in numbers(record).items() if name != "time"}
             step = int(row.pop("step", 0))
-            if "time/step" in row and row.pop("time") >= self._since_s and step > self._reported:
+            if "time/step" in row and step > self._reported:
                 self._reported = step
                 on_step(step, row)
 

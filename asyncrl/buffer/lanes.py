@@ -41,6 +41,7 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
 def eval_lane(config: Config, connection: StoreConnection, lane: str, prompts: int) -> RedisBuffer:
     """Open a lane of held-out evaluation. A round has `prompts` groups."""
     rules = BufferRules(groups=prompts, lease_s=config.generator.lease_s, max_attempts=config.reward.attempts)
+    rules = replace(rules, max_bytes=int(config.store.max_gib * 2**30))
     return RedisBuffer(connection, config.run.name, rules, lane=lane)
 
 

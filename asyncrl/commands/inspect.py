@@ -43,7 +43,7 @@ def status_values(directory: RunDirectory) -> dict[str, Any]:
         "alarms": state.alarms,
         "dropped": state.dropped,
         "advice": bottleneck(state),
-        "metrics": state.history.rows[state.trained_steps[-1]] if state.trained_steps else {},
+        "metrics": next(reversed(state.recent("time/step")), {}),
     }
     plain: dict[str, Any] = to_json(values)
     return plain

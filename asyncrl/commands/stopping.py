@@ -8,7 +8,7 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.config.named_files import EXPORT
 from asyncrl.files import read_record, replace_text
 from asyncrl.run.directory import RunDirectory
-from asyncrl.telemetry.state import read_state
+from asyncrl.telemetry.jsonl import Tail
 from asyncrl.telemetry.status import read_status
 from asyncrl.telemetry.text import duration
 
@@ -39,7 +39,7 @@ def announce(directory: RunDirectory, doing: str | None, slow_s: float) -> float
     """Say what the learner, which was doing `doing`, still does. Return the seconds that it may take.
 
     The text goes to the log, and for `asyncrl down` into a file. Without a learner (None) nothing is said. A
-    step or checkpoint that was never measured counts as `slow_s` long.
+    step or checkpoint that was not measured lately counts as `slow_s` long.
     """
     if doing is None:
         return 0.0
@@ -58,11 +58,13 @@ def _plan(directory: RunDirectory, doing: str, slow_s: float) -> Stop:
         return Stop(0.0, "ending the training, which has begun no step")
     if doing in AROUND:
         return Stop(MARGIN * slow_s, AROUND[doing])
-    state = read_state(directory.path)
-    measured = {one: state.history.latest(f"time/{one}") for one in ("step", "checkpoint")}
+    # Of about 2,000 steps: the learner trains on while this is read.
+    end = Tail(directory.metrics / "learner.jsonl", last_bytes=1 << 22)
+    last = {name: value for record in end for name, value in record.items()}
+    measured = {one: last.get(f"time/{one}") for one in ("step", "checkpoint")}
     within_s = max(LEAST_S, MARGIN * sum(slow_s if one_s is None else one_s for one_s in measured.values()))
     unknown = [one for one, one_s in measured.items() if one_s is None]
-    why = f", as no {' and no '.join(unknown)} was measured yet" if unknown else ""
+    why = f", as no {' and no '.join(unknown)} was measured lately" if unknown else ""
     saved, trained = _saved_and_trained(directory)
     lost = trained - (saved or 0)
     what = f"saving step {trained}" if doing in BETWEEN else f"finishing step {trained + 1}, then saving"

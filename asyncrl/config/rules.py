@@ -339,8 +339,12 @@ def _groups_tell_something(run: RunFields) -> Iterator[Mistake]:
         yield broken(f"{key} store.shards", f"{text}store.shards: 1, or drop the curriculum")
 
 
-def _store_holds_what_is_open(run: RunFields) -> Iterator[Mistake]:
-    """Find a store that is too small for the groups that can be open at the same time."""
+def lacking_room(run: RunFields, group_bytes: int = 0, held_out: int = 0) -> Iterator[Mistake]:
+    """Find a store that is too small for the groups and the `held_out` answers that can be open together.
+
+    A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written. With
+    `group_bytes` that is the size of a group.
+    """
     sampling, group_size, environment = run.sampling, run.batch.group_size, run.environment
     has_teacher = run.algorithm.reference is not None and run.algorithm.reference.scorers
     token_bytes = RESPONSE_TOKEN_BYTES + (TEACHER_TOKEN_BYTES if has_teacher else 0)
@@ -348,26 +352,23 @@ def _store_holds_what_is_open(run: RunFields) -> Iterator[Mistake]:
     rollout_bytes = ROLLOUT_BYTES + PROMPT_TOKEN_BYTES * sampling.max_prompt_tokens
     rollout_bytes += token_bytes * sampling.max_response_tokens
     rollout_bytes += TURN_BYTES * environment.max_turns if environment.is_used else 0
-    group_bytes = GROUP_BYTES + group_size * environment.sequences * rollout_bytes
-    yield from lacking_room(run, group_bytes + group_size * run.reward.judgement_bytes)
-
-
-def lacking_room(run: RunFields, group_bytes: int) -> Iterator[Mistake]:
-    """A full store of groups that no checkpoint holds admits no group, so no checkpoint is ever written."""
+    rest_bytes = GROUP_BYTES + group_size * run.reward.judgement_bytes
+    group_bytes = group_bytes or rest_bytes + group_size * environment.sequences * rollout_bytes
     batch, steps, saved = run.batch, run.staleness.max_lag + 1, run.unsaved_steps
-    groups = run.open_groups + saved * batch.groups
+    groups = run.open_groups + saved * batch.groups + math.ceil(held_out / batch.group_size)
     needed_gib = groups * group_bytes / 2**30
     if needed_gib > run.store.max_gib:
         keys = "store.max_gib staleness.max_lag checkpoint.keep checkpoint.every batch.groups learner.steps "
-        keys += "batch.group_size sampling.max_prompt_tokens sampling.max_response_tokens"
+        keys += "batch.group_size sampling.max_prompt_tokens sampling.max_response_tokens eval.prompts"
+        also = f", and {held_out} held-out answers (prompts * samples)" if held_out else ""
         yield broken(
             keys,
             f"store.max_gib is {run.store.max_gib:g}, but {groups} groups of up to {group_bytes / 2**20:.3g} "
             f"MiB can be open, {needed_gib:.3g} GiB: {steps} steps under way (staleness.max_lag + 1) and "
             f"{saved} that the oldest checkpoint lacks (checkpoint.keep * every), of {batch.groups} groups "
             f"(batch.groups) with {batch.group_size * run.environment.sequences} sequences of "
-            "sampling.max_prompt_tokens and max_response_tokens; a full store would stop the run for good; "
-            f"set store.max_gib: {math.ceil(needed_gib)}, or checkpoint more often",
+            f"sampling.max_prompt_tokens and max_response_tokens{also}; a full store would stop the run for "
+            f"good; set store.max_gib: {math.ceil(needed_gib)}, or checkpoint more often",
         )
 
 
@@ -383,7 +384,7 @@ RULES: tuple[Callable[[RunFields], Iterator[Mistake]], ...] = (
     _asked_scorers_answer,
     _episodes_can_be_played,
     _groups_tell_something,
-    _store_holds_what_is_open,
+    lacking_room,
     engine_takes_the_settings,
     adapter_fits_its_base,
     *ALGORITHM_RULES,

@@ -155,6 +155,7 @@ class _Part:
 
     def prompt(self, index: int) -> Prompt:
         """Return a prompt, of which at most the last `limit` tokens are left. Raises DataError."""
+        beat()
         prompt = self.render.prompt(self.rows, index)
         if _longer(prompt) > self.limit and self.render.reader.data.long_prompts != "truncate":
             by = "" if len(prompt.token_ids) > self.limit else " by algorithm.reference.template"

@@ -132,6 +132,7 @@ class LeadSaving(Saving):
     judged: Judged
     is_shared: bool = False  # other hosts see the directory, and may not see the run's lock
     pushes: Pushes | None = None
+    _ledgers: dict[int, Any] = field(default_factory=dict, init=False)  # by step, of this process's saves
 
     def __post_init__(self) -> None:
         if self.pushes:
@@ -144,25 +145,25 @@ class LeadSaving(Saving):
             self.pushes.finish()
 
     def _state(self, version: int) -> dict[str, Any]:
-        ledger, evaluation, curriculum = self.taking.settled
-        now = replace(self.begun, version=version, ledger=ledger, evaluation=evaluation)
-        kept = replace(now, coefficients=self.coefficients.state(), curriculum=curriculum)
-        tracker = self.tracker.state() if self.tracker else {}
-        return replace(kept, tracker=tracker, stop=self.judged.state()).to_dict()
+        ledger, sets, curriculum = self.taking.settled
+        self._ledgers[version] = ledger
+        now = replace(self.begun, version=version, ledger=ledger, evaluation=sets, curriculum=curriculum)
+        tracker, coefficients = self.tracker.state() if self.tracker else {}, self.coefficients.state()
+        return replace(now, coefficients=coefficients, tracker=tracker, stop=self.judged.state()).to_dict()
 
     def _require_run(self, version: int) -> None:
         if self.is_shared:
             self.taking.open(version)  # it is open already
 
     def _saved(self, version: int, oldest: int, started_s: float) -> None:
-        seconds = time.perf_counter() - started_s
         with self.reporting.guard("the mark that something was saved"):
             self.mark_saved()
-        self.reporting.checkpoint(version, seconds)
+        self.reporting.checkpoint(version, time.perf_counter() - started_s)
         self.judged.saved()
+        self._ledgers = {step: one for step, one in self._ledgers.items() if step >= oldest}
         # The save is over on every rank. Raised here, the error would make rank 0 save again, alone.
         try:
-            ledger = LearnerState.from_dict(self.checkpoints.state(oldest)).ledger
+            ledger = self._ledgers.get(oldest) or self.checkpoints.state(oldest)["ledger"]
         except CheckpointError as error:
             log.error("step %d is saved; the store keeps its groups until the next save: %s", version, error)
         else:

@@ -30,9 +30,6 @@ from asyncrl.wire.group_frames import decode_group
 
 log = logging.getLogger(__name__)
 
-# Longest wait for the evaluation of the final weights.
-LAST_EVAL_S = 300.0
-
 
 @dataclass
 class Taking:
@@ -45,6 +42,7 @@ class Taking:
     evaluations: Sequence[Evaluation]
     _: KW_ONLY
     deaths: StepDeaths
+    stall_s: float
     curriculum: Curricula | None = None
     # That of training comes first.
     _watches: list[AuditWatch] = field(init=False)
@@ -93,18 +91,18 @@ class Taking:
         return [result for one in self.evaluations for result in one.poll()]
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
-        """Wait for the rounds that are open after the last step, at most `LAST_EVAL_S`."""
-        until_s = time.monotonic() + LAST_EVAL_S
-        while self._missing and time.monotonic() < until_s:
+        """Wait for the rounds that are open after the last step, until no group arrives for `stall_s`."""
+        last, until_s = -1, 0.0
+        while missing := sum(one.missing for one in self.evaluations):
+            arrived = sum(one.buffer.audit().counters.get("put", 0) for one in self.evaluations)
+            if arrived != last:
+                last, until_s = arrived, time.monotonic() + self.stall_s
+            elif time.monotonic() > until_s:
+                found = "no group arrived for %.0f s (control.stall_s): %d rounds of evaluation are left out"
+                log.warning(found, self.stall_s, missing)
+                return
             self.heal(version)
             yield [result for one in self.evaluations for result in one.wait(1.0)]
-        if missing := self._missing:
-            found = "%d rounds of evaluation were not complete within %.0f s and are left out"
-            log.warning(found, missing, LAST_EVAL_S)
-
-    @property
-    def _missing(self) -> int:
-        return sum(one.missing for one in self.evaluations)
 
     def close(self) -> None:
         """Tell the generators that no ticket will follow."""
@@ -179,4 +177,5 @@ def open_taking(
         for name, rounds in Rounds.of(config, data.held_out).items()
     ]
     curriculum = open_curricula(config, data.train_rows, state.curriculum)
-    return Taking(lane, intake, evaluations, deaths=deaths, curriculum=curriculum)
+    stall_s = config.control.stall_s
+    return Taking(lane, intake, evaluations, deaths=deaths, stall_s=stall_s, curriculum=curriculum)

@@ -255,7 +255,7 @@ def _reward_form(function: RewardFunctionConfig) -> Form | None:
 
 def _row_problems(config: Config) -> Iterator[Mistake]:
     """Find files that cannot be read, and rows without a usable prompt or a column that a reward needs."""
-    chat = None
+    chat, held_out = None, 0
     try:
         if config.model.chat_template and (Path(config.model.path) / "tokenizer.json").is_file():
             from asyncrl.data.prompts import light_renderer  # it imports transformers
@@ -271,6 +271,7 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
         section, found = config.data.of(task), dict[tuple[str, ...], list[str]]()
         try:
             (rows,) = load_parts(config.data, [task])
+            held_out += min(asked.eval.prompts, len(rows)) * asked.eval.samples * isinstance(task, EvalSet)
             without = _without_prompt(asked.model_copy(update={"data": section}), key, rows, chat, teacher)
             for keys, text in (*_lacking(asked, key, rows, forms, teacher), *without):
                 found.setdefault(keys, []).append(text)
@@ -278,6 +279,7 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(error))
         # One message per key.
         yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
+    yield from lacking_room(config, held_out=held_out)
 
 
 def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:

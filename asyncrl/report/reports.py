@@ -29,7 +29,7 @@ from asyncrl.telemetry.exporter import Exporter, open_exporter
 from asyncrl.telemetry.fanout import Trackers, open_trackers
 from asyncrl.telemetry.jsonl import Lines, Tail, to_json
 from asyncrl.trainer.base import Usage
-from asyncrl.types import Group, Prompt, Rollout
+from asyncrl.types import Group, Rollout
 from asyncrl.weights.base import UpdateReport
 
 Decode = Callable[[Sequence[int]], str]
@@ -42,14 +42,14 @@ class PairsFile:
     def __init__(
         self,
         path: Path,
-        prompts: Mapping[tuple[int, ...], Prompt],
+        prompts: Mapping[bytes, Sequence[Mapping[str, Any]] | str],
         decode: Callable[[Sequence[int]], str],
         *,
         step: int,
     ) -> None:
         """Append to the file, without the pairs of steps after `step`, which will be trained again.
 
-        `prompts` has the prompt of each row of the data by its token ids.
+        `prompts` has the messages or text of each row of the data by its token ids (int32), as bytes.
         """
         _forget(path, step)
         self._lines, self._prompts, self._decode = Lines(path), prompts, decode
@@ -68,15 +68,14 @@ class PairsFile:
             (most, best), (least, worst) = (of(scored, key=lambda one: one[0]) for of in (max, min))
             if most == least:
                 continue
-            prompt = self._prompts[tuple(best.prompt_ids.tolist())]
+            asked = self._prompts[best.prompt_ids.tobytes()]
             answers = [one.response_ids.tolist() for one in (best, worst)]
             chosen, rejected = (
                 [{"role": "assistant", "content": self._decode(ids)}]
-                if prompt.messages
+                if not isinstance(asked, str)
                 else text_after(self._decode, best.prompt_ids.tolist(), ids)
                 for ids in answers
             )
-            asked = list(prompt.messages) or prompt.text
             yield {"step": step.version, "prompt": asked, "chosen": chosen, "rejected": rejected}
 
 
@@ -188,7 +187,8 @@ def open_reporting(config: Config, directory: RunDirectory, *, key_id: str, step
     pairs = None
     if config.telemetry.pairs:
         source = PromptSource.of(config)
-        pairs = PairsFile(directory.pairs, {one.token_ids: one for one in source}, source.decode, step=step)
+        asked = {np.array(one.token_ids, np.int32).tobytes(): one.messages or one.text for one in source}
+        pairs = PairsFile(directory.pairs, asked, source.decode, step=step)
     return Reporting(
         trackers,
         Timeline(directory.trace if config.telemetry.trace else None),

@@ -1,10 +1,12 @@
 """Checks before a run is resumed: whether the config may continue it, and whether steps are left to train."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.buffer.store_data import DATA
 from asyncrl.config.base import Mistake
 from asyncrl.config.document import Node
 from asyncrl.config.load import panel
@@ -42,13 +44,14 @@ def read_saved(directory: RunDirectory) -> Saved | None:
 
 
 def go_back(directory: RunDirectory, step: int) -> None:
-    """Set the checkpoints after `step` aside, so that the run goes on from there. Raises RunError."""
+    """Set the checkpoints after `step` aside, and drop the store with its many ids. Raises RunError."""
     if step not in (kept := directory.saved_steps()):
         found = ", ".join(map(str, sorted(kept))) or "none"
         text = f"{directory.checkpoints} has no checkpoint of step {step}; it has {found}"
         raise RunError(f"{text} (checkpoint.keep, checkpoint.keep_every)")
     with needing(directory.path), RunLock(directory.supervisor_lock):
         CheckpointStore(directory.checkpoints, directory.checkpoint_key(), keep=1).go_back(step)
+        shutil.rmtree(directory.store / DATA, ignore_errors=True)
 
 
 def changes(config: Config, saved: Saved | None, data: DataFiles) -> Iterator[Mistake]:

@@ -37,8 +37,7 @@ def waiting_for(state: RunView) -> str | None:
         names = ", ".join(dirty)
         return f"no generator has complete weights ({names}): each update failed, the log says why"
     if state.is_stage or status.doing not in WAITS:
-        rows = state.history.rows
-        begun_at = max((rows[step].get("time", 0.0) for step in state.trained_steps), default=0.0)
+        begun_at = max((row.get("time", 0.0) for row in state.recent("time/step")), default=0.0)
         since = f" for {duration(state.now - begun_at)}" if begun_at >= status.started_at else ""
         return f"training on step {state.step + 1}{since} (now: {status.doing.replace('_', ' ')})"
     audit = status.audit
@@ -55,7 +54,7 @@ def _doing(state: RunView, process: str) -> str:
 def bottleneck(state: RunView) -> str:
     """Return advice in one sentence, from the idle shares: the bottleneck is the side that never waits."""
     learner, paused = state.idle_learner, state.paused_generators
-    if learner is None or len(state.history.series("idle/learner")) < FIRST_STEPS:
+    if learner is None or len(state.recent("idle/learner")) < FIRST_STEPS:
         return waiting_for(state) or "no step was made"
     if state.members and all(member.state == "dirty" for member in state.members):
         return waiting_for(state) or ""

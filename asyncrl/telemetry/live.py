@@ -14,8 +14,8 @@ from asyncrl.best_effort import BestEffort
 from asyncrl.telemetry.advice import waiting_for
 from asyncrl.telemetry.alarms import ringing
 from asyncrl.telemetry.dashboard import render
-from asyncrl.telemetry.history import of_sets, score, set_of
-from asyncrl.telemetry.state import RunReader, RunView
+from asyncrl.telemetry.history import Row, of_sets, score, set_of
+from asyncrl.telemetry.state import RECENT_STEPS, RunReader, RunView
 from asyncrl.telemetry.text import duration, number, share, visible
 
 INTERVAL_S = 1.0  # the learner writes its status once a second
@@ -47,10 +47,10 @@ class Dashboard:
 class PlainReporter:
     """Lines for logs and pipes: one per step and new warning; during silence, what the run waits for."""
 
-    def __init__(self, write: Callable[[str], object], *, since: float = 0.0) -> None:
-        """Leave out steps from before `since` (Unix seconds), which were shown before a resume."""
-        self._write, self._since = write, since
-        self._step, self._trained_at = -1, since  # of the last line of a step
+    def __init__(self, write: Callable[[str], object], *, past: int | None = RECENT_STEPS) -> None:
+        """Leave out the steps that are there at the first `show`, but for the newest `past` ones."""
+        self._write, self._most = write, past
+        self._shown: dict[int, Row] = {}  # by step: a step that is trained again has another row
         self._shown_at: dict[str, float] = {}  # time of the last line of each warning, without its numbers
         self._noted_at = self._said_at = 0.0
         self._waiting = ""
@@ -58,14 +58,15 @@ class PlainReporter:
     def show(self, state: RunView) -> None:
         """Write what is new. Steps that a restarted learner makes again are written again."""
         self._said_at = self._said_at or state.now
-        steps, shown_at = state.trained_steps, self._trained_at
-        for step in steps:
-            trained_at = state.history.rows[step].get("time", self._trained_at)
-            if step > self._step or trained_at > shown_at:
-                self._trained_at = max(trained_at, self._trained_at)
-                if trained_at >= self._since:
-                    self._say(step_line(state, step), state.now)
-        self._step = steps[-1] if steps else self._step
+        rows, new = state.history.rows, list[int]()
+        for step in reversed(state.history.steps):
+            if rows[step] is self._shown.get(step):
+                break
+            new += [step] if "time/step" in rows[step] else []
+        for step in reversed(new[: self._most]):
+            self._say(step_line(state, step), state.now)
+        self._shown |= {step: rows[step] for step in new}
+        self._most = None
         for note in state.notes:
             if note.at > self._noted_at:
                 self._noted_at = note.at
@@ -74,7 +75,7 @@ class PlainReporter:
                     self._shown_at[shape] = state.now
                     self._say(f"! {visible(str(note))}", state.now)
         quiet_s, waiting = state.now - self._said_at, waiting_for(state)
-        if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not steps else LONG_QUIET_S):
+        if waiting and quiet_s >= (QUIET_S if waiting != self._waiting or not self._shown else LONG_QUIET_S):
             self._waiting = waiting
             elapsed = f"{duration(state.elapsed_s)}  " if state.elapsed_s is not None else ""
             self._say(elapsed + waiting, state.now)
@@ -133,7 +134,7 @@ def viewer(
     It may be called at any rate. `since` is the start of a run that this process has just started.
     """
     write = partial(console.out, highlight=False)
-    view = PlainReporter(write, since=since or 0.0) if lines else Dashboard(console)
+    view = PlainReporter(write, past=0 if since else RECENT_STEPS) if lines else Dashboard(console)
     # With lines, the supervisor of a run that this process starts logs to the console itself.
     reader = RunReader(directory, since=since, without="supervisor" if lines and since else "")
     shown_at_s = -INTERVAL_S

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,12 @@ class RunView:
     @property
     def alarms(self) -> list[str]:
         """Names of the alarms that are active in the newest trained step."""
-        newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
-        return ringing(next((row for row in newest_first if "time/step" in row), {}))
+        return ringing(next(reversed(self.recent("time/step")), {}))
 
-    @property
-    def trained_steps(self) -> list[int]:
-        """Trained steps in order, without those of which only an evaluation is known."""
-        return [step for step in self.history.steps if "time/step" in self.history.rows[step]]
+    def recent(self, name: str) -> list[Row]:
+        """Return the newest steps with a metric, ascending: one more than `RECENT_STEPS`, or all."""
+        newest_first = (self.history.rows[step] for step in reversed(self.history.steps))
+        return [*islice((row for row in newest_first if name in row), RECENT_STEPS + 1)][::-1]
 
     @property
     def idle_learner(self) -> float | None:
@@ -101,11 +100,10 @@ class RunView:
 
         The first step since the start is left out: the learner waited for the generators to start.
         """
-        every = self.history.rows
-        known = [step for step in self.history.steps if "idle/learner" in every[step]]
+        known = self.recent("idle/learner")
         began_at = self.status.started_at if self.status else 0.0
-        first = next((step for step in known if every[step].get("time", began_at) >= began_at), None)
-        rows = [every[step] for step in known if step != first][-RECENT_STEPS:]
+        first = next((row for row in known if row.get("time", began_at) >= began_at), None)
+        rows = [row for row in known if row is not first][-RECENT_STEPS:]
         shares = [(row["idle/learner"], row.get("time/step", 1.0)) for row in rows]
         total_s = sum(step_s for _, step_s in shares)
         return sum(share * step_s for share, step_s in shares) / total_s if total_s > 0 else None
@@ -114,8 +112,7 @@ class RunView:
     def fullest_gpu(self) -> tuple[float, float] | None:
         """Bytes that torch had allocated at most in the newest step, and those planned, on the learner's GPU
         where the first is largest."""
-        steps = self.trained_steps
-        row = self.history.rows[steps[-1]] if steps else {}
+        row = next(reversed(self.recent("time/step")), Row())
         ranks = (name.removeprefix(ALLOCATED) for name in row if name.startswith(ALLOCATED))
         return max(((row[ALLOCATED + rank], row.get(PLANNED + rank, 0.0)) for rank in ranks), default=None)
 
@@ -145,10 +142,8 @@ class RunView:
         Steps from before a resume do not count, and neither does the slowest one: the first steps compile
         and warm up.
         """
-        rows = self.history.rows
-        times = [rows[step]["time"] for step in self.trained_steps if "time" in rows[step]]
-        started_at = self.status.started_at if self.status else 0.0
-        recent = [at for at in times if at >= started_at][-RECENT_STEPS - 1 :]
+        times = [row.get("time", -1.0) for row in self.recent("time/step")]
+        recent = [at for at in times if at >= (self.status.started_at if self.status else 0.0)]
         took_s = sorted(after - before for before, after in pairwise(recent))[:-1]
         if self.status is None or self.status.is_final or not took_s:
             return None
@@ -198,9 +193,9 @@ class RunReader:
         Of generators and logs only the newest lines are read: a long run has gigabytes of them.
         """
         self.directory = directory
-        self._since = since or 0.0
-        status = None if since else read_status(directory / "status.json")
-        self._notes_since = status.started_at if status else self._since
+        status = read_status(directory / "status.json")
+        self._before = status.started_at if status and since else None
+        self._notes_since = since or (status.started_at if status else 0.0)
         self._logs = Tails(directory / "logs", last_bytes=NEWEST_BYTES, without=[without])
         self._notes: deque[Note] = deque(maxlen=NOTES)
         self._doing: dict[str, str] = {}
@@ -220,7 +215,7 @@ class RunReader:
             rows.extend(map(numbers, records))
         self._recent_samples.extend(map(sample_from, self._samples))
         status = read_status(self.directory / "status.json")
-        if status and status.started_at < self._since:
+        if status and status.started_at == self._before:
             status = None
         lines = [_note(record) for records in self._logs.read().values() for record in records]
         new = [note for note in lines if note and note.at >= self._notes_since]

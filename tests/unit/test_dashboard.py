@@ -27,7 +27,7 @@ from asyncrl.telemetry.advice import bottleneck, waiting_for
 from asyncrl.telemetry.dashboard import curve, render, sample_lines
 from asyncrl.telemetry.history import History
 from asyncrl.telemetry.live import PlainReporter, step_line, watch
-from asyncrl.telemetry.state import NEWEST_BYTES, RECENT_ROWS, RunReader, RunView, read_state
+from asyncrl.telemetry.state import NEWEST_BYTES, RECENT_ROWS, RECENT_STEPS, RunReader, RunView, read_state
 from asyncrl.telemetry.status import StatusSnapshot, read_status, write_status
 from asyncrl.telemetry.text import data_size, duration, number, share, visible
 from tests.support.synthetic_run import NASTY, SyntheticRun
@@ -574,6 +574,56 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in written[5:]] == ["step 4/400", "step 5/400"]
 
 
+@pytest.mark.parametrize("past", [0, 2])
+def test_without_a_terminal_steps_are_new_by_their_place_and_not_by_the_clock(
+    tmp_path: Path, past: int
+) -> None:
+    run = run_with(tmp_path, steps=4)
+    written: list[str] = []
+    reporter, reader = (
+        PlainReporter(written.append, past=past),
+        RunReader(run.directory, since=time.time() + 9),
+    )
+    reporter.show(reader.read())
+    assert [line.split("  ")[0] for line in written] == ["step 3", "step 4"][2 - past :]
+    run.started_at -= 3600
+    run.step = 2
+    for _ in range(4):
+        run.advance()
+        path = run.directory / "metrics" / "learner.jsonl"
+        *before, last = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*before, json.dumps(json.loads(last) | {"time": 1.0}) + "\n"]))
+    write_status(run.directory / "status.json", run.status())
+    reporter.show(reader.read())
+    reporter.show(reader.read())
+    assert [line.split("  ")[0] for line in written[past:]] == [f"step {step}/400" for step in (3, 4, 5, 6)]
+
+
+def test_the_newest_figures_do_not_read_the_whole_history() -> None:
+    class Counted(dict[int, dict[str, float]]):
+        reads = 0
+
+        def __getitem__(self, step: int) -> dict[str, float]:
+            self.reads += 1
+            return super().__getitem__(step)
+
+    history, run = History(), SyntheticRun.__new__(SyntheticRun)
+    run.step, run.total_steps, run.ids, run.started_at = 2000, 4000, [], 0.0
+    for step in range(1, 2001):
+        history.add({"step": step, "time": 2.0 * step, "time/step": 2.0, "idle/learner": 0.5})
+    state = RunView(run="a", now=4001.0, history=history, status=run.status())
+    history.rows = counted = Counted(history.rows)
+    assert (state.eta_s, state.idle_learner, state.fullest_gpu, state.alarms) == (4000.0, 0.5, None, [])
+    waiting_for(state), bottleneck(state)
+    assert 0 < counted.reads < 500
+    lines: list[str] = []
+    reporter = PlainReporter(lines.append)
+    reporter.show(state)
+    counted.reads = 0
+    reporter.show(state)
+    assert len(lines) == RECENT_STEPS and counted.reads < 500
+
+
 def log_line(directory: Path, process: str, level: str, text: str, at: float, **more: object) -> None:
     (directory / "logs").mkdir(exist_ok=True)
     time_ = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
@@ -594,7 +644,7 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     log_line(run.directory, "g0", "warning", "of the start before", now - 1000)
     written: list[str] = []
     reporter, reader = (
-        PlainReporter(written.append, since=now - 1),
+        PlainReporter(written.append, past=0),
         RunReader(run.directory, since=now - 900, without="supervisor"),
     )
     log_line(run.directory, "g0", "info", "starting the engine", now)
@@ -624,7 +674,7 @@ def test_without_a_terminal_silence_is_explained_within_ten_seconds(tmp_path: Pa
     (tmp_path / "logs").mkdir()
     written: list[str] = []
     now = time.time()
-    reporter = PlainReporter(written.append, since=now)
+    reporter = PlainReporter(written.append, past=0)
     reader = RunReader(tmp_path, since=now - 1)
     log_line(tmp_path, "learner", "info", "loading the model", now)
     log_line(tmp_path, "g0", "info", "starting the engine", now, logger="__main__")

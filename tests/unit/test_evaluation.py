@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ import pytest
 from asyncrl.algo.trainable import GroupLimits
 from asyncrl.buffer.base import BufferRules
 from asyncrl.buffer.gate import Gate
+from asyncrl.buffer.lanes import eval_lane
 from asyncrl.buffer.ledger import Ledger
 from asyncrl.buffer.memory import MemoryBuffer
 from asyncrl.evaluation import Evaluation, Rounds, resume_ledger, standard_error, summarise
+from asyncrl.launch.taking import Taking
 from asyncrl.lineage import History, Weights
 from asyncrl.report.reports import eval_records
 from asyncrl.types import Group, Rollout, VersionSpan
 from asyncrl.wire.group_frames import decode_group, encode_group
+from tests.support.task_config import config_of
 
 N = 3
 
@@ -192,6 +196,26 @@ def test_the_end_waits_for_rounds_that_are_open_and_for_nothing_else(monkeypatch
     assert one.wait(1.0) == []
 
 
+@pytest.mark.parametrize(("every_s", "complete"), [(140.0, 1), (170.0, 0)])
+def test_the_last_round_may_last_while_groups_arrive(monkeypatch, caplog, every_s, complete):
+    buffer = MemoryBuffer(BufferRules(groups=N, lease_s=1e6))
+    one, peer, now = evaluation(buffer), buffer.peer(), SimpleNamespace(s=0.0)
+    ids = [ticket.id for ticket in peer.lease("g", N).tickets]
+
+    def sleep(_):
+        now.s += 10.0
+        if ids and now.s >= (N + 1 - len(ids)) * every_s:
+            peer.put("g", ids[0], encode_group(group_of(ids.pop(0), 1.0)))
+
+    clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
+    monkeypatch.setattr("asyncrl.evaluation.time", clock)
+    monkeypatch.setattr("asyncrl.launch.taking.time", clock)
+    taking = Taking(Mock(), Mock(), [one], deaths=Mock(), stall_s=150.0)
+    assert sum(map(len, taking.last_rounds(0))) == complete
+    assert ("1 rounds of evaluation are left out" in caplog.text) == (not complete)
+    assert now.s == pytest.approx(N * every_s if complete else 150.0, abs=20.0)
+
+
 def test_a_wiped_store_only_costs_asking_again():
     buffer = MemoryBuffer(BufferRules(groups=N))
     one = evaluation(buffer)
@@ -307,3 +331,8 @@ def test_what_lost_weights_answered_is_asked_again_in_one_poll_and_costs_no_atte
     (result,) = one.poll()
     assert result.metrics["eval/dead_groups"] == 0 and result.metrics["eval/reward_mean"] == 0.5
     assert buffer.audit().missing == 0 and buffer.audit().counters["rejected_frames"] == 2
+
+
+def test_the_lane_may_hold_what_the_store_holds():
+    config = config_of(store={"max_gib": 9.0})
+    assert eval_lane(config, Mock(), LANE, N)._rules.max_bytes == 9 << 30

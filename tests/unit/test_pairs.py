@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -48,7 +49,8 @@ def length(ids: object) -> str:
 
 
 def opened(path: Path, *, step: int = 0, prompt: Prompt = PROMPT) -> PairsFile:
-    return PairsFile(path, {prompt.token_ids: prompt}, length, step=step)
+    ids = np.array(prompt.token_ids, np.int32).tobytes()
+    return PairsFile(path, {ids: prompt.messages or prompt.text}, length, step=step)
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -79,7 +81,7 @@ def test_prompt_and_answer_together_are_the_text_that_was_sampled(tmp_path: Path
     words = Tokenizer(WordLevel({f"\u2581w{one}": one for one in range(64)}, unk_token="\u2581w0"))
     words.decoder = Metaspace()  # as Llama 2's: without the blank that begins a text
     path, found = tmp_path / "pairs.jsonl", of(1, [1.0, 0.0])
-    PairsFile(path, {(1,): replace(PROMPT, text=words.decode([1]))}, words.decode, step=0).write(found)
+    PairsFile(path, {np.int32(1).tobytes(): words.decode([1])}, words.decode, step=0).write(found)
     (row,) = rows(path)
     samples = [sample.response for sample in eval_records(found.collected.groups, 1, words.decode)]
     best, worst = found.collected.groups[0].rollouts

@@ -123,6 +123,14 @@ def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
     assert [prompts.prompt(t).text for t in range(1, 31)] == [str(plan.at(t).row) for t in range(1, 31)]
 
 
+def test_every_prompt_that_is_read_is_progress(tmp_path, jsonl, monkeypatch):
+    rows, beats = jsonl("t", *[{"prompt": "ab"}] * 3), []
+    made = source(character_tokenizer(tmp_path / "m"), rows, eval=rows)
+    monkeypatch.setattr("asyncrl.data.prompts.beat", lambda: beats.append(1))
+    assert [len(beats) for _ in made] == [1, 2, 3]
+    assert len(made.eval_prompts(2)) == 2 and len(beats) == 5
+
+
 def test_prompts_of_a_mixture_come_from_their_source_below_its_system_message(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m", template=TEMPLATE)
     train = [

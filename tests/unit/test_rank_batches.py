@@ -26,7 +26,7 @@ def taking_from(buffer: MemoryBuffer) -> Taking:
     """Rank 0's end of a lane, without evaluation."""
     one = intake(buffer, lambda group, version: "odd" if group.ticket_id % 5 == 3 else None)
     lane: Any = buffer
-    return Taking(lane, one, [], deaths=mock.Mock())
+    return Taking(lane, one, [], deaths=mock.Mock(), stall_s=1.0)
 
 
 def lead_run(trainer: Any, taking: Any) -> LeadRun:

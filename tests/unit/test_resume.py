@@ -267,7 +267,10 @@ def test_a_run_goes_back_to_a_kept_step_and_no_other(path):
     assert read_saved(directory).state["version"] == 9
     with RunLock(directory.supervisor_lock), pytest.raises(RunError, match="stop that process first"):
         go_back(directory, 7)
+    (data := directory.store / "appendonlydir").mkdir(parents=True)
+    (data / "of-step-9").touch()
     go_back(directory, 7)
+    assert not data.exists(), "the store would go through each id since step 7"
     assert read_saved(directory).state["version"] == 7
     assert (directory.checkpoints / "NEWEST").read_text() == "7\n"
     assert (directory.checkpoints / "rejected-step-000009").is_dir(), "nothing is deleted"

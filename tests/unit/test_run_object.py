@@ -274,7 +274,7 @@ def test_each_step_since_the_start_is_reported_once_in_order_and_none_is_lost_by
     lines = Lines(directory.metrics / "learner.jsonl")
     lines.write([{"step": 1, "time": time.time() - 60, "time/step": 1.0, "reward/mean": 0.1}])
     run, seen = api.Run(directory), []
-    now_s = time.time()
+    now_s = time.time() - 3600  # the clock was set back
     lines.write(
         [
             {"step": step, "time": now_s, "time/step": 1.0, "reward/mean": step / 10}

@@ -54,8 +54,17 @@ def test_the_limit_is_twice_what_the_last_step_and_the_last_checkpoint_took(tmp_
     assert stop.within_s == pytest.approx(within_s), "`asyncrl down` waits as long"
     known = {name.removeprefix("time/") for row in measured for name in row}
     unknown = " and no ".join(one for one in ("step", "checkpoint") if one not in known)
-    why = f", as no {unknown} was measured yet (" if unknown else f"{stopping.duration(within_s)} ("
+    why = f", as no {unknown} was measured lately (" if unknown else f"{stopping.duration(within_s)} ("
     assert why in stop.text, "an hour needs a reason"
+
+
+def test_a_stop_reads_only_the_end_of_the_metrics(tmp_path, monkeypatch):
+    rows = [{"time/step": 160.0, "time/checkpoint": 70.0, "text": "x" * 100_000}] * 100
+    directory = run_at(tmp_path, trained=7, measured=rows)
+    read, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: read.append(text) or loads(text))
+    assert announce(directory, "train", SLOW_S) == 460.0
+    assert 40 < len(read) < 50
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,7 @@ def test_without_a_learner_there_is_nothing_to_wait_for(tmp_path):
 
 
 def test_files_that_cannot_be_read_leave_the_learner_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "read_state", lambda path: 1 / 0)
+    monkeypatch.setattr(stopping, "Tail", lambda *_, **__: 1 / 0)
     assert announce(run_at(tmp_path), "train", SLOW_S) == 4 * SLOW_S
 
 

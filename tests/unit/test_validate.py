@@ -586,6 +586,15 @@ def test_a_width_in_a_template_that_makes_endless_prompts_is_told_of_once():
     assert [line.count("999999999999") for line in lines] == [1, 1]
 
 
+def test_the_store_must_hold_the_largest_round_of_evaluation_of_the_rows_that_there_are():
+    overrides = ["eval.samples=4096", "eval.temperature=1", "store.max_gib=0.5"]
+    Path("run.yaml").write_text(GOOD)
+    assert validated_config(Path("run.yaml"), overrides)
+    Path("data/test.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 200)
+    (line,) = said_of(GOOD, *overrides)
+    assert f", and {128 * 4096} held-out answers (prompts * samples); a full store would stop the run" in line
+
+
 def test_held_out_rows_are_looked_at_too():
     Path("data/test.json").write_text('[{"question": "1+1?"}]')
     (line,) = said_of(GOOD, "data.eval=data/test.json")
