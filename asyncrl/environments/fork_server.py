@@ -232,7 +232,7 @@ class _Program:
                     env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
-            self._keep(self._printed.follow_process(self._process))
+            keep(self._tasks, self._printed.follow_process(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
             self._channel.send({"uses": uses, "limits": LIMITS | memory})
@@ -287,7 +287,7 @@ class _Program:
             self._to_reap.append(number)
             if len(self._to_reap) == 1:
                 asyncio.get_running_loop().call_soon(self._reap)
-        self._keep(self._tidy(number, directory))
+        keep(self._tasks, self._tidy(number, directory))
 
     async def ended(self, number: int) -> str:
         """Describe how a killed or dead worker ended."""
@@ -368,10 +368,12 @@ class _Program:
         except OSError:  # it has files
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    """Begin a task, which is one of `tasks` until it ends."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _no_process(error: OSError) -> EnvironmentFault:
