@@ -75,10 +75,6 @@ class _Episode:
         self._turns = 0
         self._finish_reason = "stop"
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"turns": float(self._turns)}
-
     def receive(self, message: dict[str, Any]) -> None:
         """Follow a message of user code."""
         if "call" in message:
@@ -116,7 +112,7 @@ class _Episode:
             finish_reason=last.get("spent", self._finish_reason),
             reward=reward,
             parts=parts,
-            metrics=counts | self.metrics,
+            metrics=counts | {"turns": float(self._turns)},
         )
 
     def leave(self) -> None:
