@@ -137,20 +137,15 @@ class GeneratorControl(Protocol):
 
     async def join(self, hello: Hello) -> Welcome:
         """Join the run. Raises ControlError if the learner refuses or does not answer in time."""
-        ...
 
     async def next_order(self) -> UpdateOrder | Stop:
         """Wait for the next order. The loss of the learner is not an error: the generator reconnects."""
-        ...
 
     async def report(self, report: UpdateReport) -> None:
         """Report the result of an order."""
-        ...
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Set the heartbeat that the background task sends next."""
-        ...
 
     async def leave(self) -> None:
         """Leave the run and close the connection."""
-        ...

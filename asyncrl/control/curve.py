@@ -4,6 +4,7 @@ Keys are 32 bytes; the public half of a pair is computed from its secret half.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -38,7 +39,10 @@ def public_key(secret: bytes) -> bytes:
 def require_keys(socket: "zmq.Socket[bytes]", keys: LearnerKeys) -> ThreadAuthenticator:
     """Accept only the run's generators. Call before binding; stop the authenticator before the context."""
     authenticator = ThreadAuthenticator(socket.context)
-    authenticator.configure_curve_callback(_DOMAIN, _AllowList(keys.generators))
+    # It decides on the key of every new connection.
+    allowed = z85.encode(keys.generators)
+    accept = SimpleNamespace(callback=lambda domain, key: key == allowed)
+    authenticator.configure_curve_callback(_DOMAIN, accept)
     authenticator.start()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -53,13 +57,3 @@ def present_keys(socket: "zmq.Socket[bytes]", keys: GeneratorKeys) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.learner)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key(keys.secret))
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-
-
-class _AllowList:
-    """Decides on the key of every new connection; the authenticator calls it."""
-
-    def __init__(self, allowed: bytes) -> None:
-        self._allowed = z85.encode(allowed)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._allowed

@@ -11,10 +11,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from asyncrl.engine.open import open_parser, open_splitter
+from asyncrl.engine.tool_calls import parse_with, split_with
 from asyncrl.environments.base import Answer, Message, ToolCall
 from asyncrl.errors import ConfigError, RenderError
-from asyncrl.session.base import Parse, Parsed, without_stop
+from asyncrl.session.base import Parse, Parsed, Split, without_stop
 from asyncrl.session.chat_template import PROBE, TemplateRenderer
 from asyncrl.types import Rollout
 
@@ -37,10 +37,13 @@ class AnswerReader:
         """
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._parse = _parse_of(tokenizer, tool_parser)
-        has_template = bool(getattr(tokenizer, "response_template", None))
-        name = None if has_template else reasoning_parser
-        self._split = open_splitter(tokenizer, name) if name else None
+        self._parse: Parse | None = None
+        self._split: Split | None = None
+        if getattr(tokenizer, "response_template", None):
+            self._parse = partial(_by_template, tokenizer)
+        else:
+            self._parse = None if tool_parser is None else parse_with(tokenizer, tool_parser)
+            self._split = split_with(tokenizer, reasoning_parser) if reasoning_parser else None
         self._opener = _opener(renderer) if self._parse else ""
 
     def require_tools(self, tools: Sequence[Message]) -> None:
@@ -108,15 +111,9 @@ class AnswerReader:
         return text
 
 
-def _parse_of(tokenizer: Any, tool_parser: str | None) -> Parse | None:
-    if getattr(tokenizer, "response_template", None):
-        return lambda text, ids, prompt_ids, tools: _by_template(tokenizer, text, prompt_ids, tools)
-    if tool_parser is None:
-        return None
-    return open_parser(tokenizer, tool_parser)
-
-
-def _by_template(tokenizer: Any, text: str, prompt_ids: Sequence[int], tools: Sequence[Message]) -> Parsed:
+def _by_template(
+    tokenizer: Any, text: str, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Message]
+) -> Parsed:
     message: Mapping[str, Any] = tokenizer.parse_response(
         text, prefix=tokenizer.decode(list(prompt_ids)), tools=list(tools) or None
     )

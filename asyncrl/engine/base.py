@@ -96,12 +96,10 @@ class Engine(Protocol):
     @property
     def weights(self) -> Weights:
         """The weights in use; version -1 while they are dirty (unverified, or a mixture of versions)."""
-        ...
 
     @property
     def salt(self) -> str:
         """The name of the prefix cache of requests that start now; each weight update begins another one."""
-        ...
 
     async def sample(
         self,
@@ -121,40 +119,30 @@ class Engine(Protocol):
         earlier moment the request reads and extends the prefix cache of that moment, so that a conversation
         keeps its cache through updates as one request does. Raises EngineError.
         """
-        ...
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """[n - 1]: log-probabilities in nats, temperature 1, of token_ids[1:] under the current weights."""
-        ...
 
     async def begin_update(self) -> None:
         """Pause sampling, keep the requests, prepare to receive weights. The weights are dirty now."""
-        ...
 
     async def receive(self, order: UpdateOrder) -> None:
         """Load the parameters of one order. Raises TransferError: missing parameters, a missed deadline."""
-        ...
 
     async def finish_update(self, weights: Weights) -> None:
         """Put the received weights, named `weights`, into use and resume sampling."""
-        ...
 
     def distrust(self) -> None:
         """Load in the safest way from now on: the loaded weights have failed the probe."""
-        ...
 
     async def abort_requests(self) -> None:
         """Abort every running request; their callers get EngineError."""
-        ...
 
     async def progress(self) -> None:
         """Return when the engine samples a token, or, while nothing may run, when its processes answer."""
-        ...
 
     def stats(self) -> EngineStats:
         """Counters for telemetry."""
-        ...
 
     async def close(self) -> None:
         """Stop the engine's processes; running requests end with EngineError."""
-        ...

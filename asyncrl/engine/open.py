@@ -4,11 +4,9 @@ Nothing else imports `engine.vllm`: its library takes seconds to load, and a mac
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from asyncrl.config.sections import GeneratorConfig, ModelConfig, SamplingConfig, WeightsConfig
 from asyncrl.engine.base import Device, Engine
-from asyncrl.session.base import Parse, Split
 
 
 async def open_engine(
@@ -46,17 +44,3 @@ def open_classifier(
     from asyncrl.engine.vllm.classifier import open_classifier
 
     return open_classifier(model, dtype, generator, max_tokens=max_tokens, device=device)
-
-
-def open_parser(tokenizer: Any, name: str) -> Parse:
-    """Return vLLM's parser `name` of tool calls, which needs no engine. Raises ConfigError."""
-    from asyncrl.engine.vllm.tool_calls import parse_with
-
-    return parse_with(tokenizer, name)
-
-
-def open_splitter(tokenizer: Any, name: str) -> Split:
-    """Return vLLM's parser `name` of reasoning, which needs no engine. Raises ConfigError."""
-    from asyncrl.engine.vllm.tool_calls import split_with
-
-    return split_with(tokenizer, name)

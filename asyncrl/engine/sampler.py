@@ -36,7 +36,6 @@ class GroupSampler(Protocol):
 
         Raises RewardError, EngineError, and ResultError for rollouts that cannot be trained on.
         """
-        ...
 
 
 def finished_version(engine: Engine, rollouts: Iterable[Rollout]) -> int:

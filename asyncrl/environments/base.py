@@ -111,7 +111,6 @@ class Talk(Protocol):
         may shorten the answer, and it ends before each text of `stop`. With `train=False` it is context only.
         Raises BudgetSpent before sampling if no turn is left, and EngineError.
         """
-        ...
 
     async def complete(
         self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True
@@ -121,14 +120,12 @@ class Talk(Protocol):
         This serves models without a chat template. Raises BudgetSpent before sampling if no turn is left, and
         EngineError.
         """
-        ...
 
     def score_turn(self, reward: float | None, state: int | None = None) -> None:
         """Give the last turn a reward or none, and a hash of the state that it started from.
 
         64 bits of the hash count.
         """
-        ...
 
 
 class Environment(Protocol):
@@ -136,7 +133,6 @@ class Environment(Protocol):
 
     async def start(self) -> None:
         """Start the processes. Raises EnvironmentFault if the user's code cannot be loaded or used."""
-        ...
 
     async def play(
         self, talk: Talk, row: Mapping[str, Any], *, prompt: Opening, seed: int, episode: int
@@ -146,8 +142,6 @@ class Environment(Protocol):
         All episodes of a group get the same `seed`, so that they start alike; `episode` counts them from 0.
         Raises EnvironmentFault if the environment failed, and what `talk` raises except BudgetSpent.
         """
-        ...
 
     async def close(self) -> None:
         """Kill all processes. The time that it takes is bounded."""
-        ...

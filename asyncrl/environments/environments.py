@@ -12,7 +12,7 @@ from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import Opening, Outcome, Talk
 from asyncrl.environments.caller import Call, Caller
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.fork_server import BEGINNINGS, ForkServer
+from asyncrl.environments.fork_server import BEGINNINGS, ForkServer, keep
 from asyncrl.environments.loops import asked, play_text, play_tool_class, play_tools
 from asyncrl.environments.rollouts import Rollouts
 from asyncrl.environments.tool_schemas import Toolbox
@@ -102,9 +102,7 @@ class ToolPool:
     def _replace(self) -> None:
         """Start workers for those that were lost."""
         for _ in range(self._count - len(self._workers) - len(self._replacing)):
-            task = asyncio.create_task(self._add_again())
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
+            keep(self._replacing, self._add_again())
 
     async def _add_again(self) -> None:
         try:

@@ -78,7 +78,7 @@ class Worker:
         else:
             text = f"the process died ({how})" if reason == "died" else f"the process {reason} and was killed"
         slug = reason if reason in ("hung", "died") else "returned"
-        return EnvironmentFault(f"{doing}: {text}{self.program.note}", reason=slug)
+        return EnvironmentFault(f"{doing}: {text}{self.program.printed.note}", reason=slug)
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class _Program:
         self._to_reap: list[int] = []
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         self._process: asyncio.subprocess.Process | None = None
-        self._printed = Printed()
+        self.printed = Printed()
         self._tasks: set[asyncio.Task[None]] = set()
         # Whether it follows orders; the number of its threads; what the user's file has.
         self.is_alive = True
@@ -210,11 +210,6 @@ class _Program:
     @property
     def forks(self) -> bool:
         return self.threads == 1
-
-    @property
-    def note(self) -> str:
-        """The end of what user code printed, for the end of a message."""
-        return self._printed.note
 
     async def start(self, config: EnvironmentConfig, variables: Mapping[str, str]) -> None:
         """Start the process, and wait for the import. Raises EnvironmentFault and OSError."""
@@ -232,7 +227,7 @@ class _Program:
                     env=ONE_THREAD | ONE_HASH | dict(variables),
                     start_new_session=True,  # its own process group: killed with its children
                 )
-            self._keep(self._printed.follow_process(self._process))
+            keep(self._tasks, self.printed.follow_process(self._process))
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: self._channel, sock=self._control)
             self._channel.send({"uses": uses, "limits": LIMITS | memory})
@@ -241,7 +236,7 @@ class _Program:
         except TimeoutError:
             self.kill()
             found = f"environment.uses {config.uses}: the import takes longer than {START_S:g} s"
-            raise EnvironmentFault(f"{found}{self.note}", reason="hung") from None
+            raise EnvironmentFault(f"{found}{self.printed.note}", reason="hung") from None
         except BaseException:
             self.kill()
             raise
@@ -249,7 +244,7 @@ class _Program:
             self.kill()
             await self.buried()  # all that it printed has arrived then
             found = f"environment.uses {config.uses}: {answer['error']}"
-            raise EnvironmentFault(f"{found}{self.note}", reason="start")
+            raise EnvironmentFault(f"{found}{self.printed.note}", reason="start")
         self.description, self.threads = answer["description"], answer["threads"]
 
     async def serve(self, number: int, theirs: socket.socket, directory: Path) -> int:
@@ -287,7 +282,7 @@ class _Program:
             self._to_reap.append(number)
             if len(self._to_reap) == 1:
                 asyncio.get_running_loop().call_soon(self._reap)
-        self._keep(self._tidy(number, directory))
+        keep(self._tasks, self._tidy(number, directory))
 
     async def ended(self, number: int) -> str:
         """Describe how a killed or dead worker ended."""
@@ -354,7 +349,7 @@ class _Program:
         waiting: list[asyncio.Future[Any]] = [self._described, *self._pids.values(), *self._statuses.values()]
         for future in waiting:
             if not future.done():
-                text = f"the fork server of the environment died{self.note}"
+                text = f"the fork server of the environment died{self.printed.note}"
                 future.set_exception(EnvironmentFault(text, reason="died"))
                 future.exception()  # it need not be awaited
 
@@ -368,10 +363,12 @@ class _Program:
         except OSError:  # it has files
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    """Begin a task, which is one of `tasks` until it ends."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _no_process(error: OSError) -> EnvironmentFault:

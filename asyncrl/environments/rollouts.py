@@ -6,14 +6,14 @@ are faults.
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from asyncrl.config.environment_section import EnvironmentConfig
 from asyncrl.environments.base import BudgetSpent, Outcome, Talk
 from asyncrl.environments.channel import Channel
-from asyncrl.environments.fork_server import ForkServer, Worker
+from asyncrl.environments.fork_server import ForkServer, Worker, keep
 from asyncrl.environments.returned import read_reward
 from asyncrl.environments.tool_schemas import tool_schema
 from asyncrl.errors import EnvironmentFault
@@ -75,16 +75,10 @@ class _Episode:
         self._turns = 0
         self._finish_reason = "stop"
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"turns": float(self._turns)}
-
     def receive(self, message: dict[str, Any]) -> None:
         """Follow a message of user code."""
         if "call" in message:
-            task = asyncio.create_task(self._answer(message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            keep(self._answering, self._answer(message))
         elif "reward" in message:
             self._score(message["reward"], message["state"])
         elif not self.end.done():
@@ -118,7 +112,7 @@ class _Episode:
             finish_reason=last.get("spent", self._finish_reason),
             reward=reward,
             parts=parts,
-            metrics=counts | self.metrics,
+            metrics=counts | {"turns": float(self._turns)},
         )
 
     def leave(self) -> None:
@@ -169,7 +163,7 @@ class _Host:
 
     async def start(self, server: ForkServer) -> None:
         self._worker.set_result(await server.worker(self.channel))
-        self._keep(self._beat())
+        keep(self._tasks, self._beat())
 
     def begin(self, episode: _Episode, start: Mapping[str, Any]) -> None:
         if self.is_lost:
@@ -200,7 +194,7 @@ class _Host:
     def _lose(self, reason: str) -> None:
         if not self.is_lost:
             self.is_lost = True
-            self._keep(self._bury(reason or "died"))
+            keep(self._tasks, self._bury(reason or "died"))
 
     async def _bury(self, reason: str) -> None:
         fault = await (await self._worker).fault("the process of the rollouts", reason, self._step_s)
@@ -215,8 +209,3 @@ class _Host:
             await asyncio.sleep(self._step_s)
             if not self._answered:
                 self._lose("hung")
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

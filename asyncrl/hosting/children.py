@@ -85,35 +85,25 @@ class Host(Protocol):
         """Start the process, or a standby of it. Raises OSError."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    board: Board
+class _Child(subprocess.Popen[bytes]):
+    """A child process with a session of its own."""
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    board: Board
 
     def signs(self) -> Mapping[str, Sign]:
         return self.board.signs()
 
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
     def kill(self) -> None:
-        kill_group(self.process.pid)
+        kill_group(self.pid)
 
     def take_over(self) -> None:
-        assert self.process.stdin is not None, "only a standby has a pipe"
-        with self.process.stdin as pipe:
+        assert self.stdin is not None, "only a standby has a pipe"
+        with self.stdin as pipe:
             pipe.write(b"\n")
 
     def close(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        if self.stdin is not None:
+            self.stdin.close()
         self.board.close()
 
 
@@ -135,7 +125,7 @@ class ThisHost:
         board = Board(spec.workers or (spec.name,))
         with _output(spec.log_path) as output, contextlib.ExitStack() as undo:
             undo.callback(board.close)
-            process = subprocess.Popen(
+            child = _Child(
                 list(argv),
                 env=dict(spec.env) | variable(board.descriptor, 0),
                 stdin=subprocess.PIPE if stands_by else subprocess.DEVNULL,
@@ -147,7 +137,8 @@ class ThisHost:
                 pass_fds=[board.descriptor],
             )
             undo.pop_all()
-        return _Child(process, board)
+        child.board = board
+        return child
 
 
 def _output(path: Path) -> IO[bytes]:

@@ -252,28 +252,25 @@ class Rank:
             is_possible = learner.ranks > 1 and self.stage < stage and not kinds & {"muon", "adafactor"}
             return ["raise learner.zero_stage"] if is_possible else []
 
-        def row(name: str, size_bytes: int, formed: str, *cures: str) -> Part:
-            return Part(name, size_bytes, formed, cures)
-
         offloaded = offload_cures(learner, self.stage, kinds)
-        yield row("learner weights", self.weights, f"as above{each}", *sharded(3))
+        yield Part("learner weights", self.weights, f"as above{each}", sharded(3))
         formed = f"parameters x 4, accumulated in float32{backward}{each}"
         size_bytes = self.of_one_pass + self.accumulated(from_stage=2)
-        yield row("gradients", size_bytes, formed, *sharded(2), *offloaded)
+        yield Part("gradients", size_bytes, formed, [*sharded(2), *offloaded])
         formed = f"{MOMENTS[learner.optimizer.kind][0]}{master}{each}"
-        yield row("optimizer", self.optimizer(learner.optimizer), formed, *sharded(1), *offloaded)
+        yield Part("optimizer", self.optimizer(learner.optimizer), formed, [*sharded(1), *offloaded])
         formed = f"{tokens} x what layers keep for backward, and the logits of one chunk"
-        yield row("activations", self.activations, formed, *activation_cures(learner))
-        yield row("output layer", self.head, f"its parameters x 8 of gradient{less}")
+        yield Part("activations", self.activations, formed, activation_cures(learner))
+        yield Part("output layer", self.head, f"its parameters x 8 of gradient{less}")
         formed = "buckets and copies of gradients, gathered weights of ZeRO 3, less activations"
-        yield row("buffers", self.buffers, formed)
+        yield Part("buffers", self.buffers, formed)
         if reference:
             formed, frozen = "weights, for algorithm.kl or the advantage", replace(self, shape=reference)
-            yield row("reference", frozen.weights, formed, *sharded(3))
+            yield Part("reference", frozen.weights, formed, sharded(3))
         if critic:
             kept = "what a model like the policy keeps between its steps"
             formed = f"{kept}, in ZeRO 3 with a bucket of its own"
-            yield row("critic", self.resting(critic), formed, *sharded(3), *offloaded)
+            yield Part("critic", self.resting(critic), formed, [*sharded(3), *offloaded])
 
     def torch_bytes(
         self, rank: int, *, reference: ModelShape | None, critic: OptimizerConfig | None, slots: int

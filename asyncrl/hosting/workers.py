@@ -56,12 +56,28 @@ def ending(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-class Channel:
-    """One end of a connection to a program that answers messages, one after the other."""
+class Worker:
+    """Runs `python -m module <socket fd> <our pid>` with one thread and no secrets until `channel` closes.
 
-    def __init__(self, channel: socket.socket) -> None:
-        """`channel` is closed with this object."""
-        self.channel, self._replies = channel, channel.makefile("rb")
+    The program answers messages, one after the other.
+    """
+
+    def __init__(self, module: str) -> None:
+        """Start the program. Raises OSError."""
+        self.channel, theirs = socket.socketpair()
+        self._replies = self.channel.makefile("rb")
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    module_argv(module, str(theirs.fileno()), str(os.getpid())),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=public_environment() | {"OMP_NUM_THREADS": "1"},
+                    start_new_session=True,  # only the learner handles a Ctrl-C in the terminal
+                )
+            except OSError:
+                self.close()
+                raise
 
     def ask(self, data: bytes, wait_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
         """Send a message and return the answer. Raises OSError (TimeoutError after `wait_s`) and EOFError.
@@ -80,27 +96,6 @@ class Channel:
         """Close this end."""
         self._replies.close()
         self.channel.close()
-
-
-class Worker(Channel):
-    """Runs `python -m module <socket fd> <our pid>` with one thread and no secrets until `channel` closes."""
-
-    def __init__(self, module: str) -> None:
-        """Start the program. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        super().__init__(ours)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    module_argv(module, str(theirs.fileno()), str(os.getpid())),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=public_environment() | {"OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # only the learner handles a Ctrl-C in the terminal
-                )
-            except OSError:
-                self.close()
-                raise
 
     @property
     def pid(self) -> int:

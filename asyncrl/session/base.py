@@ -29,18 +29,15 @@ class Renderer(Protocol):
         If the last message is the beginning of an answer, the opening ends with it.
         Raises RenderError if the template refuses the messages.
         """
-        ...
 
     def encode(self, text: str, *, inside: bool = False) -> list[int]:
         """Return the ids of `text`; no special token is added.
 
         With `inside` they are those that it has behind other text: some tokenizers put a blank before a text.
         """
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with special tokens."""
-        ...
 
 
 def without_stop(renderer: Renderer, ids: Sequence[int]) -> list[int]:

@@ -98,7 +98,6 @@ class Trainer(Protocol):
     @property
     def share(self) -> int:
         """The part of every batch that this rank trains on; ranks that divide sequences have the same."""
-        ...
 
     @property
     def shares(self) -> int: ...
@@ -106,7 +105,6 @@ class Trainer(Protocol):
     @property
     def device(self) -> torch.device:
         """Where micro-batches must be, and where `tensors` are."""
-        ...
 
     def measure(
         self, microbatches: Sequence[MicroBatch], columns: Collection[str]
@@ -116,7 +114,6 @@ class Trainer(Protocol):
         `values_T[t]` is the critic's estimate of the return from token t on, given the tokens before t.
         Every rank passes the same number of micro-batches. Raises RuntimeError for a column without a model.
         """
-        ...
 
     def step(
         self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, entropy_gradient: bool = True
@@ -128,56 +125,45 @@ class Trainer(Protocol):
         Every rank passes the same number of micro-batches; an empty one has loss 0. Without micro-batches, or
         with a non-finite loss or gradient, nothing changes on any rank and the metric `skipped_steps` is 1.
         """
-        ...
 
     def critic_step(self, microbatches: Sequence[MicroBatch], loss: CriticLossFunction) -> StepResult:
         """One optimizer step of the critic; otherwise as `step`."""
-        ...
 
     def update_reference(self, decay: float) -> None:
         """reference = decay * reference + (1 - decay) * policy."""
-        ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The probe: log-probabilities in nats, temperature 1, of all tokens but the first of each sequence.
 
         They are computed under the current weights as in a step: all sequences in one pack.
         """
-        ...
 
     def score_plainly(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The same of the last tokens of each, as transformers alone computes them, without the learner."""
-        ...
 
     def specs(self) -> list[TensorSpec]:
         """What is published: the tensors that engines load, under the names that they know."""
-        ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `specs`, each whole and valid until the next one, on rank 0 only.
 
         Every rank must exhaust the iterator.
         """
-        ...
 
     def export(self) -> Callable[[Path], None]:
         """Copy the policy to host memory, and return what writes it as a new Hugging Face directory.
 
         Rank 0 alone may call the result, in any thread, while training goes on.
         """
-        ...
 
     def usage(self) -> list[Usage]:
         """What each rank has used since the last call, in rank order, on every rank."""
-        ...
 
     def broadcast(self, value: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
-        ...
 
     def gather(self, value: bytes) -> list[bytes]:
         """The bytes of each share, in their order, on every rank."""
-        ...
 
     def save(self, directory: Path) -> None:
         """Write what `load` needs: models, optimizers, schedulers and RNG of all ranks.
@@ -185,10 +171,8 @@ class Trainer(Protocol):
         `directory` must exist. Every rank's files are written on return; the caller makes them durable.
         Raises CheckpointError on every rank if one of them could not write.
         """
-        ...
 
     def load(self, directory: Path) -> None:
         """The inverse of `save`. It may unpickle, so the caller must have verified the directory."""
-        ...
 
     def close(self) -> None: ...

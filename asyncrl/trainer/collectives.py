@@ -3,12 +3,12 @@
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError, RunError
 from asyncrl.hosting.progress import beat
-from asyncrl.hosting.route import address_towards
+from asyncrl.hosting.route import interface_towards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +122,8 @@ def _store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 def _keep_to_interface(address: str) -> None:
     """Let Gloo use the interface of the route to `address`; by default it uses that of the host's name."""
-    ours = address_towards(address)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == ours for one in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    with suppress(OSError):  # no interface has the address from which the route begins
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(address))
 
 
 def _bytes_tensor(value: bytes) -> Tensor:

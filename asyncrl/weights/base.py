@@ -104,7 +104,6 @@ class Staging(Protocol):
         Returns the order for the engine: the same one, or one to load from host memory, valid until the next
         call. Blocks at most until the order's deadline. Raises TransferError; the engine is unchanged then.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -115,7 +114,6 @@ class Publisher(Protocol):
     @property
     def one_host(self) -> bool:
         """Whether all generators are on the learner's host and so can open its paths."""
-        ...
 
     def publish(
         self,
@@ -130,11 +128,9 @@ class Publisher(Protocol):
 
         Raises what made the version before fail.
         """
-        ...
 
     def check(self) -> None:
         """Raise what has made the newest version fail."""
-        ...
 
     def order(self, reader: str, transport: str) -> UpdateOrder | None:
         """Pin the newest version for a reader, in place of what it had; None if there is none at this moment.
@@ -142,12 +138,9 @@ class Publisher(Protocol):
         Returns the order to receive it over `transport`. Waits for nothing. Raises OSError, and RuntimeError
         without room for a thread.
         """
-        ...
 
     def release(self, reader: str) -> None:
         """Unpin what the reader has, if anything."""
-        ...
 
     def close(self) -> None:
         """Free the slots and end all transfers."""
-        ...

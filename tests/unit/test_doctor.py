@@ -162,7 +162,7 @@ def test_no_gpu_is_no_failure(monkeypatch):
 
 
 def room(monkeypatch, free_bytes: int) -> None:
-    monkeypatch.setattr(host, "_free_bytes", lambda directory: free_bytes)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda directory: SimpleNamespace(free=free_bytes))
 
 
 @pytest.mark.parametrize(

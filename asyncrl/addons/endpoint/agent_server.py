@@ -185,10 +185,8 @@ class _Exchange:
     async def body(self, headers: Mapping[str, str]) -> bytes:
         """The whole body. Raises Refused if it is too long or too slow."""
         too_long = Refused(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes", "body_too_long")
-        if (
-            headers.get("content-length", "0").isdecimal()
-            and int(headers.get("content-length", "0")) > MAX_BODY_BYTES
-        ):
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             raise too_long
         parts, size, is_more = [], 0, True
         try:

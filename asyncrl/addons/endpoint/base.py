@@ -63,19 +63,15 @@ class Dialect(Protocol):
 
     def read(self, body: Json, recall: Recall) -> Call:
         """Return the call. Raises Refused."""
-        ...
 
     def write(self, call: Call, answers: Sequence[Answer], number: str) -> Json:
         """Return the answer; `number` is its id."""
-        ...
 
     def events(self, call: Call, answer: Json) -> Iterator[Event]:
         """Yield a written answer as a stream."""
-        ...
 
     def error(self, refused: Refused) -> Json:
         """Return the body of a refusal."""
-        ...
 
 
 def now_s() -> int:

@@ -40,15 +40,11 @@ def driver_fault(driver: str, cuda: str) -> str | None:
     return f"driver {driver} is too old for torch, which is built for CUDA {cuda}: it needs {first} or newer"
 
 
-def xids(log: str) -> dict[tuple[str, int], str]:
-    """Return the last text of each Xid of the kernel's log, by GPU (0000:3b:00) and number."""
-    found = re.findall(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+), *(.*)", log)
-    return {(short_bus(bus), int(number)): text.strip() for bus, number, text in found}
-
-
 def faults(gpus: Sequence[Gpu], log: str) -> Iterator[str]:
     """Say which of these GPUs is faulty; `log` is the kernel's since the machine was started."""
-    reported = xids(log)
+    found = re.findall(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+), *(.*)", log)
+    # The last text of each Xid, by GPU (0000:3b:00) and number.
+    reported = {(short_bus(bus), int(number)): text.strip() for bus, number, text in found}
     for gpu in gpus:
         if gpu.ecc_errors:
             yield f"{gpu.name}: {gpu.ecc_errors} memory errors that ECC could not correct"

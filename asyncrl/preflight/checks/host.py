@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -24,7 +25,7 @@ def shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
     if not directory.is_dir():
         cure = "mount a tmpfs there: mount -t tmpfs -o size=8g tmpfs /dev/shm"
         return wrong(f"{directory} does not exist", cure)
-    free_bytes = _free_bytes(directory)
+    free_bytes = shutil.disk_usage(directory).free
     try:
         _write(directory, min(WRITTEN_BYTES, max(free_bytes, 1)))
     except OSError as error:
@@ -45,7 +46,7 @@ def disk(root: Path, needed_bytes: int = DISK_LEAST_BYTES) -> Finding:
     except OSError as error:
         cure = "give run.root=DIRECTORY that you may write, or free some space"
         return wrong(f"{directory} cannot be written: {error}", cure)
-    free_bytes = _free_bytes(directory)
+    free_bytes = shutil.disk_usage(directory).free
     text = f"{data_size(free_bytes)} free in {directory}, {data_size(needed_bytes)} needed"
     if free_bytes < needed_bytes:
         return wrong(text, "free some space, set run.root to another disk, or lower checkpoint.keep")
@@ -65,11 +66,6 @@ def port(bind: str) -> Finding:
             return wrong(f"{bind} is taken by another process", cure)
         cure = "use an address of this host (`ip addr` shows them) and a port above 1023 in control.bind"
         return wrong(f"{bind}: {error}", cure)
-
-
-def _free_bytes(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
 
 
 def _write(directory: Path, size_bytes: int) -> float:

@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -355,12 +354,6 @@ def load_rng(path: Path) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def load_in_shards(config: ModelConfig, device: torch.device, ranks: Ranks, **how: Any) -> Any:
-    """Load a model as `load_model` does, but with a part of every parameter on each rank."""
-    with built_in_shards(config.dtype):
-        return load_model(config, device, sharers=ranks, **how)
-
-
 class _Shards:
     """What transformers asks of its own HfDeepSpeedConfig, which needs accelerate."""
 
@@ -371,19 +364,18 @@ class _Shards:
         return True
 
 
-@contextmanager
-def built_in_shards(dtype: str) -> Iterator[None]:
-    """Let transformers share out each module's parameters for ZeRO 3, as soon as the module is constructed.
+def load_in_shards(config: ModelConfig, device: torch.device, ranks: Ranks, **how: Any) -> Any:
+    """Load a model as `load_model` does, but with a part of every parameter on each rank.
 
-    Rank 0 then reads the checkpoint, one module at a time. DeepSpeed would also convert what
-    constructors compute to `dtype`, such as the float32 frequencies of rotary embeddings; `tensor_overrides`
-    prevents this.
+    Transformers shares out each module's parameters for ZeRO 3, as soon as the module is constructed. Rank 0
+    then reads the checkpoint, one module at a time. DeepSpeed would also convert what constructors compute to
+    `model.dtype`, such as the float32 frequencies of rotary embeddings; `tensor_overrides` prevents this.
     """
-    shards, init = _Shards(shard_settings(dtype)), deepspeed.zero.Init
+    shards, init = _Shards(shard_settings(config.dtype)), deepspeed.zero.Init
     set_hf_deepspeed_config(shards)  # transformers keeps a weak reference
     deepspeed.zero.Init = partial(init, tensor_overrides=())
     try:
-        yield
+        return load_model(config, device, sharers=ranks, **how)
     finally:
         deepspeed.zero.Init = init
         unset_hf_deepspeed_config()

@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and of reasoning."""
+"""vLLM's parsers of tool calls and of reasoning: they need no engine, and import vLLM only for a parser."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
