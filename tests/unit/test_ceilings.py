@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 CEILINGS = {
-    "lines of the package": 55479,
+    "lines of the package": 55408,
     "modules": 389,
-    "public functions and classes": 1477,
+    "public functions and classes": 1475,
     "modules of ours that a module imports, at most": 36,
-    "private functions that are used once": 616,
+    "private functions that are used once": 608,
 }
 
 
