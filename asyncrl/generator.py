@@ -157,8 +157,7 @@ class Generator:
         """Lease tickets that there is room for, and start to sample them. Return their number."""
         room = self._duty.room(sum(sum(held.values()) for held in self._held.values()))
         # A group of an evaluation may be larger than those of training, which would take each place first.
-        least = int(room > 0 and lane is not self.lanes[-1])
-        count = min(max(room // lane.sequences, least), TICKETS_PER_LEASE)
+        count = min(max(room // lane.sequences, room > 0 and lane is not self.lanes[-1]), TICKETS_PER_LEASE)
         if self._weights.version < 0 or (count < 1 and any(self._held.values())):
             return 0
         lease = await asyncio.to_thread(lane.buffer.lease, self._holder, max(count, 1))
@@ -244,9 +243,8 @@ class Generator:
         reason, trace = reason_of(error), None if isinstance(error, AsyncRLError) else error
         message = "ticket %d of lane %s failed: %s"
         log.warning(message, ticket.id, lane.name, reason, extra=where, exc_info=trace)
-        dead = Group.dead(
-            ticket.id, reason, generator_id=self._id, version=max(self._weights.version, 0), lane=lane.name
-        )
+        version = max(self._weights.version, 0)
+        dead = Group.dead(ticket.id, reason, generator_id=self._id, version=version, lane=lane.name)
         tombstone = encode_group(dead, self.settings.wire_key)
         self._held[lane.name].pop(ticket.id)  # first, as in `_give_back`
         if await asyncio.to_thread(lane.buffer.fail, self._holder, ticket.id, reason, tombstone):

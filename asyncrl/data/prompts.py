@@ -259,8 +259,7 @@ class PromptSource:
 
     def eval_prompts(self, count: int, name: str = "") -> list[Prompt]:
         """Return the first `count` prompts, or all, of a set of `DataConfig.sets`. Raises DataError."""
-        part = self._sets.get(name)
-        return self.of_task(part.task, count) if part else []
+        return self.of_task(part.task, count) if (part := self._sets.get(name)) else []
 
     def decode(self, token_ids: Sequence[int], *, raw: bool = False) -> str:
         """Return the text of response tokens, exactly as sampled, without special tokens, or `raw` with them.

@@ -40,7 +40,12 @@ def running_engine(
     transport="auto",
     **generator,
 ):
-    """(runner, engine): `runner.run(coroutine)` drives the engine's loop."""
+    """(runner, engine): `runner.run(coroutine)` drives the engine's loop.
+
+    vLLM draws the same numbers in each test run.
+    """
+    if generator.get("engine", "vllm") == "vllm":
+        generator["vllm"] = {"seed": 0} | generator.get("vllm", {})
     with asyncio.Runner() as runner:
         engine = runner.run(
             open_engine(

@@ -25,5 +25,5 @@ def test_soft_overlong_agrees_with_the_paper():
     for length in (1, 16384, 16385, 18000, 20480, 20481):
         expected = 0.0 if length <= 16384 else (16384 - length) / 4096 if length <= 20480 else -1.0
         assert shape(
-            0.0, response_tokens=length, max_response_tokens=20480, finish_reason="length"
+            0.0, response_tokens=length, max_response_tokens=20480, finish_reason="stop"
         ) == pytest.approx(expected)
