@@ -1,4 +1,4 @@
-"""A test of a store: one group passes through all calls, under a new name."""
+"""A test of a store: one group passes through all calls, in a new lane."""
 
 import os
 import secrets
@@ -33,10 +33,11 @@ def clock_skew_s(connection: StoreConnection) -> float:
     return seconds + microseconds / 1e6 - (before_s + time.time()) / 2
 
 
-def probe_store(connection: StoreConnection) -> StoreProbe:
+def probe_store(connection: StoreConnection, run: str = "probe") -> StoreProbe:
     """Check version and eviction policy, load the functions; lease, put, take, fetch and commit a group.
 
-    Raises StoreError, also if the returned group differs from the stored one.
+    They use a lane of `run`, as a user of the store may have rights on that run only. Raises StoreError, also
+    if the returned group differs from the stored one.
     """
     connection.check()
     url = connection.url
@@ -45,8 +46,8 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
     version = f"Valkey {valkey}" if valkey else f"Redis {server['redis_version']}"
     skew_s = clock_skew_s(connection)
     use = "use a Redis >= 7.0 or Valkey server directly"
-    run = f"probe-{secrets.token_hex(8)}"
-    buffer = RedisBuffer(connection, run, BufferRules(groups=1))
+    lane = f"probe-{secrets.token_hex(8)}"
+    buffer = RedisBuffer(connection, run, BufferRules(groups=1), lane=lane)
     ledger, frame = Ledger(), os.urandom(FRAME_BYTES)
     started_s = time.perf_counter()
     try:
@@ -63,6 +64,6 @@ def probe_store(connection: StoreConnection) -> StoreProbe:
             raise StoreError(f"store {url} lost count of a single group; {use}")
         took_s = time.perf_counter() - started_s
     finally:
-        tag = hash_tag(run, "train")
+        tag = hash_tag(run, lane)
         connection.call(lambda client: client.unlink(*keys_of(tag)), tag=tag)
     return StoreProbe(version=version, seconds=took_s, skew_s=skew_s)

@@ -192,6 +192,8 @@ class RedisBuffer:
         """Load the functions, as a bit flip in the server's log may have changed them, and call `recover`."""
         try:
             _load(client)
+        except NoPermissionError:  # only generators wait for the learner
+            raise
         except ResponseError as error:  # for example for lack of memory, which the recovery ends
             log.warning("%s keeps the functions that it has: %s", self._where, error)
         return self._fcall(client, "recover", arguments)

@@ -367,6 +367,19 @@ def test_a_user_without_rights_is_not_retried(connection):
         connection.client.acl_deluser("nobody")
 
 
+def test_a_learner_that_may_not_load_functions_does_not_wait_for_itself(connection):
+    rules = {"commands": ["+@all", "-function|load"], "keys": ["*"]}
+    connection.client.acl_setuser("nobody", enabled=True, passwords=["+secret"], **rules)
+    url = connection.url.replace("://", "://nobody@") if "@" not in connection.url else connection.url
+    buffer = RedisBuffer(StoreConnection(url, password="secret", retry_s=60), RUN.name, RULES)
+    connection.client.function_flush()
+    try:
+        with pytest.raises(StoreRefused, match=r"function\|load"):
+            buffer.recover(Ledger(), version=0, limit=8)
+    finally:
+        connection.client.acl_deluser("nobody")
+
+
 def test_an_address_where_no_store_listens_is_not_retried():
     class Stranger(socketserver.BaseRequestHandler):
         def handle(self):

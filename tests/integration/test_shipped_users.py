@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from asyncrl.buffer.connection import StoreConnection
 from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.probe import probe_store
 from asyncrl.buffer.redis import PLACES
 from asyncrl.buffer.run_record import RunRecord
 from asyncrl.buffer.server import find_server
@@ -102,6 +103,7 @@ def server(request, binary, tmp_path) -> Iterator[Shipped]:
 def test_shipped_users_do_their_part_and_nothing_else(server):
     learner, generator = server.connection(LEARNER), server.connection(GENERATOR)
     learner.check()
+    assert probe_store(learner, NAME).version
     RunRecord(learner, b"key").claim(RUN, fresh=True)
     assert RunRecord(generator, b"key").read() == RUN
     buffer, ledger = ByRole(learner, generator, NAME, RULES), Ledger()

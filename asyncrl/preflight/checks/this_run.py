@@ -44,7 +44,7 @@ def configured_store(config: Config) -> Finding:
     assert config.store.url is not None
     password = os.environ.get(config.store.password_env)
     connection = StoreConnection(config.store.url, password=password, retry_s=STORE_RETRY_S)
-    finding = store_finding(probe_store(connection), connection.url)
+    finding = store_finding(probe_store(connection, config.run.name), connection.url)
     holder = RunRecord(connection, key=b"").holder()
     if holder not in (None, config.run.name):
         cure = (
