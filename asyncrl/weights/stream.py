@@ -71,13 +71,13 @@ class SlotServer:
             size_bytes: the size of every slot.
             deadline_s: a connection that lasts longer is closed, unless a process has it.
             start: starts the process for a connection that asks for a group, up to `most_handed`, which is 0
-                at first; a further connection ends the oldest one.
+                at first; a further connection ends one that was closed, or else the oldest one.
         """
         self._find, self._size_bytes, self._deadline_s = find, size_bytes, deadline_s
         self._start = start
         # Most connections with a process, of which each takes memory of the learner's host and GPU.
         self.most_handed = 0
-        self._handed: list[asyncio.Task[None]] = []
+        self._handed: dict[asyncio.Task[None], select.poll] = {}
         self._key = secrets.token_bytes(32)
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -156,11 +156,13 @@ class SlotServer:
         channel.setblocking(True)
         task = asyncio.current_task()
         assert task is not None
-        self._handed.append(task)
-        for oldest in self._handed[: -self.most_handed]:
-            oldest.cancel()
         closed = select.poll()
         closed.register(channel, select.POLLRDHUP)
+        self._handed[task] = closed
+        # Connections whose other end has gone come first: their hosts may have connected again.
+        ordered = sorted(self._handed, key=lambda one: not self._handed[one].poll(0))
+        for oldest in ordered[: -self.most_handed]:
+            oldest.cancel()
         worker = None
         try:
             worker = start(channel)
@@ -169,7 +171,7 @@ class SlotServer:
         except OSError as error:
             log.warning("the process that sends weights to a host does not start: %s", error)
         finally:
-            self._handed.remove(task)
+            del self._handed[task]
             if worker is not None:
                 worker.end()
 

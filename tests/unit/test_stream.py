@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -178,6 +179,35 @@ def test_a_generator_gets_a_process_only_over_nccl_and_as_many_as_members():
                 wait_until(lambda: [pair.is_ended for pair in pairs[:-2]] == [True] * (len(pairs) - 2))
             assert [pair.is_ended for pair in pairs] == [True, True, False, False]
         wait_until(lambda: all(pair.is_ended for pair in pairs))
+    finally:
+        server.close()
+
+
+def test_a_host_that_connects_again_takes_its_own_place(monkeypatch):
+    # What the server sees in its next look is too late.
+    monkeypatch.setattr(stream, "_LOOK_S", LONG_S)
+    pairs, closed = [], select.poll()
+
+    def start(channel):
+        closed.register(channel, select.POLLRDHUP)
+        pairs.append(Pair(channel))
+        return pairs[-1]
+
+    server = SlotServer("127.0.0.1", lambda stamp: -1, LAYOUT.total_bytes, deadline_s=LONG_S, start=start)
+    server.most_handed = 2
+
+    def ask(number):
+        channel = stream.connect(server.source(STAMP), stream.GROUP, time.monotonic() + LONG_S)
+        wait_until(lambda: len(pairs) == number)
+        return channel
+
+    try:
+        with ask(1):
+            ask(2).close()
+            wait_until(lambda: closed.poll(0))
+            with ask(3):
+                wait_until(lambda: any(pair.is_ended for pair in pairs))
+                assert [pair.is_ended for pair in pairs] == [False, True, False]
     finally:
         server.close()
 
