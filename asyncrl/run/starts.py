@@ -50,7 +50,7 @@ def code_of(config: Config) -> tuple[str, ...]:
     words = [word for target in targets if is_named(target) for word in target.partition(":")[2].split()]
     words += [word for one in config.environments.values() for word in one.command[1:]]
     named = (*filter(None, files), *filter(_is_program, words))
-    found = {Path(file) for file in named if Path(file).is_file()}
+    found = {Path(file) for file in named if os.path.isfile(file)}
     digests = {file: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
     return tuple(sorted(f"{ascii(file.name)[1:-1][:200]} {digest}" for file, digest in digests.items()))
 
@@ -81,7 +81,8 @@ def code_at_start(config: Config, environment: Mapping[str, str]) -> tuple[str, 
 def _is_program(word: str) -> bool:
     if Path(word).suffix.lower() in PROGRAMS:
         return True
-    with Path(word if Path(word).is_file() else os.devnull).open("rb") as file:
+    # Unlike `Path.is_file`, it raises nothing if the word is a text, such as a script, too long for a name.
+    with open(word if os.path.isfile(word) else os.devnull, "rb") as file:
         return file.read(2) == b"#!"
 
 

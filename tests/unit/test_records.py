@@ -116,6 +116,7 @@ def test_data_that_a_command_names_is_no_code(tmp_path: Path, monkeypatch):
     for name in (*data, *programs):
         (tmp_path / name).write_text("#!/bin/sh\n" if name == "tool" else "1")
     command = ["python", "agent.py", "--rows", *data, "helper.SH", "tool", "gone.py", ""]
+    command += ["x" * 300, "y" * 300 + ".py"]
     config = config_of(environment={"command": command}, reward={"functions": [{"function": "gsm8k"}]})
     served = config_of(
         environment={"uses": ["mcp:python agent.py rows.jsonl helper.SH tool"]},
