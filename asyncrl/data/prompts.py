@@ -278,7 +278,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
     try:
         return model.templated(AutoTokenizer.from_pretrained(model.path, **model.hub_options))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing more special
         found = f"model.path {model.path}: no tokenizer could be loaded ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error
 

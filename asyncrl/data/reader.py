@@ -29,8 +29,13 @@ class _Template(Formatter):
     """`str.format` with a bound on widths, which may come from the row, as in {column:>{width}}."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """Return the value of a field. Raises LookupError for null, whose text would be `None`."""
-        found = super().get_field(field_name, args, kwargs)
+        """Return the value of a field. Raises LookupError without it, and for null, whose text is `None`."""
+        try:
+            found = super().get_field(field_name, args, kwargs)
+        except (LookupError, TypeError) as error:
+            if field_name.partition("[")[0] not in kwargs:
+                raise
+            raise LookupError(f"`{field_name}`, which the row does not have ({error})") from error
         if found[0] is None:
             raise LookupError(f"`{field_name}`, which is null")
         return found

@@ -155,7 +155,8 @@ def _serve(channel: socket.socket) -> None:
 
 def _wrong(key: str, result: Any) -> str:
     """Say what is wrong with a result; empty if nothing is."""
-    kind = type(result).__name__
+    # The type `bool` of NumPy is another.
+    kind = f"{type(result).__module__}.{type(result).__name__}".removeprefix("builtins.")
     if key == "filter":
         return "" if isinstance(result, bool) else f"returned a {kind}; allowed are True and False"
     if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):

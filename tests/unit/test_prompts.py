@@ -12,7 +12,7 @@ from asyncrl.config.data_section import DataConfig
 from asyncrl.config.sections import ModelConfig, SamplingConfig
 from asyncrl.data import dataset
 from asyncrl.data.data_files import DataFiles
-from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sample_plan import SamplePlan
 from asyncrl.errors import DataError
 from tests.support.characters import BOS, CHARACTERS, EOS, SPECIALS, character_tokenizer
@@ -412,6 +412,14 @@ def test_a_template_refuses_null(tmp_path, jsonl, field, hint):
         source(character_tokenizer(tmp_path / "m"), train, template=f"{{prompt}} {{{field}!s:>9}}")
 
 
+@pytest.mark.parametrize("choices", [["a"], None, {}])
+def test_a_row_that_lacks_a_part_of_a_column_is_named(tmp_path, jsonl, choices):
+    train = jsonl("t", {"prompt": "p", "choices": ["a", "b"]}, {"prompt": "q", "choices": choices})
+    named = r"t.jsonl:2: data.template wants a value of `choices\[1\]`, which the row does not have \(.*\); correct"
+    with pytest.raises(DataError, match=named):
+        source(character_tokenizer(tmp_path / "m"), train, template="{prompt} {choices[1]}")
+
+
 def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl):
     train = jsonl("t", {"prompt": "a"})
     with pytest.raises(DataError, match=r"the tokenizer in .* has none; set it to false"):
@@ -419,6 +427,14 @@ def test_a_chat_run_needs_a_chat_template_and_a_run_a_tokenizer(tmp_path, jsonl)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"model.path .*empty: no tokenizer"):
         source(str(tmp_path / "empty"), train)
+
+
+def test_a_tokenizer_that_the_library_refuses_is_named(tmp_path):
+    model = character_tokenizer(tmp_path / "m")
+    file = Path(model, "tokenizer.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": {"type": "Newer", "vocab": {}}}))
+    with pytest.raises(DataError, match=r"m: no tokenizer could be loaded .*; give a Hugging Face directory"):
+        load_tokenizer(ModelConfig(path=model, chat_template=False))
 
 
 def test_decoding_gives_what_was_sampled_without_special_tokens(tmp_path, jsonl):

@@ -43,6 +43,10 @@ def counts(row):
 def half(row):
     return {"a": row["b"]}
 
+def nearly(row):
+    import numpy
+    return numpy.bool_(True)
+
 def whole(row):
     return row.get("b") == "\\ud800"
 
@@ -123,6 +127,7 @@ def test_they_run_in_a_process_without_secrets(files, monkeypatch):
         ("filter", "absent", r"data.filter: \S+own.py:absent cannot be loaded: .* has no function `absent`"),
         ("map", "fails", r"data.map: `fails` raised KeyError: 'absent' \(\S+own.py:\d+\) at row 100 \(\S+rows.jsonl:101\), `{'n': 100}`"),
         ("filter", "fails", r"data.filter: `fails` returned a dict; allowed are True and False at row 1 "),
+        ("filter", "nearly", r"data.filter: `nearly` returned a numpy.bool_?; allowed are True and False at row 1 "),
         ("map", "wrong", r"data.map: `wrong` returned a NoneType; allowed is a mapping from columns .* at row 1 "),
         ("map", "strange", r"`strange` returned a row that cannot be stored .* at row 1 \(\S+rows.jsonl:1\)"),
         ("map", "counts", r"`counts` returned a row that cannot be stored \(int is not allowed for map key .* at row 1 "),
