@@ -152,8 +152,8 @@ class DataConfig(Part):
     system: Annotated[str | None, PROMPT] = None
     """System message; needs `model.chat_template`."""
     images_key: Annotated[str | None, PROMPT] = None
-    """Column with images: paths relative to the data file, or mappings with `bytes` or `path`; needs
-    `model.chat_template`."""
+    """Column with images: paths relative to the data file or directory, or mappings with `bytes` or `path`;
+    needs `model.chat_template`."""
     filter: str | None = None
     """Function of a row (`path.py:function` or `module:function`); True keeps the row."""
     map: str | None = None

@@ -157,7 +157,9 @@ def load_rows(source: str, split: str = "train") -> Rows:
     if is_path or WILD & set(source):
         found = f"dataset {source} does not exist (looked from {Path.cwd()})"
         raise DataError(f"{found}; give a file, a pattern, a directory or a dataset's name")
-    return Rows(_load_hub(source, split), f"{source} [{split}]")
+    # Paths in the rows of a directory are relative to it.
+    name = f"{path}/" if path.is_dir() else source
+    return Rows(_load_hub(source, split), f"{name} [{split}]")
 
 
 def _seeds(source: str) -> Sequence[Row]:
@@ -180,7 +182,8 @@ def _load_hub(source: str, split: str) -> Sequence[Row]:
     name, _, part = whole.partition(":")
     try:
         found = datasets.load_dataset(name, part or None, split=split, revision=revision or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown names, broken files
+    # Unknown names, broken files, loading scripts.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         said = str(error.__cause__ or error).replace("use `load_from_disk`", "write it by `to_parquet`")
         raise DataError(f"dataset {source}, split `{split}`: {said}") from error
     return arrow_rows(found, source)

@@ -72,7 +72,7 @@ def _content(path: Path, where: str) -> bytes:
             reason = getattr(error, "strerror", None) or error
             pause_s = next(pauses, None) if getattr(error, "errno", None) in PASSING else None
             if pause_s is None:
-                cure = "give a file; paths are relative to the data file"
+                cure = "give a file; paths are relative to the data file or directory"
                 raise DataError(f"{where} cannot be read ({reason}); {cure}") from error
             log.warning("%s cannot be read (%s), which is tried again in %g s", where, reason, pause_s)
             time.sleep(pause_s)

@@ -5,6 +5,7 @@ completely is an error that names the line: with fewer rows, the sample plan wou
 """
 
 import csv
+import errno
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ LONGEST_FIELD = (1 << 31) - 1
 LINE = "found `{found}`; every line must be one JSON object; correct it"
 # Rows that are read together when all are.
 BATCH = 1024
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Lazy(Sequence[Row]):
@@ -72,7 +75,10 @@ def read_file(path: Path) -> tuple[Sequence[Row], Sequence[int] | None]:
             case ".parquet":
                 return _read_parquet(path), None
     except OSError as error:
-        raise DataError(f"dataset {path} cannot be read: {error.strerror}; give a readable file") from error
+        cure = "give a readable file"
+        if error.errno in FULL:
+            cure = f"free space for its copy, in {tempfile.gettempdir()} (TMPDIR) or HF_DATASETS_CACHE"
+        raise DataError(f"dataset {path} cannot be read: {error.strerror or error}; {cure}") from error
     allowed = f"allowed are {', '.join(FORMATS)}; convert the file"
     raise DataError(f"{path}: found the suffix `{suffixes}`; {allowed}")
 
@@ -223,8 +229,11 @@ def _read_parquet(path: Path) -> Sequence[Row]:
     try:
         datasets.disable_progress_bars()
         is_empty = not read_metadata(path).num_rows
-        return [] if is_empty else arrow_rows(datasets.Dataset.from_parquet(str(path)), str(path))
+        # A name may hold what is a pattern to `datasets`.
+        return [] if is_empty else arrow_rows(datasets.Dataset.from_parquet(escape(str(path))), str(path))
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+            raise error.__cause__ from None
         cure = "write texts, numbers, lists and structs, or give a JSON or JSONL file"
         raise DataError(f"{path}: not a parquet file of rows ({error.__cause__ or error}); {cure}") from error
 

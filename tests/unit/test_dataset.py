@@ -1,6 +1,7 @@
 """Datasets: what is read is what was written, and what cannot be read is named with its line."""
 
 import csv
+import errno
 import gzip
 import json
 import sys
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.data_section import DataConfig
 from asyncrl.control.base import Hello
+from asyncrl.data import row_files
 from asyncrl.data.dataset import Rows, fingerprints, load_rows
 from asyncrl.data.row_functions import load_part
 from asyncrl.errors import DataError, RowsChanged
@@ -55,8 +57,10 @@ def test_parquet_comes_back_as_written(tmp_path):
     from pyarrow import parquet
 
     rows = [{"prompt": "a", "words": ["x", "y"]}, {"prompt": "b", "words": []}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert list(load_rows(str(tmp_path / "rows.parquet"))) == rows
+    # The second name would be a pattern that does not match it.
+    for name in ("rows.parquet", "rows[1].parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        assert list(load_rows(str(tmp_path / name))) == rows
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"torn.parquet: not a parquet file"):
         load_rows(str(tmp_path / "torn.parquet"))
@@ -87,6 +91,22 @@ def test_parquet_that_python_has_no_values_for_is_named(tmp_path):
         parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / f"{name}.parquet")
         with pytest.raises(DataError, match=message):
             list(load_rows(str(tmp_path / f"{name}.parquet")))
+
+
+def test_a_full_disk_is_not_a_fault_of_the_file(tmp_path, monkeypatch):
+    datasets, parquet = pytest.importorskip("datasets"), tmp_path / "a.parquet"
+    datasets.Dataset.from_list(ROWS[:1] * 2).to_parquet(parquet)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a\n1\n"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(row_files.shutil, "copyfileobj", full)
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", full)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("a.parquet", "a.csv.gz"):
+        with pytest.raises(DataError, match=f"{name} cannot be read: No space left on device; free space"):
+            load_rows(str(tmp_path / name))
 
 
 @given(
@@ -295,6 +315,23 @@ def test_a_directory_of_files_that_do_not_fit_is_a_mistake_of_the_data(tmp_path,
     (tmp_path / "2.jsonl").write_text(f"{second}\n")
     with pytest.raises(DataError, match=rf"dataset {tmp_path}, split `train`: .*"):
         load_rows(str(tmp_path))
+
+
+def test_a_dataset_with_a_loading_script_is_a_mistake_of_the_data(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "old.py").touch()
+    with pytest.raises(DataError, match=r"old, split `train`: .*scripts are no longer supported"):
+        load_rows(str(tmp_path / "old"))
+
+
+def test_rows_of_a_directory_lie_in_it(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    for source in (tmp_path / "set", tmp_path / "set" / "train.jsonl"):
+        rows = Rows.joined([load_rows(str(source)).only([1]), load_rows(str(source))])
+        assert [rows.directory(index) for index in range(3)] == [tmp_path / "set"] * 3
 
 
 def test_a_slice_of_a_local_dataset_is_these_rows(tmp_path):
