@@ -68,7 +68,7 @@ class Curriculum:
     def record(self, ticket_id: int, group: Group) -> None:
         """Take in the group of a ticket: a trained one, or one that was rejected."""
         if group.rollouts:
-            self._results[ticket_id] = self.plan.at(ticket_id).row, verdict(group, self._solved)
+            self._results[ticket_id] = self.plan.row(ticket_id), verdict(group, self._solved)
 
     def decide(self, *, consumed: int, unfinished: int) -> dict[str, bytes]:
         """Decide every epoch of which a ticket may be issued before the next version.

@@ -82,7 +82,7 @@ class Mixture:
     def row(self, ticket_id: int) -> int:
         """Return the index of the ticket's row."""
         source, number = self.turn(ticket_id)
-        return self._firsts[source] + self.plans[source].at(number).row
+        return self._firsts[source] + self.plans[source].row(number)
 
     def skip(self, skipped: Mapping[str, bytes]) -> None:
         """Let epochs of sources skip rows: `Curricula.decide`."""

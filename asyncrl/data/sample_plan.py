@@ -13,7 +13,6 @@ decides what is skipped.
 
 import hashlib
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,6 @@ from asyncrl.errors import DataError
 ROUNDS = 8
 # The floor is counted in whole millionths: all processes round alike.
 MILLION = 1_000_000
-
-
-class PlanEntry(NamedTuple):
-    """The epoch of a ticket and the index of its row in the dataset, both from 0."""
-
-    epoch: int
-    row: int
 
 
 class SamplePlan:
@@ -58,14 +50,14 @@ class SamplePlan:
             if mask.any()
         }
 
-    def at(self, ticket_id: int) -> PlanEntry:
-        """Return epoch and row of a ticket; ids are from 1."""
+    def row(self, ticket_id: int) -> int:
+        """Return the index of a ticket's row in the dataset, from 0; ids are from 1."""
         if ticket_id < 1:
             raise ValueError(f"ticket ids are from 1, got {ticket_id}")
         epoch, position = divmod(ticket_id - 1, self.size)
         key = f"{self._seed}:{epoch}"
         if epoch not in self._rows:
-            return PlanEntry(epoch, self._permuted(key, position, self.size))
+            return self._permuted(key, position, self.size)
         rows, skipped = self._rows[epoch]
         retries = self._retries(ticket_id - 1)
         if not len(rows) or self._retries(ticket_id) > retries:
@@ -74,7 +66,7 @@ class SamplePlan:
         else:
             turn = position - (retries - self._retries(epoch * self.size))
         lap, place = divmod(turn, len(rows))
-        return PlanEntry(epoch, int(rows[self._permuted(f"{key}:{lap}", place, len(rows))]))
+        return int(rows[self._permuted(f"{key}:{lap}", place, len(rows))])
 
     def _retries(self, ticket_id: int) -> int:
         """Return how many tickets up to this one try a skipped row, in epochs that have both kinds."""

@@ -204,7 +204,7 @@ def test_samples_come_from_a_file_or_from_a_run_with_the_row_of_their_ticket(con
     records.append(held_out | {"prompt": "p", "response": "r", "finish_reason": "length"})
     (run / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cases = list(sample_cases(loaded, run, 8))
-    assert [case.given.row for case in cases[:3]] == [rows[plan.at(ticket).row] for ticket in (1, 11, 30)]
+    assert [case.given.row for case in cases[:3]] == [rows[plan.row(ticket)] for ticket in (1, 11, 30)]
     assert {case.given.response_tokens for case in cases} == {2}, "one, and the token at its end"
     records[0]["versions"] = [[0, 3], [1, 4]]
     (run / "samples.jsonl").write_text(json.dumps(records[0]) + "\n")
@@ -257,7 +257,7 @@ def test_prompts_are_those_that_the_run_trains_on_first(config):
     rows, plan = load_rows(loaded.data.train[0].path), SamplePlan(8, seed=0, shuffle=True)
     cases = [case for case in generic_cases(loaded, 3) if case.kind == "reference"]
     assert [case.given.response for case in cases] == [
-        rows[plan.at(ticket).row]["answer"] for ticket in (1, 2, 3)
+        rows[plan.row(ticket)]["answer"] for ticket in (1, 2, 3)
     ]
     assert len([case for case in generic_cases(loaded, 99) if case.kind == "reference"]) == 8
 

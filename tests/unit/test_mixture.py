@@ -77,7 +77,7 @@ def test_7_to_3_over_10_000_tickets_with_three_resumes_is_exact():
     second = [row - 1000 for row in found if row >= 1000]
     for rows, size in ((first, 1000), (second, 7)):
         plan = SamplePlan(size, seed=5, shuffle=True)
-        assert rows == [plan.at(number).row for number in range(1, len(rows) + 1)]
+        assert rows == [plan.row(number) for number in range(1, len(rows) + 1)]
     assert set(Counter(second).values()) <= {428, 429}
 
 
@@ -85,7 +85,7 @@ def test_7_to_3_over_10_000_tickets_with_three_resumes_is_exact():
 def test_one_source_is_the_sample_plan(shuffle):
     data = DataConfig.model_validate({"train": "a", "shuffle": shuffle})
     mixture, plan = make_mixture(data, [30], seed=2), SamplePlan(30, seed=2, shuffle=shuffle)
-    assert [mixture.row(n) for n in range(1, 100)] == [plan.at(n).row for n in range(1, 100)]
+    assert [mixture.row(n) for n in range(1, 100)] == [plan.row(n) for n in range(1, 100)]
 
 
 def test_shares_are_those_of_the_weights_as_written():

@@ -120,7 +120,7 @@ def test_tickets_follow_the_plan_through_epochs(tmp_path, jsonl):
     model = character_tokenizer(tmp_path / "m")
     train = jsonl("t", *({"prompt": str(n)} for n in range(10)))
     prompts, plan = source(model, train, seed=7), SamplePlan(10, seed=7, shuffle=True)
-    assert [prompts.prompt(t).text for t in range(1, 31)] == [str(plan.at(t).row) for t in range(1, 31)]
+    assert [prompts.prompt(t).text for t in range(1, 31)] == [str(plan.row(t)) for t in range(1, 31)]
 
 
 def test_every_prompt_that_is_read_is_progress(tmp_path, jsonl, monkeypatch):
