@@ -32,10 +32,9 @@ def train_lane(config: Config, connection: StoreConnection) -> RedisBuffer | Sha
         max_attempts=config.reward.attempts,
         max_bytes=int(config.store.max_gib * 2**30) // shards,
     )
-    if shards == 1:
-        return RedisBuffer(connection, config.run.name, rules, lane="train")
     names = shard_names("train", shards)
-    return ShardedBuffer([RedisBuffer(connection, config.run.name, rules, lane=name) for name in names])
+    lanes = [RedisBuffer(connection, config.run.name, rules, lane=name) for name in names]
+    return lanes[0] if shards == 1 else ShardedBuffer(lanes)
 
 
 def eval_lane(config: Config, connection: StoreConnection, lane: str, prompts: int) -> RedisBuffer:
