@@ -118,12 +118,12 @@ def targets_in(model: Any, lora: LoraConfig) -> list[str]:
 def adapter_plan(model: ModelConfig, lora: LoraConfig) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """PEFT's settings of the adapter and the shapes of its tensors, from the model without its weights.
 
-    Raises ConfigError, OSError.
+    Raises ConfigError, DataError.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model.path, **model.hub_options)
+    config = model.architecture()
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     settings = peft_config(lora, model, targets_in(policy, lora))

@@ -20,6 +20,7 @@ from asyncrl.config.base import Choice, Part, marked
 from asyncrl.config.checkpoint_section import StopConfig
 from asyncrl.config.data_section import PROMPT
 from asyncrl.config.resume import OTHER_RUN, refused
+from asyncrl.errors import DataError
 
 _TOKENS = (
     OTHER_RUN,
@@ -99,6 +100,16 @@ class ModelConfig(Part):
     def hub_options(self) -> dict[str, Any]:
         """Arguments of `from_pretrained` that say which files are read, and whether its code runs."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    def architecture(self) -> Any:
+        """Return Hugging Face's config of the model. Raises DataError."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.path, **self.hub_options)
+        except Exception as error:  # its strict classes raise neither ValueError nor OSError
+            found = f"model.path {self.path}: its config.json cannot be read ({error})"
+            raise DataError(f"{found}; give a Hugging Face directory or name") from error
 
     @property
     def served_adapter(self) -> LoraConfig | None:

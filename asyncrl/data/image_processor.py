@@ -40,11 +40,10 @@ class ImageProcessor:
 
     def __init__(self, model: ModelConfig) -> None:
         """Load it. Raises DataError for a model without one."""
-        from transformers import AutoConfig, AutoProcessor
+        from transformers import AutoProcessor
 
         try:
-            problem = image_problem(AutoConfig.from_pretrained(model.path, **model.hub_options).model_type)
-            if problem:
+            if problem := image_problem(model.architecture().model_type):
                 raise DataError(f"{model.path}: {problem}")
             self._processor: Any = AutoProcessor.from_pretrained(model.path, **model.hub_options)
             self.image_token: str = self._processor.image_token

@@ -305,11 +305,11 @@ def _require_template(model: ModelConfig, tokenizer: Any) -> None:
 
 def stop_ids(model: ModelConfig) -> list[int]:
     """Return the tokens that end a response by the model's generation config, or by its config, as vLLM."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     read, options = GenerationConfig(), {"revision": model.revision}
-    with suppress(OSError, ValueError):  # loading the model says what is wrong with its config
-        read = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model.path, **model.hub_options))
+    with suppress(DataError):  # loading the model says what is wrong with its config
+        read = GenerationConfig.from_model_config(model.architecture())
     with suppress(OSError):  # a model without one
         read = GenerationConfig.from_pretrained(model.path, **options)
     found = read.eos_token_id
@@ -317,10 +317,8 @@ def stop_ids(model: ModelConfig) -> list[int]:
 
 
 def vocabulary_size(model: ModelConfig) -> int:
-    """Return the number of tokens for which the policy has an embedding."""
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(model.path, **model.hub_options).get_text_config().vocab_size)
+    """Return the number of tokens for which the policy has an embedding. Raises DataError."""
+    return int(model.architecture().get_text_config().vocab_size)
 
 
 def other_tokens(config: Config) -> str | None:

@@ -110,13 +110,11 @@ def read_model(model: ModelConfig) -> tuple[Any, ModelShape]:
 def _without_weights(model: ModelConfig) -> tuple[Any, Any]:
     """Return Hugging Face's config of a model, and the model on the meta device. Raises DataError."""
     import torch
-    from transformers import AutoConfig
 
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    config = model.architecture()
     try:
-        config = AutoConfig.from_pretrained(model.path, revision=model.revision, **options)
         with torch.device("meta"):
-            built = model_class(config).from_config(config, **options)
+            built = model_class(config).from_config(config, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         found = f"model.path {model.path}: its size cannot be determined ({error})"
         raise DataError(f"{found}; give a Hugging Face directory or name") from error

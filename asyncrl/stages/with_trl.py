@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 
@@ -195,7 +196,7 @@ def _as_our_errors(config: StageConfig, directory: RunDirectory) -> Iterator[Non
             place = directory.trl_checkpoints
             raise RunError(f"{place} cannot be written: {error}; free some space there") from error
         raise
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         raise ConfigError(f"stage {config.stage}: TRL refuses this: {error}") from error
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.model_files import require_loadable
@@ -54,8 +54,8 @@ def load_model(
     dtype, misfit = getattr(torch, config.dtype), ""
     bits = base_arguments(config, device)
     attention = choose_attention(device, dtype, sequence_parallel=sequence_parallel > 1)
+    of_model = config.architecture()
     try:
-        of_model = AutoConfig.from_pretrained(config.path, **config.hub_options)
         model, found = model_class(of_model).from_pretrained(
             config.path,
             dtype=dtype,

@@ -27,6 +27,7 @@ from asyncrl.stages.record import refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
+from tests.support.model_faults import change
 from tests.support.stages import begun, tiny_stage
 from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
@@ -83,6 +84,14 @@ def test_a_model_whose_generation_config_transformers_would_not_write_is_trained
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     written = json.loads((trained(config).model / "generation_config.json").read_text())
     assert (written["temperature"], written["do_sample"]) == (0.6, True)
+
+
+def test_a_config_of_a_model_that_transformers_refuses_needs_no_restart(tmp_path):
+    """Its classes of configs raise no ValueError."""
+    config = tiny_stage(tmp_path, "sft")
+    change(tmp_path / "model", "config.json", layer_types=["full_attention"])
+    with pytest.raises(ConfigError, match=r"(?s)stage sft: TRL refuses this: .*layer_types"):
+        trained(config)
 
 
 def improves(tmp_path: Path, stage: str, measure: str, least_gain: float) -> None:

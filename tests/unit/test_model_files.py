@@ -1,5 +1,6 @@
 """Model directories as downloads and other tools leave them: each fault is named with its file and a way out."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from safetensors.torch import load_file
 from asyncrl.config import model_files as module
 from asyncrl.config.load import load_config
 from asyncrl.config.model_files import KINDS, ends_no_response, model_problems, require_loadable
-from asyncrl.config.sections import ModelConfig
+from asyncrl.config.sections import LoraConfig, ModelConfig
+from asyncrl.data.image_processor import ImageProcessor
+from asyncrl.data.prompts import stop_ids, vocabulary_size
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.hosting.machine import read_model
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
+from asyncrl.lora import adapter_plan
 from asyncrl.preflight.validate import validated_config
 from asyncrl.trainer.loading import load_model
 from tests.support.model_faults import FAULTS, WEIGHTS, change, cut, sharded, write
@@ -137,6 +142,22 @@ def test_a_learner_that_cannot_load_it_ends_without_a_restart(tmp_path: Path, da
     with pytest.raises(DataError, match=r"model\.path") as caught:
         load_model(ModelConfig(path=str(directory), dtype="float32"), torch.device("cpu"))
     assert isinstance(caught.value, NOT_FIXED_BY_A_RESTART)
+
+
+@pytest.mark.parametrize("wrong", [{"layer_types": ["full_attention"]}, {"hidden_size": "64"}])
+def test_a_config_that_only_transformers_refuses_is_an_error_of_the_model(tmp_path: Path, wrong) -> None:
+    """Its classes of configs raise neither ValueError nor OSError."""
+    directory = tiny_qwen2(tmp_path / "model")
+    model = ModelConfig(path=str(directory), dtype="float32", lora=LoraConfig())
+    change(directory, "generation_config.json", eos_token_id=5)
+    change(directory, "config.json", **wrong)
+    assert stop_ids(model) == [5], "loading the model says what is wrong"
+    readers = (read_model, vocabulary_size, partial(adapter_plan, lora=model.lora))
+    for read in (*readers, partial(load_model, device=torch.device("cpu"))):
+        with pytest.raises(DataError, match=rf"model\.path {directory}: its config\.json cannot be read"):
+            read(model)
+    with pytest.raises(DataError, match=r"no processor of images .*config\.json"):
+        ImageProcessor(model)
 
 
 def test_the_types_that_transformers_knows_are_those_it_lists() -> None:
