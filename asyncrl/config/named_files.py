@@ -188,8 +188,8 @@ def _teacher(config: Config) -> Iterator[Mistake]:
             if keys == ("model.path",):  # nothing is rendered for a teacher
                 yield Mistake(("algorithm.reference.path",), text)
     for scorer in config.teacher.values():
-        most = _json(Path(scorer.model) / "config.json").get("max_position_embeddings")
-        if most and most <= config.sampling.max_tokens:  # vLLM samples one token behind those it scores
+        most = _number(_json(Path(scorer.model) / "config.json"), "max_position_embeddings")
+        if 0 < most <= config.sampling.max_tokens:  # vLLM samples one token behind those it scores
             found = f"{scorer.model} takes {most} tokens, and scorers need one more than the longest sequence"
             text = f"{found} ({config.sampling.max_tokens}); lower sampling.max_response_tokens"
             yield Mistake(("algorithm.reference.scorers", "sampling.max_response_tokens"), text)
@@ -206,7 +206,7 @@ def _scorers(config: Config) -> Iterator[Mistake]:
         if name in config.judges:
             if not has_chat_template(directory):
                 yield Mistake((key,), f"the tokenizer in {directory} has no chat template; give a chat model")
-            elif (most := settings.get("max_position_embeddings") or scorer.max_tokens) < scorer.max_tokens:
+            elif 0 < (most := _number(settings, "max_position_embeddings")) < scorer.max_tokens:
                 text = f"is {scorer.max_tokens}, but {directory} takes {most} tokens; lower it"
                 yield Mistake((f"scorers.{name}.max_tokens",), text)
             continue
@@ -232,9 +232,15 @@ def _json(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _number(settings: Mapping[str, Any], key: str) -> int:
+    """Return a number of config.json; 0 without one, and for what loading the model refuses."""
+    found = settings.get(key)
+    return found if isinstance(found, int) else 0
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -251,15 +257,15 @@ def _sizes(config: Config) -> Iterator[Mistake]:
         text = read_settings(Path(config.model.path))
     except Unusable:  # reported by `model_problems`
         return
-    sampling, positions = config.sampling, text.get("max_position_embeddings")
-    if positions and sampling.max_tokens > positions:
+    sampling, positions = config.sampling, _number(text, "max_position_embeddings")
+    if 0 < positions < sampling.max_tokens:
         yield Mistake(
             ("sampling.max_response_tokens",),
             f"found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens "
             f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} "
             "(max_position_embeddings of the model); lower one of them",
         )
-    heads, generator, learner = text.get("num_attention_heads") or 0, config.generator, config.learner
+    heads, generator, learner = _number(text, "num_attention_heads"), config.generator, config.learner
     allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors(heads)}"
     if heads % generator.tensor_parallel:
         yield Mistake(("generator.tensor_parallel",), f"found {generator.tensor_parallel}; {allowed}")

@@ -44,7 +44,7 @@ def architecture_problems(
         config = json.loads((Path(model.path) / "config.json").read_bytes())
         kind = config["model_type"]
         layers = [*map(str, config.get("text_config", config).get("layer_types") or ())]
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return  # loading says what is wrong with it
     if images_key is not None and (problem := image_problem(str(kind))):
         yield Mistake(("data.images_key", "model.path"), f"{model.path}: {problem}")

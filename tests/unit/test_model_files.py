@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from asyncrl.config import model_files as module
 from asyncrl.config.load import load_config
 from asyncrl.config.model_files import KINDS, ends_no_response, model_problems, require_loadable
+from asyncrl.config.named_files import file_problems
 from asyncrl.config.sections import LoraConfig, ModelConfig
 from asyncrl.data.image_processor import ImageProcessor
 from asyncrl.data.prompts import stop_ids, vocabulary_size
@@ -17,11 +18,14 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.hosting.machine import read_model
 from asyncrl.launch.roles import NOT_FIXED_BY_A_RESTART
 from asyncrl.lora import adapter_plan
+from asyncrl.preflight.architectures import architecture_problems
 from asyncrl.preflight.validate import validated_config
 from asyncrl.trainer.loading import load_model
 from tests.support.model_faults import FAULTS, WEIGHTS, change, cut, sharded, write
 from tests.support.model_files import TENSORS, model_files
 from tests.support.models import tiny_qwen2
+from tests.support.stages import write_rows
+from tests.support.task_config import config_of
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -130,6 +134,25 @@ def test_validate_names_a_fault_at_the_key_once(tmp_path: Path, monkeypatch: pyt
     head, line = str(caught.value).splitlines()
     assert head == "1 problem in run.yaml" and line.startswith("  run.yaml:2  model.path: ")
     assert "no model_type" in line and "; and " in line and "cut off" in line
+
+
+def test_a_number_that_is_a_text_is_left_to_the_loading_of_the_model(tmp_path: Path) -> None:
+    directory = tiny_qwen2(tmp_path / "model")
+    change(directory, "tokenizer_config.json", chat_template="x")
+    (tmp_path / "judge.jinja").write_text("good?")
+    params = {"scorer": "one", "prompt": str(tmp_path / "judge.jinja")}
+    config = config_of(
+        model={"path": str(directory)},
+        data={"train": str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}]))},
+        reward={"functions": [{"function": "model_judge", "params": params}]},
+        scorers={"one": {"model": str(directory)}},
+    )
+    for found in ("4096", 32.5, [2]):
+        change(directory, "config.json", max_position_embeddings=found, num_attention_heads=found)
+        assert not [*file_problems(config)], found
+    (directory / "config.json").write_text("[" * 100_000)
+    assert {one.keys for one in file_problems(config)} == {("model.path",)}
+    assert not [*architecture_problems(config.model)]
 
 
 @pytest.mark.parametrize("damage", [cut, write("pytorch_model.bin", b"\x80\x02}q\x00(")])
