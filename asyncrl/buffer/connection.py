@@ -161,15 +161,16 @@ class StoreConnection:
     """
 
     def __init__(self, url: str, *, password: str | None = None, retry_s: float = 30.0) -> None:
-        self.url = _without_password(url)
+        self.url = "not a URL"  # unless it can be read
         self._secret_url, self._password, self._retry_s = url, password, retry_s
         # The other known nodes of a cluster. Threads that are redirected at the same time share them.
         self._lock = threading.Lock()
         self._by_address: dict[tuple[str, int], redis.Redis] = {}
         self._by_tag: dict[str, redis.Redis] = {}
         try:
+            self.url = _without_password(url)
             self.client: redis.Redis = self._connect(url)
-        except ValueError as error:
+        except (TypeError, ValueError, RedisError) as error:
             raise StoreRefused(
                 f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://"
             ) from error
@@ -186,6 +187,9 @@ class StoreConnection:
         )
         pool = client.connection_pool
         pool.connection_class = bounded_kind(pool.connection_class)
+        # Each connection would meet an option that the client lacks, and a host that no name can be.
+        pool.connection_class(**pool.connection_kwargs)
+        pool.connection_kwargs.get("host", "").encode("idna")
         return client
 
     def on_every_node(self, do: Callable[["StoreConnection"], None]) -> None:

@@ -238,11 +238,15 @@ def _find(store_url: str | None, own: Config | None, given: Callable[[], JoinKey
             f"--store is {url}; allowed is redis://, rediss:// or unix://, such as "
             f"redis://{url.split('://')[-1]}/0"
         )
+    variable = (own.store if own else StoreConfig()).password_env
+    try:
+        holds = holds_password(url)
+    except ValueError as error:
+        raise RunError(f"--store is not a URL: {error}; give one such as redis://HOST:6379/0") from error
+    if holds:
+        raise RunError(f"the store's URL holds a password, which process lists show; put it into {variable}")
     if not (own and own.store.insecure) and url.startswith("rediss://") and (ways := list(insecurities(url))):
         raise RunError(f"--store is {url}: {'; '.join(ways)}")
-    variable = (own.store if own else StoreConfig()).password_env
-    if holds_password(url):
-        raise RunError(f"the store's URL holds a password, which process lists show; put it into {variable}")
     key = given() if given else None
     learners = _run_here(url, own, key)
     keys = key or (learners.keys().join if learners else join_keys(os.environ))

@@ -26,6 +26,7 @@ def _usable(url: str) -> str:
             "holds a password, which the saved config and process lists would show; remove it, and put it "
             "into the environment variable that store.password_env names"
         )
+    _ = urlsplit(url).port  # raises ValueError for a number that is too large
     path = url.removeprefix("unix://").partition("?")[0]
     if path != url and len(os.fsencode(path)) > MOST_SOCKET_BYTES:
         found = f"has a path of {len(os.fsencode(path))} bytes"

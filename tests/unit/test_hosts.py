@@ -157,6 +157,12 @@ def test_of_runs_with_the_same_store_the_one_that_is_meant_is_joined(
     assert joined.learners == runs[found] and joined.keys == runs[found].keys().join
 
 
+def test_a_store_of_the_command_line_that_is_not_a_url_is_named():
+    for scheme in ("redis", "rediss"):
+        with pytest.raises(RunError, match="--store is not a URL: Invalid IPv6 URL"):
+            join._find(f"{scheme}://[fd00::9:6379/0", None, None)
+
+
 @pytest.fixture
 def closed_port():
     """A port whose host answers nothing, as behind a firewall: the queue of its connections is full."""

@@ -50,6 +50,37 @@ def answered(errors: list[RedisError]) -> str:
     return StoreConnection("redis://store:6379", retry_s=5.0).call(request, tag="{run:train}")
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://h:1/0?foo=bar", "is redis://h:1/0.foo=bar: .*'foo'"),
+        ("redis://h:1/0?timeout=5", "'timeout'"),
+        ("redis://h:1/0?ssl_ca_certs=x", "'ssl_ca_certs'"),
+        ("rediss://h:1/0?ssl_cert_reqs=zzz", "zzz"),
+        ("redis://a..b:1/0", "label"),
+        (f"redis://{'a' * 64}:1/0", "label"),
+        ("redis://u:secret@[fd00::9:6379/0", "is not a URL: Invalid IPv6 URL"),
+        ("ftp://h", "is ftp://h: .*; use redis://"),
+    ],
+)
+def test_a_url_with_which_no_connection_can_be_made_is_refused(url, said):
+    with pytest.raises(StoreRefused, match=f"^store.url .*{said}") as error:
+        StoreConnection(url)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://[fe80::1]:1/0?protocol=3&health_check_interval=5",
+        "unix:///a.socket?db=1",
+        "rediss://a_b.:1?ssl_ca_certs=x",
+    ],
+)
+def test_other_urls_pass(url):
+    assert StoreConnection(url).url == url
+
+
 @pytest.mark.parametrize("reply", WILL_PASS)
 def test_a_server_that_will_answer_later_is_asked_again(reply):
     assert answered([BaseParser.parse_error(reply)]) == "answer"
