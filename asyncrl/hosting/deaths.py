@@ -7,10 +7,10 @@ from pathlib import Path
 READ_BYTES = 1 << 20  # read at most this much of the end of a log: engines print thousands of lines
 LONGEST, LINES = 400, 40  # characters of an error; last lines in which `last_message` looks for one
 SHOWN = 15  # lines of the output in a message
-# Colour codes, and the prefix of lines that vLLM's processes print.
+# Colour codes, the prefix of lines that vLLM's processes print, and the margin of a group of exceptions.
 NOISE = re.compile(
     r"\x1b\[[0-9;]*m|^\((?:\w+ )?pid=\d+\)\s*|^\(\w+ pid=\d+\)\s*|"
-    r"^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*"
+    r"^(?:ERROR|WARNING|INFO) [\d: .-]+\[[^\]]*\]\s*|^\s*[|+][-+|\s]*"
 )
 # The last line of a traceback, and the message with which our own processes end.
 ERROR = re.compile(

@@ -18,7 +18,7 @@ from asyncrl.control.scoring import NOTHING, Score, serve_scores
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.engine.base import Engine, SamplingSpec
 from asyncrl.engine.open import open_classifier, open_engine
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, ungrouped
 from asyncrl.hosting.gpus import resolve_device
 from asyncrl.hosting.processes import die_with_spawner
 from asyncrl.hosting.progress import Pace, beat, begin
@@ -84,12 +84,13 @@ async def _score(config: Config, name: str, endpoint: str) -> None:
 
     await score(NOTHING)  # warm, and known to work
     begin("score")
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve_scores(endpoint, score))
-        while True:
-            await score(NOTHING)
-            beat()
-            await asyncio.sleep(PROBE_S)
+    with ungrouped():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve_scores(endpoint, score))
+            while True:
+                await score(NOTHING)
+                beat()
+                await asyncio.sleep(PROBE_S)
 
 
 async def _judgement(engine: Engine, tokenizer: Any, most: int, request: Mapping[str, Any]) -> dict[str, Any]:

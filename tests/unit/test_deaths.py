@@ -1,5 +1,6 @@
 """What the log of a dead process is worth in one line."""
 
+import traceback
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ asyncrl.errors.EngineError: vLLM did not start with model 'm' on cpu: Engine cor
 """
 
 
+GROUP = ExceptionGroup("outer", [ExceptionGroup("inner", [ValueError("why")])])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -32,6 +36,7 @@ asyncrl.errors.EngineError: vLLM did not start with model 'm' on cpu: Engine cor
         ),
         ("Error: a word\n", "Error: a word"),
         ("KError: " + "x" * 1000, "KError: " + "x" * 392),
+        ("".join(traceback.format_exception(GROUP)), "ValueError: why"),
     ],
 )
 def test_the_last_error_is_the_cause(text, words):

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from asyncrl import errors
-from asyncrl.launch import roles
+from asyncrl.launch import roles, scorer_process
+from tests.support.task_config import config_of
 from tests.support.waiting import turns
 
 
@@ -97,6 +98,25 @@ def test_a_fault_among_the_errors_is_not_hidden():
     assert raised.value.subgroup(ZeroDivisionError) is not None
     with errors.ungrouped():
         asyncio.run(turns(1))
+
+
+@pytest.mark.parametrize("fails", ["engine", "endpoint"])
+def test_a_dead_engine_of_a_scorer_is_the_error_of_its_process(tmp_path, monkeypatch, fails):
+    answers = [0.5]
+
+    async def score(ids: list[int]) -> float:
+        if not answers and fails == "engine":
+            raise errors.EngineError("the engine is dead")
+        return answers.pop() if answers else 0.5
+
+    monkeypatch.setattr(scorer_process, "open_classifier", lambda *_, **__: score)
+    asks = {"function": "model_score", "params": {"scorer": "rm"}}
+    config = config_of(
+        reward={"functions": [asks]}, scorers={"rm": {"model": "rm"}}, learner={"device": "cpu"}
+    )
+    place = tmp_path if fails == "engine" else tmp_path / "no directory"
+    with pytest.raises(errors.EngineError if fails == "engine" else errors.ControlError):
+        asyncio.run(scorer_process._score(config, "rm", f"ipc://{place}/socket"))
 
 
 def test_code_that_exits_is_a_fault_and_a_stop_passes():
