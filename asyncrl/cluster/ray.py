@@ -95,7 +95,7 @@ class _Host:
         with suppress(psutil.NoSuchProcess):
             command = psutil.Process(self.where()[1])
             for process in [command, *command.children(recursive=True)] if kill else [command]:
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
 
 

@@ -59,7 +59,7 @@ def end_run(directory: RunDirectory, report: Callable[[str], object] = lambda te
             break  # otherwise the supervisor started after we looked, and its processes are not leftovers
     alive += [process for process in processes_of(directory.path) if process not in alive]
     for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
     if left := {*_wait(alive, _after(10.0)), *processes_of(directory.path)}:
         pids = [process.pid for process in left]

@@ -19,6 +19,7 @@ input is empty, and its output goes to standard error.
 """
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
@@ -108,7 +109,8 @@ class _ForkServer:
         """Kill what ended workers have left; return whether something was, as its children are next."""
         orphans = _children() - self._own - set(self._workers.values())
         for pid in orphans:
-            os.kill(pid, signal.SIGKILL)  # also of a zombie, which is ours until it is waited for
+            with contextlib.suppress(PermissionError):  # what sudo has started ends by itself
+                os.kill(pid, signal.SIGKILL)  # also of a zombie, which is ours until it is waited for
             os.waitpid(pid, os.WNOHANG)
         return bool(orphans)
 

@@ -182,7 +182,7 @@ class Family:
                 log.warning("processes %s had left those that started them, and are killed", new)
                 logged |= alive
             for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
                     process.kill()
                 _reap(process.pid)
             time.sleep(0.02)

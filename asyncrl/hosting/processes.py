@@ -101,8 +101,8 @@ def ender_of(mark: str, directory: Path) -> list[str]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill all processes of a group, which may have ended."""
-    with contextlib.suppress(ProcessLookupError):
+    """Kill all processes of a group, which may have ended, or belong to another user."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

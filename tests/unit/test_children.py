@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from asyncrl.hosting.children import ProcessSpec, ThisHost, family
 from asyncrl.hosting.progress import Limits
 from asyncrl.hosting.supervisor import Supervisor
 from tests.support.virtual_host import deaths
-from tests.support.waiting import stop, wait_until
+from tests.support.waiting import LONG_S, stop, wait_until
 
 HEAD = """
 import os, pathlib, signal, subprocess, sys
@@ -194,6 +195,21 @@ def test_output_goes_to_standard_error_if_the_log_cannot_be_opened(tmp_path, cap
     with started(one) as process:
         wait_until(lambda: process.poll() is not None)
     assert capfd.readouterr().err == "hello\n" and "cannot be written" in caplog.text
+
+
+def test_a_descendant_that_may_not_be_killed_yet_does_not_keep_the_others_alive(monkeypatch):
+    kill, refused = psutil.Process.kill, list[int]()
+
+    def refuse_first(process):
+        if not refused:
+            refused.append(process.pid)
+            raise psutil.AccessDenied(process.pid)
+        kill(process)
+
+    with family():
+        monkeypatch.setattr(psutil.Process, "kill", refuse_first)
+        started = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    assert refused and all(process.wait(LONG_S) in (-signal.SIGKILL, 0) for process in started)
 
 
 def test_a_reaper_that_fails_does_not_end_the_run_and_is_tried_again(monkeypatch, caplog):

@@ -1,13 +1,18 @@
 """Processes that end with ours."""
 
+import contextlib
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 import asyncrl
-from asyncrl.hosting.processes import module_argv
+from asyncrl.environments import episode_worker
+from asyncrl.hosting.processes import kill_group, module_argv
 from tests.support.waiting import HANG, wait_until_ended
 
 PARENT = """
@@ -28,6 +33,26 @@ def test_a_bound_process_dies_with_a_parent_that_is_killed() -> None:
         assert child.cmdline()[:2] == [sys.executable, "-c"] and "bound" not in str(child.cmdline())
         parent.kill()
     wait_until_ended([child])
+
+
+def test_a_process_of_another_user_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own starter has ended, for example sudo."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    server = episode_worker._ForkServer(None, [], "text")  # type: ignore[arg-type]
+    server._own = episode_worker._children()
+    with subprocess.Popen(["sleep", "600"]) as other, contextlib.ExitStack() as ending:
+        ending.callback(other.kill)
+        with monkeypatch.context() as of_another:
+            of_another.setattr(os, "killpg", refuse)
+            of_another.setattr(os, "kill", refuse)
+            kill_group(other.pid)
+            assert server._end_orphans() and other.poll() is None
+        while server._end_orphans():
+            pass
+        assert episode_worker._children() == server._own
 
 
 def test_no_process_of_ours_takes_modules_of_the_working_directory() -> None:
