@@ -191,7 +191,9 @@ def _environment_problems(config: Config) -> Iterator[Mistake]:
         try:
             node = definition(name)
         except Missing as missing:
-            yield Mistake((key,), str(missing))
+            # Another Python has another grammar.
+            if not (environment.python and isinstance(missing.__cause__, SyntaxError)):
+                yield Mistake((key,), str(missing))
             continue
         yield from _unshown_tools(config, key, name, node)
         for one in plain_methods(node):

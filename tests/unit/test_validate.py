@@ -793,6 +793,16 @@ def test_a_module_of_an_environment_with_its_own_python_is_looked_for_there():
     )
 
 
+def test_a_file_for_another_python_may_have_its_grammar():
+    Path("newer.py").write_text("class Game:\n    x = = 1\n")
+    (line,) = said_of(GOOD, "environment.uses=newer.py:Game")
+    assert "newer.py:2 is not valid Python" in line
+    other = ["environment.uses=newer.py:Game", f"environment.python={sys.executable}"]
+    validated_config(Path("run.yaml"), other)
+    other[0] = "environment.uses=absent.py:Game"
+    assert "absent.py" in str(said_of(GOOD, *other))
+
+
 @pytest.mark.parametrize(
     ("python", "said"),
     [
