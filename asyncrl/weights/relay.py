@@ -71,8 +71,9 @@ class Relay:
         # No other publication of any run has this stamp, and the name does not give the key away.
         digest = hashlib.sha256(repr((source.get("key"), source.get("stamp"))).encode()).digest()
         stamp, name = STAMP.unpack(digest[: STAMP.size])[0], hashlib.sha256(repr(source.get("key")).encode())
-        file = self._turn(name.hexdigest(), until_s)
+        file: int | None = None
         try:
+            file = self._turn(name.hexdigest(), until_s)
             if shared := self._open_shared(file, stamp, layout.total_bytes):
                 self._drop_idle()
                 self._nccl.close()
@@ -95,7 +96,8 @@ class Relay:
         except OSError as error:
             raise TransferError(f"weights: this host has no place for a version: {error}") from error
         finally:
-            os.close(file)  # and so unlocks it
+            if file is not None:
+                os.close(file)  # and so unlocks it
 
     def close(self) -> None:
         """Release all slots; other processes keep what they have open."""
@@ -112,13 +114,14 @@ class Relay:
 
         It is an empty file of our own if this host has no place for one, or if the holder does nothing.
         """
+        file: int | None = None
         try:
             file = self._open(name)
-        except OSError as error:
-            log.warning("weights are not shared with other generators of this host: %s", error)
-        else:
             if self._lock(file, until_s):
                 return file
+        except OSError as error:
+            log.warning("weights are not shared with other generators of this host: %s", error)
+        if file is not None:
             os.close(file)
         return os.memfd_create("asyncrl-alone", os.MFD_CLOEXEC)
 

@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -259,6 +260,24 @@ def test_memory_that_is_full_is_a_failed_update_with_what_is_needed_and_free(lea
         ):
             learner.bring(alone, 1)
     assert learner.holds(learner.bring(alone, 1), 1)
+
+
+@pytest.mark.parametrize("name", ["open", "lock"])
+def test_a_host_without_a_file_for_a_turn_is_a_failed_update(learners, relays, monkeypatch, name):
+    learner, (alone,) = learners(), relays()
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(alone, f"_{name}", refuse)
+        assert learner.holds(learner.bring(alone, 1), 1), "not shared"
+        patch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(TransferError, match=r"no place for a version: .*Too many open"):
+            learner.bring(alone, 2)
+    assert learner.holds(learner.bring(alone, 3), 3)
+    open_files = [os.path.realpath(place) for place in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in open_files if path.startswith(str(alone._directory))]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "short file"])
