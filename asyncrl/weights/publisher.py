@@ -234,12 +234,12 @@ class SlotPublisher:
             slot.prepare()
             with torch.cuda.stream(self._for_copies):
                 slot.buffer.copy_(newest.slot.buffer)
+            sums = checksums(slot.buffer, self._layout) if newest.slot.buffer.is_cuda else newest.checksums
         except (OSError, RuntimeError) as error:
             with self._lock:
                 newest.unpin()
                 self._not_copied = error
             return
-        sums = checksums(slot.buffer, self._layout) if newest.slot.buffer.is_cuda else newest.checksums
         copy = replace(newest, slot=slot, stamp=next(self._stamps), checksums=sums)
         with self._lock:
             if newest.unpin():  # otherwise the next version was written over it during the copy

@@ -26,3 +26,17 @@ def test_files_of_an_earlier_learner_that_cannot_be_removed_keep_nobody_from_pub
         )
         made.publish(0, [("a", torch.ones(3))], (-1.0,)).result(30)
         made.close()
+
+
+def test_a_copy_whose_sums_cannot_be_computed_is_a_failed_copy(tmp_path: Path) -> None:
+    """A GPU computes them, which may be full. Otherwise the version would stay pinned for good."""
+    layout = Layout.plan([TensorSpec(name="a", dtype="float32", shape=(3,))], 1 << 20)
+    made = publisher.SlotPublisher(
+        layout, probe_ids=((1, 2),), initial_logprobs=(0.0,), directory=tmp_path, deadline_s=1.0
+    )
+    newest, place = mock.Mock(**{"slot.buffer.is_cuda": True}), mock.Mock()
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    with mock.patch.object(publisher, "checksums", side_effect=full):
+        made._copy(newest, place)
+    assert newest.unpin.call_count == 1 and made._not_copied is full and not place.complete.called
+    made.close()
