@@ -73,6 +73,8 @@ def is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise RunError(f"{path} cannot be locked: {error}; ask on the host of the run") from error
     return False
 
 

@@ -1,5 +1,7 @@
 """What a run directory must hold before a run begins again in it, and who is known to look after it."""
 
+import errno
+import fcntl
 import json
 import os
 import socket
@@ -207,6 +209,17 @@ def test_who_starts_the_hosts_from_elsewhere_is_not_passed_over_by_down(
         with pytest.raises(RunError, match=said):
             end_run(directory)
     assert end_run(directory) == Ended(False, 0)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    directory = RunDirectory(tmp_path)
+    directory.supervisor_lock.touch()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunError, match=f"{directory.supervisor_lock} cannot be locked: .*No locks available"):
+        _ = directory.is_up
 
 
 def test_looking_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> None:
