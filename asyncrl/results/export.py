@@ -107,6 +107,7 @@ def _merge_stage(directory: RunDirectory, source: Path, to: Path) -> None:
 
     stage = load(StageConfig, directory.config)
     require_loadable(stage.model.path, remote_code=stage.model.trust_remote_code)
+    stage.model.architecture()  # a base that cannot be read is not an error of the directory to write
     of_scores = stage.stage == "rm"
     kind = AutoModelForSequenceClassification if of_scores else AutoModelForCausalLM
     more = {"num_labels": 1} if of_scores else {}

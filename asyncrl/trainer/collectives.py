@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import CheckpointError, RunError
+from asyncrl.errors import CheckpointError, RunError, lacks_gpu_memory
 from asyncrl.hosting.progress import beat
 from asyncrl.hosting.route import interface_towards
 
@@ -74,10 +74,12 @@ class Ranks:
             # Bytes go over Gloo: ranks that wait in NCCL keep their GPUs busy, which generators may share.
             self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None
         except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and lacks_gpu_memory(error):
+                raise  # `naming_memory` says what to lower
+            found = f"no meeting of {self.count} ranks at {rendezvous.address}:{rendezvous.port}"
+            found = f"learner rank {self.rank}: {found} within {rendezvous.timeout_s:g} s ({error})"
             raise RunError(
-                f"learner rank {self.rank}: no meeting of {self.count} ranks at "
-                f"{rendezvous.address}:{rendezvous.port} within {rendezvous.timeout_s:g} s ({error}); check "
-                "that all ranks run and that the port is free and reachable"
+                f"{found}; check that all ranks run, and that the port is free and reachable"
             ) from error
 
     def broadcast(self, value: bytes | None) -> bytes:

@@ -9,9 +9,12 @@ from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from asyncrl.trainer.collectives import Rendezvous, _keep_to_interface, _store
+from asyncrl.errors import RunError
+from asyncrl.trainer import collectives
+from asyncrl.trainer.collectives import Ranks, Rendezvous, _keep_to_interface, _store
 from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.integration
@@ -71,3 +74,18 @@ def test_on_another_host_than_the_masters_it_is_the_interface_of_the_route_to_it
         ["unshare", "--net", "sh", "-ec", script], env=without, capture_output=True, text=True, timeout=120
     )
     assert told.stdout.strip() == "lan lan", told.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("Failed to CUDA calloc async 608 bytes", RuntimeError), ("Connection reset by peer", RunError)],
+)
+def test_a_gpu_without_room_for_a_meeting_is_not_a_port_that_is_closed(monkeypatch, text, kind):
+    def refuse(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(collectives, "_store", lambda *_: None)
+    monkeypatch.setattr(collectives, "_keep_to_interface", lambda address: None)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(kind, match=text):
+        Ranks(Rendezvous(), torch.device("cpu"))

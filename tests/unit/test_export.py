@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.config.sections import LoraConfig, ModelConfig
-from asyncrl.errors import RunError
+from asyncrl.errors import DataError, RunError
 from asyncrl.lora import SETTINGS, peft_config
 from asyncrl.results.archive import read_archive
 from asyncrl.results.export import CARD, export_model, model_card, serve_command
@@ -166,6 +166,17 @@ def test_a_stage_is_merged_though_transformers_would_not_write_its_generation_co
     assert asked == [(directory.model, {"trust_remote_code": True})]
     settings = json.loads((tmp_path / "whole" / "generation_config.json").read_text())
     assert (settings["temperature"], settings["do_sample"]) == (0.6, True)
+
+
+def test_a_stage_whose_base_is_gone_is_not_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    _, directory = begun(tiny_stage(tmp_path, "sft", model={"lora": {"rank": 8}}))
+    peft_adapter(tmp_path / "model", directory.model)
+    (directory.model / CARD).touch()
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(
+        DataError, match=rf"model\.path {tmp_path / 'model'}: its config\.json cannot be read"
+    ):
+        export_model(directory, tmp_path / "whole", merge=True)
 
 
 def test_an_export_never_overwrites(tmp_path: Path) -> None:
