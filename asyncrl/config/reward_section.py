@@ -38,7 +38,7 @@ def _address(value: str) -> str:
 def _pattern(value: str) -> str:
     try:
         groups = re.compile(value).groups
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(f"it is not a regular expression: {error}") from error
     if not groups:
         raise ValueError(r"it needs a group around the score, such as `score: (\d+)`")
@@ -201,9 +201,8 @@ def _said(kind: type[Remote], params: dict[str, Any], detail: Mapping[str, Any])
 def _names_differ(functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
     names = [function.part for function in functions]
     if ENVIRONMENT_PART in names:
-        raise ValueError(
-            f"`{ENVIRONMENT_PART}` is the name of the environment's own reward; set another `name`"
-        )
+        found = f"`{ENVIRONMENT_PART}` is the name of the environment's own reward"
+        raise ValueError(f"{found}; set another `name`")
     if len(set(names)) != len(names):
         raise ValueError(f"the functions need different names, got {names}; set `name` on one of them")
     return functions

@@ -57,7 +57,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     with contextlib.suppress(EOFError):
         rewards: dict[str, Reward] = {}
         forms: dict[str, Form] = {}
-        orders = msgpack.unpackb(receive(requests))
+        orders = msgpack.unpackb(receive(requests), ext_hook=lambda code, digits: int(digits))
         is_alone = orders.get("sandboxed", False) and own_pid == SANDBOXED_PID
         restrict(orders.get("limits", {}))
         if is_alone:

@@ -68,6 +68,10 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
     )
 
 
+JUDGE = {"url": "http://h:1/v1", "model": "m", "prompt": "a"}
+REPEATED = JUDGE | {"pattern": "(a{4294967296})"}
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
@@ -89,6 +93,10 @@ def test_all_broken_rules_between_parts_are_told_at_once() -> None:
         ({"sampling": {"temperature": 0.001}}, "greater than or equal to 0.01"),
         ({"sampling": {"stop": ["END", ""]}}, "sampling.stop holds an empty text"),
         ({"reward": {"functions": [{"function": "exact_match", "name": "n" * 65}]}}, "should match pattern"),
+        (
+            {"reward": {"functions": [{"function": "llm_judge", "params": REPEATED}]}},
+            "it is not a regular expression: the repetition number is too large",
+        ),
     ],
 )
 def test_what_no_run_can_live_with_is_refused(parts: dict[str, Any], said: str) -> None:

@@ -501,11 +501,12 @@ def test_the_worker_answers_a_call_of_each_part_and_goes_on_after_an_error():
 def test_whole_numbers_come_to_a_function_as_they_are_and_dates_as_text(tmp_path):
     file = tmp_path / "same.py"
     file.write_text(
-        "def same(prompt, response, answer): return answer == [2**70, -(2**64), 7, '2026-01-02']\n"
+        "def same(prompt, response, answer, *, seed):\n"
+        "    return answer == [2**70, -(2**64), 7, '2026-01-02'] and seed == 2**65\n"
     )
     call = {"part": "a", "prompts": [""], "responses": [""], "apart": []}
     columns = [{"answer": [2**70, -(2**64), 7, date(2026, 1, 2)]}]
-    sent = ({"functions": [["a", f"{file}:same", {}]]}, call | {"columns": columns})
+    sent = ({"functions": [["a", f"{file}:same", {"seed": 2**65}]]}, call | {"columns": columns})
     replies = BytesIO()
     serve(BytesIO(b"".join(map(_packed, sent))), replies)
     assert frames_of(replies.getvalue())[-1]["values"] == [1.0]
