@@ -171,9 +171,8 @@ class StoreConnection:
             self.url = _without_password(url)
             self.client: redis.Redis = self._connect(url)
         except (TypeError, ValueError, RedisError) as error:
-            raise StoreRefused(
-                f"store.url is {self.url}: {error}; use redis://, rediss:// or unix://"
-            ) from error
+            found = f"store.url is {self.url}: {error}"
+            raise StoreRefused(f"{found}; use redis://, rediss:// or unix://") from error
 
     def _connect(self, url: str) -> redis.Redis:
         client: redis.Redis = redis.Redis.from_url(
@@ -257,11 +256,9 @@ class StoreConnection:
                 failures += 1
                 pause_s = BACKOFF.pause_s(failures)
                 if time.monotonic() + pause_s > deadline:
-                    waited_s = time.monotonic() - began_s
-                    raise StoreError(
-                        f"store {self.url} has not answered for {waited_s:.0f} s ({type(error).__name__}: "
-                        f"{error}); check that it runs, and store.url"
-                    ) from error
+                    waited_s, found = time.monotonic() - began_s, f"{type(error).__name__}: {error}"
+                    found = f"store {self.url} has not answered for {waited_s:.0f} s ({found})"
+                    raise StoreError(f"{found}; check that it runs, and store.url") from error
             time.sleep(pause_s)
 
     def check(self) -> None:
@@ -272,15 +269,13 @@ class StoreConnection:
         server: dict[str, Any] = self.call(lambda client: client.info("server"))
         version = str(server["redis_version"])
         if tuple(map(int, version.split(".")[:2])) < MINIMUM_VERSION:
-            raise StoreRefused(
-                f"store {self.url} runs version {version}; functions need Redis >= 7.0 or Valkey: upgrade it"
-            )
+            found = f"store {self.url} runs version {version}"
+            raise StoreRefused(f"{found}; functions need Redis >= 7.0 or Valkey: upgrade it")
         policy = self.call(lambda client: client.info("memory"))["maxmemory_policy"]
         if policy != "noeviction":
-            raise StoreRefused(
-                f"store {self.url} has maxmemory-policy {policy}, which deletes stored groups when "
-                "memory is short; set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
-            )
+            found = f"store {self.url} has maxmemory-policy {policy}, which deletes stored groups"
+            cure = "set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+            raise StoreRefused(f"{found} when memory is short; {cure}")
 
     def check_room(self, cap_bytes: int) -> None:
         """Raise StoreRefused if the store's own memory limit is below the cap on stored groups.
@@ -293,11 +288,9 @@ class StoreConnection:
     def _check_room_here(self, cap_bytes: int) -> None:
         limit_bytes = int(self.call(lambda client: client.info("memory"))["maxmemory"])
         if 0 < limit_bytes < cap_bytes:
-            raise StoreRefused(
-                f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib "
-                f"({cap_bytes / 2**30:.3g}); full, it would refuse the group that the learner waits for: "
-                "raise maxmemory (CONFIG SET maxmemory), or lower store.max_gib"
-            )
+            found = f"store {self.url} has maxmemory {limit_bytes / 2**30:.3g} GiB, below store.max_gib"
+            found += f" ({cap_bytes / 2**30:.3g}); full, it would refuse the group that the learner waits for"
+            raise StoreRefused(f"{found}: raise maxmemory (CONFIG SET maxmemory), or lower store.max_gib")
 
     def close(self) -> None:
         for client in (self.client, *self._by_address.values()):

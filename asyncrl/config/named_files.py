@@ -259,12 +259,10 @@ def _sizes(config: Config) -> Iterator[Mistake]:
         return
     sampling, positions = config.sampling, _number(text, "max_position_embeddings")
     if 0 < positions < sampling.max_tokens:
-        yield Mistake(
-            ("sampling.max_response_tokens",),
-            f"found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens "
-            f"{sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions} "
-            "(max_position_embeddings of the model); lower one of them",
-        )
+        found = f"found max_prompt_tokens {sampling.max_prompt_tokens} + max_response_tokens"
+        found += f" {sampling.max_response_tokens} = {sampling.max_tokens}; allowed is {positions}"
+        cure = "(max_position_embeddings of the model); lower one of them"
+        yield Mistake(("sampling.max_response_tokens",), f"{found} {cure}")
     heads, generator, learner = _number(text, "num_attention_heads"), config.generator, config.learner
     allowed = f"allowed is a divisor of the {heads} attention heads; set one of {divisors(heads)}"
     if heads % generator.tensor_parallel:
@@ -277,11 +275,11 @@ def _division(config: Config) -> Iterator[Mistake]:
     sequences = config.batch.sequences // config.batch.minibatches
     if sequences < config.learner.shares:
         most = sequences * config.learner.sequence_parallel
-        yield Mistake(
-            ("learner.ranks",),
-            f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step (batch.groups "
-            f"* group_size / minibatches); allowed is at most {most}; use fewer ranks",
+        found = f"found {config.learner.ranks} ranks for {sequences} sequences per optimizer step"
+        text = (
+            f"{found} (batch.groups * group_size / minibatches); allowed is at most {most}; use fewer ranks"
         )
+        yield Mistake(("learner.ranks",), text)
 
 
 def _judges(config: Config) -> Iterator[Mistake]:

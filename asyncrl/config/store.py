@@ -22,10 +22,9 @@ def holds_password(url: str) -> bool:
 
 def _usable(url: str) -> str:
     if holds_password(url):
-        raise ValueError(
-            "holds a password, which the saved config and process lists would show; remove it, and put it "
-            "into the environment variable that store.password_env names"
-        )
+        found = "holds a password, which the saved config and process lists would show"
+        cure = "remove it, and put it into the environment variable that store.password_env names"
+        raise ValueError(f"{found}; {cure}")
     _ = urlsplit(url).port  # raises ValueError for a number that is too large
     path = url.removeprefix("unix://").partition("?")[0]
     if path != url and len(os.fsencode(path)) > MOST_SOCKET_BYTES:

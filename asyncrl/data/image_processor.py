@@ -64,9 +64,8 @@ class ImageProcessor:
         try:
             found = self._processor(text=[text], images=[pictures], add_special_tokens=False)["input_ids"][0]
         except (ValueError, IndexError, TypeError) as error:
-            raise DataError(
-                f"{where}: the model's processor refuses the row ({error}); correct it"
-            ) from error
+            found = f"{where}: the model's processor refuses the row ({error})"
+            raise DataError(f"{found}; correct it") from error
         return tuple(found)
 
     def read(self, text: str, images: Sequence[bytes], where: str) -> PromptImages:

@@ -75,19 +75,16 @@ def aborted() -> EngineError:
 def require_target(found: str, needed: str) -> None:
     """Raise TransferError unless an update replaces what this engine lets updates replace."""
     if found != needed:
-        raise TransferError(
-            f"an update of {found!r}, but this engine takes {needed!r}: start learner and generators with "
-            "the same model.lora"
-        )
+        text = f"an update of {found!r}, but this engine takes {needed!r}"
+        raise TransferError(f"{text}: start learner and generators with the same model.lora")
 
 
 def require_shapes(theirs: Mapping[str, Sequence[int]], ours: Mapping[str, Sequence[int]]) -> None:
     """Raise TransferError unless an update brings each tensor of ours and no other."""
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
-            raise TransferError(
-                f"{name} has shape {theirs.get(name)} in the update, {ours.get(name)} in the engine"
-            )
+            text = f"{name} has shape {theirs.get(name)} in the update"
+            raise TransferError(f"{text}, {ours.get(name)} in the engine")
 
 
 class Engine(Protocol):

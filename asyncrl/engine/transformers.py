@@ -226,9 +226,8 @@ class TransformersEngine:
         except ConfigError:
             raise
         except Exception as error:
-            raise EngineError(
-                f"transformers cannot load model {model.path!r} on {device}: {error}"
-            ) from error
+            found = f"transformers cannot load model {model.path!r} on {device}"
+            raise EngineError(f"{found}: {error}") from error
         head = loaded.get_output_embeddings()
         if model.dtype != "float32":
             # As in learner and vLLM: a bfloat16 logit between 8 and 16 is rounded to a step of 0.06.

@@ -89,9 +89,8 @@ def _merge(directory: RunDirectory, source: Path, to: Path) -> None:
 
     config = load(Config, directory.config).model
     if config.lora is None:
-        raise RunError(
-            f"{directory.config} has no model.lora, but {source} is an adapter; restore the config"
-        )
+        found = f"{directory.config} has no model.lora, but {source} is an adapter"
+        raise RunError(f"{found}; restore the config")
     base = config.model_copy(update={"lora": None})
     model = loading.load_model(base, torch.device("cpu"))
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())

@@ -22,9 +22,8 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any, is_truncated: bool = 
     Raises ResultError: the request was aborted, or a token lacks its version or log-probability.
     """
     if completion.finish_reason not in ("stop", "length"):
-        raise ResultError(
-            f"vLLM ended a request with {completion.finish_reason!r}; only stop and length give a rollout"
-        )
+        ended = f"vLLM ended a request with {completion.finish_reason!r}"
+        raise ResultError(f"{ended}; only stop and length give a rollout")
     response_ids = np.array(completion.token_ids, dtype=np.int32)
     spans = completion.weight_versions or ()
     if sum(span.end - span.start for span in spans) != len(response_ids):
@@ -48,17 +47,14 @@ def to_rollout(prompt_ids: Sequence[int], completion: Any, is_truncated: bool = 
 def token_logprobs(flat: Any, token_ids: Sequence[int]) -> NDArray[np.float32]:
     """[T]: log-probabilities from `vllm.logprobs.FlatLogprobs`; NaN for a prompt's first token."""
     if (found := 0 if flat is None else len(flat.start_indices)) != len(token_ids):
-        raise ResultError(
-            f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens; one each is needed"
-        )
+        gave = f"vLLM gave {found} log-probabilities for {len(token_ids)} tokens"
+        raise ResultError(f"{gave}; one each is needed")
     logprobs = np.full(len(token_ids), np.nan, dtype=np.float32)
     for position, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
         if end > start:  # the token itself comes before the most probable ones
             if flat.token_ids[start] != token_ids[position]:
-                raise ResultError(
-                    f"vLLM's log-probability {position} is of token {flat.token_ids[start]}, not "
-                    f"{token_ids[position]}"
-                )
+                given = f"vLLM's log-probability {position} is of token {flat.token_ids[start]}"
+                raise ResultError(f"{given}, not {token_ids[position]}")
             logprobs[position] = flat.logprobs[start]
     return logprobs
 
