@@ -178,8 +178,9 @@ async def rollout(session, prompt, how="sum", **columns):
         return sum(float(one.text) for one in both)
     return float(answer.text == "5")
 
-async def counting(session):
+async def counting(session, how="number"):
     """Goes on until the budget is spent."""
+    session.metrics["seen"] = {1} if how == "set" else 1
     while True:
         await session.complete("on")
 
@@ -734,7 +735,11 @@ def test_a_spent_budget_and_an_engine_error_reach_the_rollout_and_the_caller(tmp
     async def scenario():
         async with environment(tmp_path, ROLLOUTS, "counting") as played:
             end = await play(played, ScriptedTalk(["on"] * 9, max_turns=4))
-            assert (end.finish_reason, end.reward, end.metrics) == ("turns", None, {"turns": 4.0})
+            assert (end.finish_reason, end.reward) == ("turns", None)
+            assert end.metrics == {"turns": 4.0, "seen": 1.0}
+
+            with pytest.raises(EnvironmentFault, match="returned a value of type set"):
+                await play(played, ScriptedTalk(["on"], max_turns=1), {"how": "set"})
 
             def broken(shown) -> Answer:
                 raise EngineError("aborted")
