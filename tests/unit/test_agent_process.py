@@ -228,6 +228,9 @@ def test_a_failed_engine_is_a_fault_even_if_the_agent_goes_on(tmp_path):
 def test_a_spent_budget_ends_the_episode_whatever_the_agent_does_then(tmp_path, reason):
     outcome = play(tmp_path, ScriptedTalk(TEXT, BudgetSpent(reason)), "ask('x'); ask('y')")  # a traceback
     assert outcome.finish_reason == reason
+    handled = "ask('x')\ntry: ask('y')\nexcept Exception: result(0.5)"
+    outcome = play(tmp_path, ScriptedTalk(TEXT, BudgetSpent(reason)), handled)
+    assert (outcome.finish_reason, outcome.reward) == (reason, 0.5)
 
 
 def test_an_agent_that_was_killed_after_its_budget_was_spent_has_failed(tmp_path):

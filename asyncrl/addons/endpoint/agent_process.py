@@ -230,9 +230,7 @@ def _outcome(episode: OpenEpisode, status: int, printed: Printed, result: Path) 
         raise EnvironmentFault(f"{episode.fault}{printed.note}", reason="returned")
     if episode.mistake and (status or not episode.calls or not result.exists()):
         raise EnvironmentFault(f"{episode.mistake}{printed.note}", reason="returned")
-    cut = episode.spent or (
-        "length" if episode.is_cut or (episode.overflowed and (status or not episode.calls)) else ""
-    )
+    cut = episode.spent or ("length" if episode.is_cut or (episode.overflowed and status) else "")
     if not episode.calls and not cut:
         raise EnvironmentFault(
             f"the command ended ({ending(status)}) without a call of the model: nothing was sampled; it must "
