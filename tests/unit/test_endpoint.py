@@ -25,7 +25,7 @@ from asyncrl.engine.fake import FakeEngine
 from asyncrl.environments.base import Answer, BudgetSpent, ToolCall
 from asyncrl.errors import EngineError
 from tests.support.agent_talks import CHARACTERS, ScriptedTalk, engine_talk
-from tests.support.waiting import LONG_S, until, wait_until
+from tests.support.waiting import LONG_S, turns, until, wait_until
 
 CALL = ToolCall(id="abcdef010", name="add", arguments={"a": 1, "b": 2})
 TEXT = Answer(text="two words", tokens=3, prompt_tokens=11)
@@ -328,6 +328,34 @@ def test_if_one_of_several_choices_fails_the_others_end():
         assert ended == [True, True]
 
     serve(Talk(), play)
+
+
+def test_choices_that_wait_for_tokens_end_with_the_one_that_fails():
+    """Its failure wakes them and cancels them in the same moment."""
+    engine = FakeEngine()
+    begun, running = [], []
+
+    async def sample(prompt_ids, count, spec, **more):
+        begun.append(count)
+        await turns(1)
+        if len(begun) == 1:
+            raise EngineError("gone")
+        running.append(spec)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            running.remove(spec)
+
+    engine.sample = sample
+    talk, _ = engine_talk(engine, SamplingSpec(temperature=1.0, max_response_tokens=400))
+
+    async def play(endpoint, episode):
+        answer = await post(endpoint, episode.key, {"messages": QUESTION, "n": 3})
+        assert answer.status_code == 503
+        await turns(9)
+        assert not running
+
+    serve(talk, play)
 
 
 @pytest.mark.parametrize("budget", ["length", "turns"])
