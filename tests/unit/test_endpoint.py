@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -1223,6 +1225,27 @@ def test_with_few_descriptors_callers_are_refused_and_do_not_wait_for_one():
         assert answer.json()["choices"][0]["message"]["content"] == "two words"
         server.stdin.close()
         assert "Traceback" not in server.stderr.read()
+
+
+def test_each_endpoint_of_a_process_without_descriptors_refuses_its_callers():
+    """Tasks with environments of their own have an endpoint each."""
+    with contextlib.ExitStack() as opened:
+        pairs = []
+        for _ in range(2):
+            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener = opened.enter_context(agent_server._Listener(fileno=os.dup(server.fileno())))
+            caller = opened.enter_context(socket.create_connection(server.getsockname(), timeout=LONG_S))
+            pairs.append((listener, caller))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = next(one for one in range(limits[0]) if not os.path.lexists(f"/proc/self/fd/{one}"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            for listener, caller in pairs:
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+                assert caller.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(
