@@ -139,17 +139,14 @@ class RolloutHost:
     async def _play(self, number: int, start: Mapping[str, Any]) -> None:
         session = Session(self, number, seed=start["seed"], episode=start["place"])
         try:
-            end = await self._end(session, start["columns"])
+            try:
+                end = {"value": await self._rollout(session, **start["columns"])}
+            except BaseException as error:
+                if not (spent := _spent(error)):
+                    raise
+                end = {"spent": spent}
             self.tell({"episode": number, **end, "metrics": dict(session.metrics)})
         except BaseException as error:  # noqa: BLE001 - reported to the parent
             self.tell({"episode": number} | described(error))
         finally:
             del self._episodes[number]
-
-    async def _end(self, session: Session, columns: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {"value": await self._rollout(session, **columns)}
-        except BaseException as error:
-            if spent := _spent(error):
-                return {"spent": spent}
-            raise

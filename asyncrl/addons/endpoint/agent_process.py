@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +162,12 @@ class _Program:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # A pipe of our own: a program's end must not wait for all that hold the pipe.
         output, theirs = os.pipe()
+        self._following = asyncio.create_task(self._follow(output))
         try:
             threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
         except RuntimeError as error:  # no thread is left
-            os.close(output)
             os.close(theirs)
-            raise self._not_started(error) from error
-        self._following = asyncio.create_task(self._follow(output))
+            self._tell(self._started, error)
 
     async def started(self) -> None:
         """Wait until the program runs. Raises EnvironmentFault if it cannot."""
@@ -204,7 +204,7 @@ class _Program:
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(self._process.pid, resource.RLIMIT_AS, (limit, limit))
         except (OSError, ValueError) as error:  # ValueError: an argument with a zero byte
-            self._tell(self._started, self._not_started(error))
+            self._tell(self._started, error)
             return
         finally:
             os.close(output)
@@ -212,17 +212,10 @@ class _Program:
         self.status = self._process.wait()
         self._tell(self._ended)
 
-    def _not_started(self, error: Exception) -> EnvironmentFault:
+    def _tell(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
         text = f"environment.command {self._command[0]}: the process cannot be started ({error})"
-        return EnvironmentFault(text, reason="start")
-
-    def _tell(self, future: asyncio.Future[None], error: EnvironmentFault | None = None) -> None:
-        def tell() -> None:
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
+        fault = EnvironmentFault(text, reason="start")
+        tell = partial(future.set_exception, fault) if error else partial(future.set_result, None)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(tell)
 
