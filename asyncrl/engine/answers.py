@@ -96,7 +96,7 @@ class AnswerReader:
         parsed = Parsed(text)
         if self._parse is not None:
             # What is not a call, although it begins like one, is read as it is.
-            with suppress(ValueError, KeyError, TypeError, RuntimeError):
+            with suppress(Exception):
                 parsed = self._parse(text, ids, prompt_ids, tools)
         parsed = parsed if tools or not parsed.calls else Parsed(text)
         return parsed._replace(reasoning=parsed.reasoning or reasoning)
@@ -126,13 +126,13 @@ def _by_template(
 
 
 def _arguments(value: Any) -> Mapping[str, Any] | str:
-    if isinstance(value, str):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        return read if isinstance(read, dict) else value
-    return value if isinstance(value, dict) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value)
+    with suppress(ValueError, RecursionError):
+        read = json.loads(text)
+        # Python reads NaN and 1e999, but strict clients refuse an answer with what it writes for them.
+        json.dumps(read, allow_nan=False)
+        return read if isinstance(read, dict) else text
+    return text
 
 
 def _opener(renderer: TemplateRenderer) -> str:

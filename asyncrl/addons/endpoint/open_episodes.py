@@ -36,7 +36,7 @@ class OpenEpisode:
         self.retries = 0  # calls that got the answer of an earlier attempt
         self.refused = 0  # calls, of any reason
         self.overflowed = False  # whether a conversation was too long
-        self.is_cut = False  # whether the run, and not the agent, cut off the last answer
+        self.is_cut = False  # whether the run, and not the agent, cut off or refused the last answer
         self.fault = ""  # the first call that failed: the agent goes on with a hole
         self.mistake = ""  # the first call that asked for constraints: an agent may go on without them
         self._is_free = is_free
@@ -189,7 +189,8 @@ class OpenEpisode:
 
     def _spend(self, spent: BudgetSpent) -> None:
         if spent.finish_reason == "length":
-            self.overflowed = True
+            # The answer to a shorter call takes `is_cut` back.
+            self.overflowed = self.is_cut = True
         else:
             self.spent = spent.finish_reason
 
