@@ -103,6 +103,11 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
     # Whatever made it due: a step, the end of an epoch, a better measure.
     watched = while_growing("checkpoint", directory.trl_checkpoints)
     trainer._save_checkpoint = watched(trainer._save_checkpoint)
+    # transformers would go on with an epoch whose last step of training is in the checkpoint.
+    run_epoch = trainer._run_epoch
+    trainer._run_epoch = lambda **given: (
+        run_epoch(**given) if trainer.state.global_step < trainer.state.max_steps else None
+    )
     return trainer
 
 

@@ -257,7 +257,8 @@ def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, wh
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 2})
+    settings = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": "constant"}
+    path = tiny_stage(tmp_path, "sft", trl=settings)
     with monkeypatch.context() as patch:
         if where == "export":
             patch.setattr("asyncrl.stages.with_trl.stage_card", full)
@@ -271,7 +272,12 @@ def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, wh
     assert not directory.model.exists() and not record(directory)["finished"]
     assert json.loads(directory.status.read_text())["state"] == "failed"
     assert trained(path).model.exists()
-    assert torch.is_tensor(next(iter(load_file(directory.model / "model.safetensors").values())))
+    made, last = (
+        load_file(place / "model.safetensors")
+        for place in (directory.model, directory.trl_checkpoints / "checkpoint-4")
+    )
+    assert record(directory)["steps"] == 4, "an epoch has 8"
+    assert all(torch.equal(made[name], last[name]) for name in made)
 
 
 def asyncrl(*words: str, **more) -> "subprocess.CompletedProcess[str]":
