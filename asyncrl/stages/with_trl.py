@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,12 +90,14 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
         arguments = getattr(trl, f"{name}Config")(**settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trl: TRL refuses these settings: {error}; correct them") from error
+    # Without it each tool and each call has the arguments of all rows, as null.
+    of_rows = partial(datasets.Dataset.from_list, on_mixed_types="use_json")
     train, held_out = read_rows(config)
     trainer = getattr(trl, f"{name}Trainer")(
         model=_model(config, arguments),
         args=arguments,
-        train_dataset=datasets.Dataset.from_list(for_trl(train, config.stage)),
-        eval_dataset=datasets.Dataset.from_list(for_trl(held_out, config.stage)) if held_out else None,
+        train_dataset=of_rows(for_trl(train, config.stage)),
+        eval_dataset=of_rows(for_trl(held_out, config.stage)) if held_out else None,
         peft_config=_new_adapter(config),
         callbacks=[follow],
         **({"teacher_model": teacher.path} if teacher else {}),

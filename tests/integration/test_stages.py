@@ -27,7 +27,7 @@ from asyncrl.stages.record import refuse_changed_stage
 from asyncrl.stages.rows import fixed_values
 from asyncrl.stages.settings import StageConfig
 from tests.support.command import ASYNCRL
-from tests.support.stages import begun, tiny_stage
+from tests.support.stages import begun, tiny_stage, write_rows
 from tests.support.waiting import wait_until
 from tests.support.whole_run import tiny_run
 
@@ -83,6 +83,36 @@ def test_a_model_whose_generation_config_transformers_would_not_write_is_trained
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     written = json.loads((trained(config).model / "generation_config.json").read_text())
     assert (written["temperature"], written["do_sample"]) == (0.6, True)
+
+
+def test_each_conversation_is_rendered_with_its_own_tools_and_calls(tmp_path):
+    from asyncrl.stages.with_trl import trainer_of
+
+    template = "{{ messages | tojson }} {{ tools | tojson }} {{ thinks | default('-') }}{{ eos_token }}"
+    path = tiny_stage(tmp_path, "sft", data={"eval": None}, trl={"max_length": None})
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    calls = [[{"function": {"name": "f", "arguments": {name: 1}}}] for name in "ab"]
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}]},
+        {
+            "messages": [{"role": "assistant", "tool_calls": calls[0]}],
+            "tools": [{"properties": {"a": {"type": "integer"}}}],
+            "chat_template_kwargs": {"thinks": False},
+        },
+        {
+            "messages": [{"role": "assistant", "tool_calls": calls[1]}],
+            "tools": [{"properties": {"b": {"type": "string"}}}],
+        },
+    ]
+    write_rows(tmp_path / "sft.jsonl", rows)
+    trainer = trainer_of(*begun(path), transformers.TrainerCallback())
+    render = trainer.processing_class.apply_chat_template
+    assert [row["input_ids"] for row in trainer.train_dataset] == [
+        render(
+            row["messages"], tools=row.get("tools"), return_dict=False, **row.get("chat_template_kwargs", {})
+        )
+        for row in rows
+    ]
 
 
 def improves(tmp_path: Path, stage: str, measure: str, least_gain: float) -> None:
