@@ -23,7 +23,7 @@ from asyncrl.lora import adapter_plan
 from asyncrl.run.checkpoint import CheckpointStore
 from asyncrl.run.directory import RunDirectory, write_directory
 from asyncrl.run.starts import record_start, versions
-from asyncrl.stages.follow import Follow
+from asyncrl.stages.follow import EVALUATION, Follow
 from asyncrl.stages.record import digest_of, read_stage, write_stage
 from asyncrl.stages.rows import for_trl, read_rows
 from asyncrl.stages.settings import StageConfig
@@ -162,7 +162,7 @@ def _evaluated(trainer: Any) -> dict[str, float]:
     """Return the measures of held-out rows; empty without such rows."""
     if trainer.eval_dataset is None:
         return {}
-    begin("evaluate", Pace.SLOW)
+    begin(EVALUATION, Pace.SLOW)
     found = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     return {name: float(value) for name, value in found.items() if not name.endswith(NOT_OF_THE_MODEL)}
 

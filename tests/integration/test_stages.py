@@ -198,6 +198,30 @@ def test_a_stage_that_dies_between_checkpoints_ends_with_the_weights_of_one_that
     assert are_same(whole, directory, "adapter_model.safetensors")
 
 
+def test_a_stage_that_is_asked_to_stop_in_an_evaluation_ends_with_its_last_step_saved(tmp_path, monkeypatch):
+    from asyncrl.stages.follow import Follow
+
+    evaluates = {"eval_strategy": "steps", "eval_steps": 4}
+    path = tiny_stage(tmp_path, "sft", trl={"max_steps": 4, "save_steps": 1000, **evaluates})
+    on_prediction_step = Follow.on_prediction_step
+
+    def asked(self, args, state, control, **more):
+        if state.global_step == 4:
+            self._stop.set()
+        on_prediction_step(self, args, state, control, **more)
+
+    directory = begun(path)[1]
+    # First it is in the evaluation of that step, and then in that after training.
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Follow, "on_prediction_step", asked)
+            trained(path)
+        assert directory.saved_steps().keys() == {4} and not record(directory)["finished"]
+        status = json.loads(directory.status.read_text())
+        assert (status["state"], status["message"]) == ("stopped", "asked to stop")
+    assert record(trained(path))["steps"] == 4
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_stage_that_dies_before_a_checkpoint_is_signed_goes_on_from_the_one_before(
     tmp_path, monkeypatch, limit
