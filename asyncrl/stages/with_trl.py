@@ -193,6 +193,12 @@ def _as_our_errors(config: StageConfig, directory: RunDirectory) -> Iterator[Non
     except (ConfigError, DataError, RunError):
         raise
     except OSError as error:
+        # transformers raises one without a number if the hub lacks a name or cannot be reached.
+        if error.errno is None:
+            teacher = f" or teacher.path ({config.teacher.path})" if config.teacher else ""
+            found = f"cannot load model.path ({config.model.path}){teacher}: {error}"
+            cure = "correct it; for a hub name check the network, HF_TOKEN and HF_HUB_OFFLINE"
+            raise ConfigError(f"stage {config.stage}: {found}; {cure}") from error
         raise RunError(f"stage {config.stage}: {with_cure(error, directory.path)}") from error
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and lacks_gpu_memory(error):

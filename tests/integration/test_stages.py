@@ -334,6 +334,13 @@ def test_a_full_disk_is_named_and_leaves_no_half_model(tmp_path, monkeypatch, wh
     assert all(torch.equal(made[name], last[name]) for name in made)
 
 
+def test_a_model_that_the_hub_does_not_give_is_a_mistake_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"cannot load model\.path \(nowhere/no-model\)") as raised:
+        trained(tiny_stage(tmp_path, "sft", model={"path": "nowhere/no-model"}))
+    assert "run.root" not in str(raised.value)
+
+
 def asyncrl(*words: str, **more) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*ASYNCRL, *words], capture_output=True, text=True, timeout=400, check=False, **more
