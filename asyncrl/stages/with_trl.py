@@ -94,7 +94,7 @@ def trainer_of(config: StageConfig, directory: RunDirectory, follow: Follow) -> 
     of_rows = partial(datasets.Dataset.from_list, on_mixed_types="use_json")
     train, held_out = read_rows(config)
     trainer = getattr(trl, f"{name}Trainer")(
-        model=_model(config, arguments),
+        **_model(config, arguments),
         args=arguments,
         train_dataset=of_rows(for_trl(train, config.stage)),
         eval_dataset=of_rows(for_trl(held_out, config.stage)) if held_out else None,
@@ -132,16 +132,20 @@ def _ours(config: StageConfig, directory: RunDirectory) -> dict[str, Any]:
     } | ({"teacher_model_revision": teacher.revision} if teacher else {})
 
 
-def _model(config: StageConfig, arguments: Any) -> Any:
+def _model(config: StageConfig, arguments: Any) -> dict[str, Any]:
     """Return the model's name, which TRL loads, or the model with the adapter that is trained on."""
     model = config.model
     if model.lora is None or model.lora.start is None:
-        return model.path
+        return {"model": model.path}
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model.path, trust_remote_code=model.trust_remote_code, **arguments.model_init_kwargs
     )
     arguments.model_init_kwargs = None
-    return PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+    # TRL would take that of the main branch.
+    sides = dict.fromkeys(("padding_side", "truncation_side"), "left") if config.stage == "distil" else {}
+    tokenizer = transformers.AutoProcessor.from_pretrained(model.path, **model.hub_options, **sides)
+    adapted = PeftModel.from_pretrained(base, model.lora.start, is_trainable=True)
+    return {"model": adapted, "processing_class": tokenizer}
 
 
 def _new_adapter(config: StageConfig) -> LoraConfig | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -156,6 +156,28 @@ def test_a_stage_trains_an_adapter_and_the_next_one_goes_on_with_it(tmp_path, st
     assert any(bool((old[name] != new[name]).any()) for name in old)
     if stage == "sft":
         assert record(second)["before"]["loss"] == pytest.approx(record(first)["after"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["sft", "distil"])
+def test_an_adapter_is_trained_on_with_the_tokenizer_of_the_bases_revision(tmp_path, monkeypatch, stage):
+    from asyncrl.stages.with_trl import trainer_of
+
+    start, revisions = tmp_path / "adapter", []
+    model = {"revision": "abc", "lora": {"rank": 8, "targets": ["q_proj"], "start": str(start)}}
+    path = tiny_stage(tmp_path, stage, model=model)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    get_peft_model(base, LoraConfig(r=8, lora_alpha=8, target_modules=["q_proj"])).save_pretrained(start)
+    load = transformers.AutoProcessor.from_pretrained
+
+    def noted(*given, **more):
+        revisions.append(more.get("revision"))
+        return load(*given, **more)
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", noted)
+    trainer = trainer_of(*begun(path), transformers.TrainerCallback())
+    assert revisions == ["abc"]
+    tokenizer = trainer.processing_class
+    assert stage == "sft" or (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
 
 
 def scores_are_those_of_the_adapter(directory: Path, stage: RunDirectory) -> None:
