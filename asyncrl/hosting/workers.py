@@ -53,7 +53,8 @@ def receive(stream: IO[bytes]) -> bytes:
 
 def ending(status: int) -> str:
     """Describe how a process with this exit status ended."""
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    names = {-one.value: one.name for one in signal.Signals}  # most real-time signals have none
+    return f"killed by {names.get(status, f'signal {-status}')}" if status < 0 else f"exit status {status}"
 
 
 class Worker:

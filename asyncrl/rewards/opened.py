@@ -121,13 +121,13 @@ class Asker:
                 raise Unanswered(f"took longer than {limit_s:g} s{last}", reason=reason) from None
             except Unanswered as failure:
                 failures.append(failure)
-                unreadable = sum(one.reason == "unreadable" for one in failures)
+                reasons = Counter(one.reason for one in failures)
                 pause_s = failure.pause_s or AGAIN.pause_s(len(failures)) * random.uniform(0.5, 1.0)
                 left_s -= pause_s
                 # The call of a first outage takes no time: a scorer that died had it, and another gets it.
-                if [one.reason for one in failures].count("unavailable") != 1:
+                if failure.reason != "unavailable" or reasons["unavailable"] > 1:
                     left_s -= loop.time() - began_s
-                if not failure.may_pass or unreadable >= self._config.attempts or left_s < 0.0:
+                if not failure.may_pass or left_s < 0.0 or reasons["unreadable"] >= self._config.attempts:
                     raise
             self.counts["reward_retries"] += 1
             await asyncio.sleep(pause_s)

@@ -32,7 +32,14 @@ def test_a_stream_that_ends_within_a_message_is_an_end(cut):
         receive(stream)
 
 
-@pytest.mark.parametrize("program", ["import os; os.kill(os.getpid(), 9)", "raise SystemExit(3)"])
-def test_the_exit_status_says_how_a_process_ended(program):
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
+        ("raise SystemExit(3)", "exit status 3"),
+    ],
+)
+def test_the_exit_status_says_how_a_process_ended(program, said):
     status = os.waitstatus_to_exitcode(os.system(f"exec python3 -c '{program}'"))
-    assert ending(status) == ("killed by SIGKILL" if "kill" in program else "exit status 3")
+    assert ending(status) == said
