@@ -98,7 +98,6 @@ def train(
         with contextlib.suppress(EndedEarly):
             run_learner(trainer, run, recipe, hooks, version=state.version, steps=config.learner.steps)
         run.finish()
-        begin("end", Pace.SLOW)
 
 
 def trainer_of(
