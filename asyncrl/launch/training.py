@@ -51,7 +51,8 @@ def train(
     begin("load the model", Pace.SLOW)
     stop = threading.Event()
     hooks = Hooks.load(config.learner.hooks)
-    with naming_memory(config.learner, rendezvous.rank), ExitStack() as stack:
+    # What surrounds the loop ends with the error that names the memory, and not with torch's.
+    with ExitStack() as stack, naming_memory(config.learner, rendezvous.rank):
         if not directory.saved_mark.exists():
             # Before weights are read. A run that has saved something was judged when it began.
             require_right_code(config)
