@@ -79,7 +79,8 @@ def run_ranks(
             host = open_host(stack)
             look = host.look
             begin(processes, host.meet())
-            return host.finish(wait_for_ranks(processes, look))
+            status = host.finish(wait_for_ranks(processes, look))
+            return status if status >= 0 else 128 - status  # as shells give it: no exit status is negative
         except SystemExit:
             leave(processes, look)
             raise

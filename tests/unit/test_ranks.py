@@ -14,6 +14,7 @@ from asyncrl.hosting import processes, rank_group
 from asyncrl.hosting.processes import stop_processes
 from asyncrl.hosting.rank_group import GRACE_S, begin, free_port, leave, start_ranks, wait_for_ranks
 from asyncrl.hosting.supervisor import USER_ERROR
+from asyncrl.launch.ranks import only_host, run_ranks
 
 
 class Clock:
@@ -100,6 +101,11 @@ def test_ranks_that_are_asked_to_leave_get_the_time_that_they_need_to_save(clock
     stop_processes(one_dies, grace_s=GRACE_S)
     assert one_dies[1].killed, "without the other it can save nothing"
     assert clock.now_s - began_s < 5.1 + GRACE_S
+
+
+def test_a_rank_that_a_signal_ends_gives_the_status_that_shells_give(tmp_path):
+    """Its parent exits with it: 247, which is -9, would tell nobody of SIGKILL."""
+    assert run_ranks(["sh", "-c", "kill -9 $$"], 2, only_host(tmp_path / "lock")) == 128 + signal.SIGKILL
 
 
 RANK = """
