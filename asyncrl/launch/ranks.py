@@ -91,6 +91,11 @@ def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
     return lambda stack: stack.enter_context(OnlyHost(lock))
 
 
+def lead_bind(config: Config, learner: str | None) -> str:
+    """Return `control.bind` as host 0 has it, whose address `learner` is; by default that of the config."""
+    return str(filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT))
+
+
 def learner_host(
     config: Config, directory: RunDirectory, number: int, learner: str | None
 ) -> Callable[[ExitStack], RankHost]:
@@ -100,12 +105,10 @@ def learner_host(
         return only_host(directory.lock)
     keys = run_keys(os.environ)
     listening, calling = keys.ranks
-    bind = filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT)
-    assert bind is not None
     # Addresses and the place of slots are those of host 0.
     own = {"control": {"bind"}, "store": {"bind"}, "weights": {"slots"}}
     terms = Terms(
-        endpoint=beside(bind),
+        endpoint=beside(lead_bind(config, learner)),
         wire_key=keys.join.wire,
         config=hashlib.sha256(config.model_dump_json(exclude=own).encode()).hexdigest()[:16],
         hosts=hosts,
@@ -135,15 +138,15 @@ def main() -> None:
         command = module_argv("asyncrl.launch.learner_process", FLAG, HOST, str(number))
         command += ["--store", arguments.store, "--config", str(arguments.config)]
         command += [MEMORY_SHARE, str(arguments.memory_share)]
-        bind, each = config.control.bind, config.ranks_per_host
-        several = config.cluster.learner_hosts > 1
+        each, several = config.ranks_per_host, config.cluster.learner_hosts > 1
         status = run_ranks(
             command,
             config.learner.ranks,
             learner_host(config, directory, number, arguments.learner),
             wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
-            address=arguments.learner or (host_of(bind) if several and bind else ADDRESS),
+            # At the address of the meeting, because rank 0 listens at no other.
+            address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
         )
         sys.exit(status)
 
