@@ -139,9 +139,8 @@ class Supervisor:
 
     @property
     def doing(self) -> str | None:
-        """What the process that ends the run reported last; None if it does not run."""
+        """What the process that ends the run, of ranks the first, reported last; None if it does not run."""
         lead = next((child.running for child in self._children.values() if child.spec.ends_run), None)
-        # Of several ranks the first, behind the process that starts them.
         return list(lead.process.signs().values())[:2][-1].doing if lead else None
 
     def stop(

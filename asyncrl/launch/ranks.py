@@ -24,7 +24,6 @@ from asyncrl.hosting.rank_group import (
     free_port,
     leave,
     name_of,
-    nobody_else,
     parse_arguments,
     start_ranks,
     wait_for_ranks,
@@ -71,18 +70,17 @@ def run_ranks(
     """
     here = range(ranks) if here is None else here
     processes = start_ranks(command, here, ranks=ranks, address=address, environment=os.environ)
-    look = nobody_else
+    host: RankHost | None = None
     with ExitStack() as stack:
         stack.callback(stop_processes, processes, grace_s=GRACE_S)
         try:
             wait()
             host = open_host(stack)
-            look = host.look
             begin(processes, host.meet())
-            status = host.finish(wait_for_ranks(processes, look))
+            status = host.finish(wait_for_ranks(processes, host.look))
             return status if status >= 0 else 128 - status  # as shells give it: no exit status is negative
         except SystemExit:
-            leave(processes, look)
+            leave(processes, host.look if host else lambda: None)
             raise
 
 
@@ -92,7 +90,7 @@ def only_host(lock: Path) -> Callable[[ExitStack], RankHost]:
 
 
 def lead_bind(config: Config, learner: str | None) -> str:
-    """Return `control.bind` as host 0 has it, whose address `learner` is; by default that of the config."""
+    """Return the address for other hosts of host 0, which is at `learner`. Rank 0 listens at no other."""
     return str(filled_in(config.control.bind or AUTO, learner or "", CONTROL_PORT))
 
 
@@ -145,7 +143,6 @@ def main() -> None:
             learner_host(config, directory, number, arguments.learner),
             wait_until_needed if arguments.standby else lambda: None,
             here=range(number * each, (number + 1) * each),
-            # At the address of the meeting, because rank 0 listens at no other.
             address=host_of(lead_bind(config, arguments.learner)) if several else ADDRESS,
         )
         sys.exit(status)
