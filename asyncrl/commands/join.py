@@ -26,6 +26,7 @@ from asyncrl.config.resolved import config_hash, dump_config
 from asyncrl.config.reward_section import HttpReward, Judge, RewardFunctionConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.store import StoreConfig, holds_password
+from asyncrl.control.base import check_names
 from asyncrl.environments.named import ADAPTERS, TOOLS
 from asyncrl.errors import ForeignRunError, RunError, RunNotUp, StoreError, StoreRefused
 from asyncrl.files import replace_text
@@ -135,6 +136,11 @@ def joined(
     `report` gets the reason for waiting, at most `wait_s`. `check` gets the config before anything is
     started, and raises if this machine cannot run it. For `allowed` see `commands.allowance`.
     """
+    prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
+    try:
+        check_names(f"{prefix}{count - 1}")
+    except ValueError as error:
+        raise RunError(f"--name: {error}; give another --name") from error
     own = load_config(config_path) if config_path else None
     # Read once: the file may be a pipe. A failure is not kept.
     given = cache(partial(join_keys, os.environ)) if is_given(os.environ) else None
@@ -154,12 +160,14 @@ def joined(
     check(config)
     directory = found.learners or RunDirectory(config.run.directory)
     if found.learners is None:
+        if directory.secret_path.exists() and directory.keys().join != found.keys:
+            what = f"{directory.path} is the directory of another run, whose config would be replaced"
+            raise RunError(f"{what}; start the generators in another working directory")
         directory.create(fresh=False)
         # Generators of another command here may be reading it.
         replace_text(directory.config, dump_config(config))
     setup_logging(name or "generators", directory.logs, console=True)
     forget_secrets(os.environ)
-    prefix = f"{name}.g" if name else f"{socket.gethostname()}.{os.getpid()}."
     with family() as members, ExitStack() as stack:
         scorers, place = list[ProcessSpec](), None
         if (needed := config.served) and not _are_here(needed, directory):

@@ -167,7 +167,7 @@ class UpdateSchedule:
         failed = 0 if self.updates else min((member.failures for member in members), default=0)
         if refused < MOST_REFUSALS and failed < MOST_FAILURES:
             return None
-        times, reason = (refused or failed), members[0].reason
+        times, reason = max(refused, failed), members[0].reason
         return f"every generator refused {times} updates in a row, so none can sample: {reason}"
 
     def tick(self, now_s: float) -> list[Action]:

@@ -34,7 +34,8 @@ class Pace(IntEnum):
 
     NORMAL = 0
     SLOW = 1  # it loads a model, writes a checkpoint, or runs a user's code
-    QUICK = 2  # it only waits, and reports every second
+    OVER = 2  # its work is done: it waits for the end of others, or has ended
+    QUICK = 3  # it only waits, and reports every second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ class Limits:
 
     def at(self, pace: Pace) -> float:
         """Return the limit for one pace."""
-        quick_s = min(_QUICK_S, self.hang_s)
-        return {Pace.NORMAL: self.hang_s, Pace.SLOW: self.slow_s, Pace.QUICK: quick_s}[pace]
+        return (self.hang_s, self.slow_s, float("inf"), min(_QUICK_S, self.hang_s))[pace]
 
 
 UNLIMITED = Limits(hang_s=float("inf"), slow_s=float("inf"))

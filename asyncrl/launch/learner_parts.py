@@ -58,7 +58,6 @@ def open_lead_run(
     reporting = open_reporting(config, directory, key_id=key_id(record_key), step=state.version)
     stack.callback(reporting.close)
     taking = open_taking(
-        stack,
         config,
         store,
         data,

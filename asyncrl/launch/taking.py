@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,7 +142,6 @@ class Taking:
 
 
 def open_taking(
-    stack: ExitStack,
     config: Config,
     store: StoreConnection,
     data: DataFiles,

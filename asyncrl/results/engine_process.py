@@ -70,10 +70,11 @@ async def sampler_of(
 ) -> AsyncIterator[GroupSampler]:
     """Start engine, and the rewards and environments of these tasks, for the body."""
     device = resolve_device(config)
-    gpus, generator = room_on_gpus(config)
-    if gpus:
-        os.environ[VARIABLE] = visible_devices(gpus)
     with started_scorers(config) as directory:
+        # The scorers have loaded their models by now, on their own of all GPUs that this process sees.
+        gpus, generator = room_on_gpus(config)
+        if gpus:
+            os.environ[VARIABLE] = visible_devices(gpus)
         players = Players.of(config, config.run.root, directory, tasks)
         try:
             await players.start(prompts)

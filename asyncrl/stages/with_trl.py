@@ -69,6 +69,8 @@ def train(config: StageConfig, directory: RunDirectory, *, leads: bool = True) -
         after = _evaluated(trainer)
         if leads:
             _finish(trainer, config, directory, after)
+        else:
+            begin("end", Pace.OVER)
 
 
 def checkpoints_of(directory: RunDirectory, limit: Any = KEEP) -> CheckpointStore:

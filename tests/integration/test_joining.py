@@ -26,6 +26,7 @@ from asyncrl.control.base import Hello, Welcome
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CODEC
 from asyncrl.errors import ConfigError, ForeignRunError, RunError, StoreError
+from asyncrl.files import replace_text
 from asyncrl.hosting import gpus as our_gpus
 from asyncrl.hosting.memory_use import ModelShape
 from asyncrl.preflight import doubts
@@ -250,6 +251,32 @@ def test_a_host_whose_clock_is_off_says_by_how_much(record, host, join_here, mon
         with pytest.raises(InterruptedError):
             join_here()
         assert capsys.readouterr().out.count("is -90 s from that of the store; let a time service") == lines
+
+
+def test_the_directory_of_another_run_with_the_same_name_is_left_as_it_is(server, record, host, monkeypatch):
+    def start(*_, **__):
+        raise InterruptedError("as far as this test goes")
+
+    monkeypatch.setattr("asyncrl.cli.running._check_host", lambda *_: None)
+    monkeypatch.setattr(joining, "generator_maker", start)
+    wanted, own = config(), host / "runs" / "far"
+    record.renew(replace(record_of(wanted), config_hash=config_hash(wanted)))
+    (own / "checkpoints").mkdir(parents=True)
+    for secret, content, error in (
+        (bytes(32), "of another run", RunError),
+        (KEYS.secret, dump_config(wanted), InterruptedError),
+    ):
+        replace_text(own / "run.key", secret.hex(), private=True)
+        (own / "config.yaml").write_text("of another run")
+        with pytest.raises(error):
+            generator(store=server.url)
+        assert (own / "config.yaml").read_text() == content
+
+
+@pytest.mark.parametrize("name", ["my host", "a/b", "x" * 198])
+def test_a_name_that_no_generator_can_have_is_refused_before_a_store_is_asked(name):
+    with pytest.raises(RunError, match=r"--name: the name '.*' is not 1 to 200 letters, .*; give another"):
+        generator(store="redis://nowhere:1/0", name=name)
 
 
 def test_the_wait_has_a_bound(record, host, join_here):

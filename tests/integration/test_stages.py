@@ -34,14 +34,14 @@ from tests.support.whole_run import tiny_run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
-def trained(path: Path) -> RunDirectory:
+def trained(path: Path, *, leads: bool = True) -> RunDirectory:
     """Train in this process, as `stages.process` does, from the newest checkpoint."""
     from asyncrl.stages.with_trl import train
 
     config, directory = begun(path)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        train(config, directory)
+        train(config, directory, leads=leads)
     finally:
         signal.signal(signal.SIGTERM, handler)
     return directory
@@ -290,6 +290,11 @@ def test_a_save_may_be_slow_whatever_made_it_due(tmp_path, monkeypatch, when):
     )
     directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 10, "save_strategy": when, **more}))
     assert found == [(progress.Pace.SLOW, b"checkpoint")] * len(directory.saved_steps()) != []
+
+
+def test_a_rank_that_has_trained_does_not_count_as_hung_while_rank_0_writes_the_model(tmp_path):
+    directory = trained(tiny_stage(tmp_path, "sft", trl={"max_steps": 1}), leads=False)
+    assert progress._own.doing == (progress.Pace.OVER, b"end") and not directory.model.exists()
 
 
 def are_same(one: RunDirectory, other: RunDirectory, name: str) -> bool:

@@ -1,6 +1,9 @@
 """Messages to programs in processes of their own; the programs themselves are in tests/integration."""
 
+import fcntl
 import os
+import resource
+import socket
 from io import BytesIO
 
 import msgpack
@@ -8,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.hosting.workers import LENGTH, ending, pack, receive
+from asyncrl.hosting.workers import LENGTH, Worker, ending, pack, receive
 
 messages = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers(0, 2**40) | st.binary(max_size=40), max_size=3),
@@ -43,3 +46,19 @@ def test_a_stream_that_ends_within_a_message_is_an_end(cut):
 def test_the_exit_status_says_how_a_process_ended(program, said):
     status = os.waitstatus_to_exitcode(os.system(f"exec python3 -c '{program}'"))
     assert ending(status) == said
+
+
+def test_a_worker_answers_over_a_descriptor_that_select_does_not_take():
+    """As in a process that serves hundreds of connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        low, theirs = socket.socketpair()
+        with low, theirs, socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, 1100)) as high:
+            worker = Worker.__new__(Worker)
+            worker.channel, worker._replies = high, high.makefile("rb")
+            theirs.sendall(pack("answer"))
+            assert msgpack.unpackb(worker.ask(b"", wait_s=60.0)) == "answer"
+            worker.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
