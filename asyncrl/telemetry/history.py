@@ -13,7 +13,10 @@ from asyncrl.telemetry.text import number
 
 REJECTED = "groups/rejected_"
 MISSING = "episodes/missing/"
-_NEXT_TO_A_STEP = ("eval/", "checkpoint/", "time/checkpoint")  # logged after the step itself, perhaps again
+# In each record of TRL, such as that of an evaluation, or in its summary behind the last step.
+_OF_TRL = ("train/epoch", "train/num_input_tokens_seen", "train/total_flos")
+# Logged after the step itself, perhaps again.
+_NEXT_TO_A_STEP = ("eval/", "checkpoint/", "time/checkpoint", *_OF_TRL)
 Row = dict[str, float]
 Which = Literal["first", "last", "best"]
 Series = tuple[tuple[int, float], ...]  # (step, value), ascending

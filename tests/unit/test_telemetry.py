@@ -164,6 +164,18 @@ def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path: Path) -> None
     assert list(Tail(tmp_path / "none.jsonl")) == []
 
 
+def test_an_evaluation_and_the_summary_of_a_stage_keep_the_training_of_their_step() -> None:
+    """TRL writes the epoch into each of its records."""
+    history, trained = History(), {"train/loss": 0.5, "time/step": 1.0, "train/epoch": 0.5}
+    history.add({"step": 5, "time": 1.0, **trained})
+    history.add({"step": 5, "time": 2.0, "eval/loss": 0.4, "train/epoch": 0.5})
+    history.add({"step": 5, "time": 3.0, "train/total_flos": 7.0, "train/epoch": 0.5})
+    assert history.rows == {5: {"time": 1.0, **trained, "eval/loss": 0.4, "train/total_flos": 7.0}}
+    again = {"time": 4.0, "train/loss": 0.7, "train/epoch": 0.5}
+    history.add({"step": 5, **again})
+    assert history.rows == {5: again}, "a resume trains it again"
+
+
 class Recorder:
     """A tracker that fails in one method."""
 
