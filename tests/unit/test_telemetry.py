@@ -229,6 +229,37 @@ def test_a_failing_tracker_is_told_once_and_asked_again_after_a_pause(
     )
 
 
+def test_the_pause_follows_the_failed_attempt_and_grows_though_another_call_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, bad = [100.0], Recorder("log")
+    monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
+
+    class Slow(Recorder):
+        def log(self, metrics: Any, *, step: int | None = None) -> None:
+            clock[0] += 60.0
+            super().log(metrics, step=step)
+
+    slow, late = Slow("log"), []
+
+    def opener() -> Recorder:
+        late.append(clock[0])
+        raise ImportError("no such library")
+
+    slow_trackers, trackers = Trackers([lambda: slow]), Trackers([lambda: bad, opener])
+    slow_trackers.log({"a": 1.0})
+    slow_trackers.log({"a": 1.0})
+    assert slow.calls == ["log"], "the next call comes within a second after the failure"
+    bad.calls.clear()
+    late.clear()
+    for _ in range(16):
+        trackers.samples([record()])
+        trackers.log({"a": 1.0})
+        clock[0] += fanout.BACKOFF.first_s
+    # Pauses of 1, 2, 4 and 8 seconds lie before the fifth attempt.
+    assert bad.calls.count("log") == len(late) + 1 == 5
+
+
 @pytest.mark.parametrize(
     "odd",
     [b"7", "7", None, [1.0], 10**400, np.ones(2), torch.ones(2), 1j, object(), math.nan, math.inf],
