@@ -679,6 +679,13 @@ def test_responses_that_are_always_cut_off_are_said_at_the_start(better: int | N
     assert list(seen) == first + later
 
 
+def test_responses_that_come_to_be_cut_off_are_said_as_long_as_they_are() -> None:
+    alarms, began = Alarms(), 11
+    for step in range(1, 4 * WINDOW):
+        row = {"completions/truncated_share": 0.1 if step < began else 1.0}
+        assert alarms.watch(row, step) == {"alarm/truncated": float(step >= began)}
+
+
 def test_the_first_entropy_is_the_first_that_is_a_number() -> None:
     alarms = Alarms()
     assert alarms.watch({"policy/entropy": math.nan}, 1) == {"alarm/entropy": 0.0}
