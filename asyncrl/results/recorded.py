@@ -15,7 +15,7 @@ from asyncrl.run.directory import RunDirectory, find_run
 from asyncrl.telemetry.base import SampleRecord, sample_from
 from asyncrl.telemetry.jsonl import Tail, Tails
 from asyncrl.telemetry.state import read_state
-from asyncrl.telemetry.text import number
+from asyncrl.telemetry.text import number, visible_lines
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
 
 def _line(record: dict[str, Any]) -> str:
     at, process, level, event = (str(record.get(name)) for name in ("time", "process", "level", "event"))
-    said = "\n".join(filter(None, (event, record.get("exception"))))
+    said = visible_lines("\n".join(filter(None, (event, record.get("exception")))))
     return f"{at[:19]} {process} {level.upper()} {said}\n"
 
 

@@ -65,6 +65,17 @@ def test_an_episode_is_shown_with_its_text_ids_versions_and_reward():
     assert lines[-1] == "  turns: reward 0.5 (environment 1); turns 2"
 
 
+def test_no_text_of_an_episode_moves_the_cursor_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"row": {"a": "\x9b2J"}, "metrics": {"b\x7f": 1.0}, "end": "stop", "reward": 1.0, "parts": {}}
+    group["sequences"] = [[("action", 0, "\x1b[2J\u202e\n", [1])]]
+    monkeypatch.setattr(play, "ask", lambda *_: [group])
+    assert list(play.play_rows(Path("task.yaml"), [], 1)) == [
+        'row {"a": "\\u009b2J"}',
+        '  action v0   "\\u001b[2J\\u202e\\n"  [1]',
+        "  stop: reward 1 (); b␡ 1",
+    ]
+
+
 def test_no_teacher_is_asked(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")

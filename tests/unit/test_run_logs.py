@@ -46,6 +46,14 @@ def test_warnings_of_all_processes_come_in_the_order_of_their_times(directory: R
     )
 
 
+def test_no_log_line_moves_the_cursor_of_a_terminal(directory: RunDirectory) -> None:
+    said = "ValueError: \x1b[2J \u202e"
+    log(directory, "g0", ("12:00:02", "error", "it said \x1b]0;a\x07\r"), exception=f"Traceback\n{said}")
+    assert "".join(logs_of(directory.path, None, follow=False)) == (
+        "2026-01-31T12:00:02 g0 ERROR it said ␛]0;a␇␍\nTraceback\nValueError: ␛[2J \\u202e\n"
+    )
+
+
 def test_a_process_shows_what_it_has_printed_last(directory: RunDirectory) -> None:
     (directory.logs / "g0.out").write_bytes(b"a" * LAST_BYTES + b"b\xff\n")
     (text,) = logs_of(directory.path, "g0", follow=False)
