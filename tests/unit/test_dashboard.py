@@ -663,10 +663,14 @@ def test_without_a_terminal_warnings_of_every_process_are_told_once(tmp_path: Pa
     reporter.show(reader.read())
     # The same, within a minute.
     log_line(run.directory, "g0", "warning", "version 8 was not received: \x1b[2J no", now + 2)
+    # Of a host whose clock is behind, or whose file comes late.
+    log_line(run.directory, "g1", "warning", "found no reward", now + 0.5)
     reporter.show(reader.read())
+    reporter.show(replace(reader.read(), now=now + 600))
     assert [line for line in written if line.startswith("!")] == [
         "! g0: version 7 was not received: ␛[2J no",
         "! learner: ended by an error: ValueError: bad",
+        "! g1: found no reward",
     ]
 
 
