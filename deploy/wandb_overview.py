@@ -26,6 +26,9 @@ WAITING = (
     Curve("The last update paused its engine", ("weights/paused_s",), "s"),
 )
 SECTIONS = {"Learning": CURVES, "Staleness": STALENESS, "Who waited for whom": WAITING}
+# A named set of `data.eval` in a metric's name: one, three or more characters, or two that are not `se`.
+# Standard errors have `se` there, and a pattern that works everywhere can only leave out characters.
+SET = "(([^/]|[^/]{3,}|[^s/][^/]|[^/][^e/])/)?"
 WIDTH, HEIGHT, PAGE_WIDTH = 8, 6, 24
 """Of a chart, in W&B's units; three in a row."""
 
@@ -70,9 +73,10 @@ def panels(curves: Sequence[Curve]) -> list[wr.LinePlot]:
 
 def metrics(curve: Curve) -> dict[str, object]:
     """Names where they are known, else one pattern for all: W&B takes either."""
-    if not any("*" in name for name in curve.names):
+    if not any("*" in name or name.startswith("eval/") for name in curve.names):
         return {"y": list(curve.names)}
     patterns = (re.escape(name).replace(r"\*", ".*") for name in curve.names)
+    patterns = (re.sub("^eval/", f"eval/{SET}", pattern) for pattern in patterns)
     return {"metric_regex": f"^({'|'.join(patterns)})$"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from wandb_workspaces.reports.v2 import interface
 
 from asyncrl.results.charts import CURVES, STALENESS
+from asyncrl.telemetry.history import of_sets
 from tests.support.pages import ROOT, text_of
 
 SCRIPT = ROOT / "deploy" / "wandb_overview.py"
@@ -62,6 +63,18 @@ def test_it_has_the_charts_of_our_page_by_our_own_step(asked):
             assert matches(config, name.replace("*", "judge")), (curve.title, name)
         assert not matches(config, "reward/mean") or curve.title == "Reward"
         assert not matches(config, "policy/entropy/more") and not matches(config, "eval/passing")
+
+
+def test_a_chart_has_the_same_metrics_of_named_sets_as_on_our_page(asked):
+    charts = {
+        panel["config"]["chartTitle"]: panel["config"] for _, _, panels in grids(None)[:3] for panel in panels
+    }
+    metrics = ("accuracy", "reward_mean", "pass@8", "maj@4", "best@8", "length_mean", "prompts")
+    sets = ("", "math/", "math-se/", "s/", "e/", "es/", "sx/", "xe/", "sea/", "a.b/", "se/", "math/se/")
+    names = [f"eval/{of_set}{metric}" for of_set in sets for metric in metrics]
+    for curve in CURVES:
+        shown = {name for wanted in curve.names for name in of_sets(wanted, names)}
+        assert {name for name in names if matches(charts[curve.title], name)} == shown, curve.title
 
 
 def test_every_metric_that_it_names_is_one_of_ours(asked):
