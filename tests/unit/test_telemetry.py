@@ -728,3 +728,15 @@ def test_a_table_of_samples_is_due_every_ten_steps_of_its_kind_and_again_after_g
     assert shown == [1, 11, 21, 12] and tables.rows([]) == []
     (row,) = tables.rows([record(step=12, kind="eval")])
     assert dict(zip(COLUMNS, row, strict=True))["versions"] == "[(0, 3), (1, 2)]"
+
+
+def test_each_named_set_has_its_own_table_of_samples(tmp_path: Path) -> None:
+    config = TelemetryConfig(tensorboard=True)
+    trackers = open_trackers(config, "a", tmp_path, RESOLVED, key_id="5a17")
+    for name in ("math", "words"):
+        trackers.samples([record(kind="eval", eval_set=name, response=f"of {name}")])
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("math", "words"):
+        (shown,) = events.Tensors(f"samples/eval/{name}/text_summary")
+        assert f"of {name}".encode() in shown.tensor_proto.string_val[0]

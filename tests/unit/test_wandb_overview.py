@@ -1,6 +1,7 @@
 """The overview for W&B as it would be saved, without a network: its charts are those of our own page, and
 their metrics exist."""
 
+import json
 import re
 import runpy
 import sys
@@ -109,6 +110,15 @@ def test_charts_lie_in_rows_beside_each_other(asked):
             for y in range(one["y"], one["y"] + one["h"])
         ]
         assert len(cells) == len({*cells}) and all(0 <= x < 24 for x, _ in cells), heading
+
+
+def test_the_samples_of_named_sets_have_their_own_tables(asked):
+    for sets, held_out in (
+        ((), ["samples/eval"]),
+        (("math", "code"), ["samples/eval/math", "samples/eval/code"]),
+    ):
+        text = json.dumps(overview("me", "asyncrl", None, sets)._to_model().spec.model_dump(by_alias=True))
+        assert re.findall(r'"(samples/[^"]+)"', text) == ["samples/train", *held_out]
 
 
 def test_it_shows_all_runs_or_one(asked):
