@@ -4,6 +4,7 @@ import heapq
 import json
 import math
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -165,7 +166,7 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
             f"{directory.logs} has no output of `{name}`; it has that of: {names}. A host that does not "
             "share this directory has its own: call `asyncrl logs` there"
         )
-    position = max(path.stat().st_size - LAST_BYTES, 0)
+    position, decoder = max(path.stat().st_size - LAST_BYTES, 0), getincrementaldecoder("utf-8")("replace")
 
     def read() -> list[str]:
         nonlocal position
@@ -173,7 +174,7 @@ def _printed(directory: RunDirectory, name: str) -> Callable[[], list[str]]:
             file.seek(position)
             found = file.read()
         position += len(found)
-        return [found.decode("utf-8", "replace")] if found else []
+        return [text] if (text := decoder.decode(found)) else []
 
     return read
 
@@ -182,8 +183,8 @@ def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
     tails = Tails(directory.logs)
 
     def read() -> list[str]:
-        records = [record for new in tails.read().values() for record in new]
-        told = [record for record in records if record.get("level", "info") != "info"]
+        records = (record for new in tails.read().values() for record in new)
+        told = (record for record in records if record.get("level", "info") != "info")
         return [_line(record) for record in sorted(told, key=lambda record: str(record.get("time")))]
 
     return read
