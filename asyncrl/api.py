@@ -130,7 +130,7 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return all learner metrics by step, for `pandas.DataFrame.from_dict(..., orient="index")`."""
-        return dict(read_state(self.directory).history.rows)
+        return dict(sorted(read_state(self.directory).history.rows.items()))
 
     def samples(
         self,

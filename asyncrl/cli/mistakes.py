@@ -19,7 +19,6 @@ FAULT, MISTAKE = 1, 2  # exit statuses; `doctor` and `reward test` return FAULT 
 ELSEWHERE = {
     "grpo": "up",
     "kill": "down",
-    "logs": "status",
     "ps": "status",
     "run": "up",
     "sft": "stage",

@@ -74,6 +74,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "1 problem in the command line",
         "reward: found nothing; it is needed",
     ),
+    "Logs": ("found no command `Logs`", "did you mean `logs`?"),
     "train task.yaml": ("found no command `train`", "did you mean `up`?"),
     "validate": ("found no config", "give the YAML file", "here are task.yaml"),
     "plan": ("found no config", "here are task.yaml"),

@@ -344,6 +344,15 @@ def test_a_run_is_found_after_the_working_directory_has_changed(tmp_path, monkey
     assert run.metrics()[1]["reward/mean"] == 0.5 and run.directory == tmp_path / "runs/a"
 
 
+def test_metrics_are_in_the_order_of_their_steps(tmp_path):
+    """An evaluation is logged after later steps."""
+    directory = RunDirectory(tmp_path)
+    directory.create(fresh=False)
+    steps = [{"step": step, "time": 1.0, "reward/mean": 0.5} for step in (1, 2)]
+    Lines(directory.metrics / "learner.jsonl").write([*steps, {"step": 0, "eval/accuracy": 0.5}])
+    assert list(api.Run(directory).metrics()) == [0, 1, 2]
+
+
 # What the command does in place of a supervisor, with the run's lock as LOCK.
 FAILS = "print('the port is taken'); sys.exit(2)"
 IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
