@@ -63,14 +63,11 @@ class StartedRun:
             self._tend()
             on_tick()
 
-        leave_s = save_s = 0.0
         try:
             self.supervisor.run(tick)
         finally:
-            if self.supervisor.is_over:
-                leave_s = LEAVE_S
-            else:
-                save_s = self._announce_stop()
+            leave_s = LEAVE_S if self.supervisor.is_over else 0.0
+            save_s = 0.0 if self.supervisor.is_over else self._announce_stop()
             self.supervisor.stop(leave_s=leave_s, save_s=save_s, on_tick=on_tick)
 
 
@@ -129,10 +126,8 @@ def started(
                     scaled.tend()
             tend_processes()
 
-        def announce_stop() -> float:
-            return announce(directory, supervisor.doing, config.control.slow_s)
-
-        yield StartedRun(supervisor, how_to_join, tend, announce_stop)
+        slow_s = config.control.slow_s
+        yield StartedRun(supervisor, how_to_join, tend, lambda: announce(directory, supervisor.doing, slow_s))
 
 
 @contextmanager

@@ -55,9 +55,8 @@ def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     answer, count, *rest = sys.argv[1:]
     words, (config, *overrides) = rest[: int(count)], rest[int(count) :]
-    said: dict[str, object]
     try:
-        said = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
+        said: dict[str, object] = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
     except AsyncRLError as error:
         # The nearest of its classes that `ask` finds: some errors are defined elsewhere.
         name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))

@@ -122,9 +122,8 @@ def pairs_of(run: Path | None) -> Iterator[str]:
 def _followed(directory: RunDirectory, wanted: Wanted) -> Iterator[SampleRecord]:
     new = Tail(directory.samples, last_bytes=FOLLOWED_BYTES)
     yield from choose(map(sample_from, new), wanted)[0]
-    for sample in _until_over(directory, lambda: map(sample_from, new)):
-        if wanted.rank(sample) is not None:
-            yield sample
+    later = _until_over(directory, lambda: map(sample_from, new))
+    yield from (sample for sample in later if wanted.rank(sample) is not None)
 
 
 def sample_head(sample: SampleRecord) -> tuple[str, str]:
@@ -183,8 +182,7 @@ def _warnings(directory: RunDirectory) -> Callable[[], list[str]]:
     tails = Tails(directory.logs)
 
     def read() -> list[str]:
-        records = (record for new in tails.read().values() for record in new)
-        told = (record for record in records if record.get("level", "info") != "info")
+        told = (one for new in tails.read().values() for one in new if one.get("level", "info") != "info")
         return [_line(record) for record in sorted(told, key=lambda record: str(record.get("time")))]
 
     return read

@@ -13,10 +13,8 @@ from asyncrl.telemetry.text import number
 
 REJECTED = "groups/rejected_"
 MISSING = "episodes/missing/"
-# In each record of TRL, such as that of an evaluation, or in its summary behind the last step.
-_OF_TRL = ("train/epoch", "train/num_input_tokens_seen", "train/total_flos")
-# Logged after the step itself, perhaps again.
-_NEXT_TO_A_STEP = ("eval/", "checkpoint/", "time/checkpoint", *_OF_TRL)
+# Logged after the step itself, perhaps again. TRL writes its counts also with evaluations, and at the end.
+_LATER = ("eval/", "checkpoint/", "time/checkpoint", "train/epoch", "train/num_input", "train/total_flos")
 Row = dict[str, float]
 Which = Literal["first", "last", "best"]
 Series = tuple[tuple[int, float], ...]  # (step, value), ascending
@@ -102,7 +100,7 @@ class History:
             return
         values = numbers({name: value for name, value in record.items() if name != "step"})
         self.times += [values["time"]] if "time" in values else []
-        training = {name for name in values if name != "time" and not name.startswith(_NEXT_TO_A_STEP)}
+        training = {name for name in values if name != "time" and not name.startswith(_LATER)}
         if training & self.rows.get(step, {}).keys():
             first = bisect.bisect_left(self.steps, step)
             for later in self.steps[first:]:

@@ -114,10 +114,8 @@ class WandbTracker:
         shown = [name for wanted in OVERVIEW for name in of_sets(wanted, numbers)]
         overview = {f"overview/{name.replace('/', ' ')}": numbers[name] for name in shown}
         draw = self._wandb.Histogram
-        drawn = {
-            name: draw(np_histogram=(weights, tuple(map(float, range(len(weights) + 1)))))
-            for name, weights in histograms.items()
-        }
+        edges = {name: (bins, np.arange(len(bins) + 1.0)) for name, bins in histograms.items()}
+        drawn = {name: draw(np_histogram=bins) for name, bins in edges.items()}
         self._run.log(numbers | overview | drawn | ({} if step is None else {"step": step}))
         for name in (name for wanted in SCORES for name in of_sets(wanted, numbers)):
             self._run.summary[f"{name} with error"] = score(numbers, name)
