@@ -81,11 +81,7 @@ AGE_PARTS = Curve("Mean age of a token", ("staleness/in_flight", "staleness/in_q
 AGE = Curve("Age of a token", ("staleness/max", "staleness/mean"), "steps")
 TOO_OLD = Curve(
     "Too old, and out of the loss",
-    (
-        "staleness/masked_share",
-        *(f"staleness/masked_share/{band}" for band in BANDS),
-        "staleness/masked_share/turn/*",
-    ),
+    ("staleness/masked_share", "staleness/masked_share/*"),
     "share of the tokens",
 )
 STALENESS = (AGE_PARTS, AGE, TOO_OLD)

@@ -55,11 +55,12 @@ def serve(work: Callable[..., Coroutine[Any, Any, Any]]) -> None:
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     answer, count, *rest = sys.argv[1:]
     words, (config, *overrides) = rest[: int(count)], rest[int(count) :]
-    said: dict[str, object]
     try:
-        said = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
+        said: dict[str, object] = {"answer": asyncio.run(work(load_config(Path(config), overrides), *words))}
     except AsyncRLError as error:
-        said = {"error": type(error).__name__, "message": str(error)}
+        # The nearest of its classes that `ask` finds: some errors are defined elsewhere.
+        name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+        said = {"error": name, "message": str(error)}
     Path(answer).write_text(json.dumps(said), encoding="utf-8")
     sys.exit(USER_ERROR if "error" in said else 0)
 

@@ -66,8 +66,8 @@ def _length(value: float, past: Past) -> bool:
 
 def _truncated(value: float, past: Past) -> bool:
     """Find a large share; if it was large in all first steps, only in these: the length may be the task."""
-    first = [row.get("completions/truncated_share", 0.0) for row in past.recent]
-    return value > TRUNCATED and (len(first) < TOLD_STEPS or min(first) <= TRUNCATED)
+    least = min(row.get("completions/truncated_share", 0.0) for row in (past.first, *past.recent))
+    return value > TRUNCATED and (len(past.recent) < TOLD_STEPS or least <= TRUNCATED)
 
 
 def _flat(value: float, past: Past) -> bool:

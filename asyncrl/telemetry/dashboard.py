@@ -155,9 +155,8 @@ def _of_stage(state: RunView, width: int) -> list[Text]:
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         train, held_out = (state.history.latest(f"{kind}/{name}") for kind in ("train", "eval"))
         if train is not None or held_out is not None:
-            shown = f"{number(train):>10}" + (
-                f"  held-out {number(held_out)}" if held_out is not None else ""
-            )
+            shown = f"{number(train):>10}"
+            shown += f"  held-out {number(held_out)}" if held_out is not None else ""
             lines.append(one_line(Text.assemble((f"{visible(name):<24}", "dim"), shown), width))
     loss = state.history.series("train/loss")
     return [*lines, *(curve("train/loss", loss, width=width, height=8, style="cyan") if loss else [])]
