@@ -322,6 +322,11 @@ def test_a_misspelt_section_is_not_blamed_for_the_defaults_in_its_place():
         ),
         ("a = 3", "own.py:b", "found no `b` in own.py; it has no functions"),
         ("", "missing_package.rewards:a", "found no module `missing_package`; install it"),
+        (
+            "def a(prompt, response):\n  def inner():\n    return 1\n  inner()",
+            "own.py:a",
+            "`a` has no `return` with a value",
+        ),
     ],
 )
 def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
@@ -342,6 +347,8 @@ def test_reward_functions_are_read_not_run(code: str, function: str, said: str):
         "if True:\n    def a(prompt, response): return 0",
         "class A:\n    def __call__(self, prompt, response): return 0\na = A()",
         "raise SystemExit('this must not run')\nasync def a(prompt, response, answer): return 0",
+        "def a(prompt, response):\n  def words():\n    yield from response.split()\n  return float('2' in words())",
+        "def a(prompt, response):\n  for one in (1,):\n    if type(one).__name__ == 'int':\n      return 0",
     ],
 )
 def test_functions_that_may_well_be_there_are_no_mistake(code: str):
