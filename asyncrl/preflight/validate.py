@@ -279,7 +279,8 @@ def _row_problems(config: Config) -> Iterator[Mistake]:
             yield Mistake((key,), str(error))
         # One message per key.
         yield from (Mistake(keys, "; and ".join(texts)) for keys, texts in found.items())
-    yield from lacking_room(config, held_out=held_out)
+    for source in config.training:
+        yield from lacking_room(source, held_out=held_out)
 
 
 def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:

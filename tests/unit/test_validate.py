@@ -602,6 +602,16 @@ def test_the_store_must_hold_the_largest_round_of_evaluation_of_the_rows_that_th
     assert f", and {128 * 4096} held-out answers (prompts * samples); a full store would stop the run" in line
 
 
+@pytest.mark.parametrize("held_out", ["data/test.jsonl", "null"])
+def test_the_store_must_hold_the_episodes_of_a_source_with_its_own_environment(held_out: str):
+    game = "environment: {command: [agent], max_turns: 64}"
+    source = f"data.train=[{{path: 'seeds:100', {game}}}]"
+    overrides = [source, f"data.eval={held_out}", "sampling.max_response_tokens=4096", "store.max_gib=2"]
+    found = said_of(GOOD, *overrides, "model.path=owner/model", "reward.functions=[odd]")
+    (line,) = [line for line in found if "store.max_gib" in line]
+    assert f"with {8 * 64} sequences of" in line
+
+
 def test_held_out_rows_are_looked_at_too():
     Path("data/test.json").write_text('[{"question": "1+1?"}]')
     (line,) = said_of(GOOD, "data.eval=data/test.json")
