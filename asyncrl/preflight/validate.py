@@ -288,11 +288,10 @@ def _forms(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, Form]:
     found = {}
     for key, one in functions.items():
         try:
-            form = _reward_form(one)
+            if (form := _reward_form(one)) is not None:
+                found[f"{key}.function"] = form.with_params({} if one.remote else one.params)
         except (Missing, RewardError):  # reported by `_function_problems`
             continue
-        if form is not None:
-            found[f"{key}.function"] = form.with_params({} if one.remote else one.params)
     return found
 
 

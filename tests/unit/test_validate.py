@@ -547,6 +547,19 @@ def test_a_signature_that_cannot_be_called_is_named(source: str, said: str):
     assert "run.yaml:" in lines[0] and "reward.functions.0.function: " in lines[0]
 
 
+@pytest.mark.parametrize("batch", ["1", "'64'", "true"])
+def test_a_batch_of_a_reward_that_cannot_be_is_named_with_the_other_mistakes(batch: str):
+    Path("score.py").write_text(
+        SCORE.replace("prompt, response, answer", "prompts, responses, batch=64, answer=1")
+    )
+    first, second = said_of(GOOD, f"reward.functions.0.params={{batch: {batch}}}", "model.path=./modle")
+    found = {"1": "1", "'64'": "'64'", "true": "True"}[batch]
+    assert (
+        f"reward.functions.0.params: `score.py:correct` has batch={found}; allowed are whole numbers from 2 on"
+        in first + second
+    )
+
+
 @pytest.mark.parametrize(
     "source",
     [
