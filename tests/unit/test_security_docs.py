@@ -12,6 +12,8 @@ from asyncrl.config.base import SECTIONS_ONLY
 from asyncrl.config.outline import schema_at
 from asyncrl.config.reward_section import REMOTE
 from asyncrl.config.schema import Config
+from asyncrl.hosting.route import reaches
+from tests.support.task_config import config_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -21,6 +23,14 @@ def test_every_test_that_is_named_exists():
     named = re.findall(r"`(tests/[^`]+)`", PAGE)
     assert len(named) >= 8
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_weights_are_said_to_come_from_any_port_as_their_listener_lets_the_kernel_choose():
+    far = config_of(control={"bind": "tcp://far:1"})
+    (weights,) = [one for one in reaches(far, "far") if one.what == "weights"]
+    assert weights.port == 0
+    for text in (PAGE, (ROOT / "docs" / "config.md").read_text()):
+        assert "come from any free port of" in text and "two further" not in text
 
 
 def texts(schema: dict[str, Any], key: str) -> Iterator[str]:
