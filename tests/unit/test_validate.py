@@ -218,6 +218,10 @@ def test_a_teacher_is_looked_at_as_the_model_is_and_must_have_its_tokens(tmp_pat
         "algorithm.reference.path: ./teacher is of the architecture mamba" in one
         for one in said_of(GOOD, *taught)
     )
+    apart = "algorithm.reference.scorers=1"  # vLLM runs it
+    assert "of the architecture" not in str(said_of(GOOD, *taught, apart, "model.path=./modle"))
+    again = said_of(GOOD, *taught, apart, "generator.engine=transformers")
+    assert "of the architecture mamba" in str(again)
     student = tiny_qwen2(tmp_path / "student", max_position_embeddings=2048)
     teacher = tiny_qwen2(tmp_path / "larger", num_hidden_layers=3, vocab_size=99)
     Path("run.yaml").write_text(GOOD)
