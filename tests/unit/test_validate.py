@@ -794,7 +794,13 @@ def test_the_program_of_an_agent_must_be_there(monkeypatch):
 def test_what_the_arguments_of_a_shell_mean_is_left_to_it():
     Path("run.yaml").write_text(GOOD)
     chat = ["model.chat_template=true", "model.path=owner/model"]
-    for command in ("[bash, -c, 'exec python /there/agent.py']", "[env, A=1, python, /there/agent.py]"):
+    for command in (
+        "[bash, -c, 'exec python /there/agent.py']",
+        "[env, A=1, python, /there/agent.py]",
+        "[python, -um, json.tool]",
+        "[python, -mjson.tool, absent]",
+        "[python, -Ic, 'pass']",
+    ):
         validated_config(Path("run.yaml"), [*chat, f"environment.command={command}"])
 
 
