@@ -127,7 +127,7 @@ class Config(RunFields):
         training would not be on-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
-        default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0
+        default = 3 * (lag + 1) * self.batch.groups // 10 // shards * shards if lag else 0
         return self.staleness.window_groups or max(shards, default)
 
     @property
