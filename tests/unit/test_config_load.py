@@ -300,6 +300,10 @@ def test_another_function_does_not_inherit_parameters(tmp_path: Path) -> None:
         ("telemetry.prometheus_port=false", "found false; allowed is a whole number"),
         ("checkpoint.keep_every=true", "found true; allowed is a whole number"),
         ("batch.groups=!!int many", "found the tag"),
+        ("batch.groups=!!bool many", "found the tag"),
+        ("batch.groups=!!timestamp many", "found the tag"),
+        ("control.bind=tcp://[foo]:5555", "control.bind: 'foo' does not appear to be"),
+        ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas: found [0.9]; allowed is"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, said: str) -> None:
