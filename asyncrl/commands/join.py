@@ -61,17 +61,14 @@ def wishes(config: Config) -> Iterator[_Wish]:
     yield from _environments(config)
     # Generators read the rows, too, and know by the advantage whether a greedy response is needed.
     named = config.data.functions | {"algorithm.advantage": config.algorithm.advantage.name}
-    for key, name in named.items():
-        if ":" in name:
-            yield _Wish(key, name.rpartition(":")[0])
+    yield from (_Wish(key, name.rpartition(":")[0]) for key, name in named.items() if ":" in name)
     if config.model.trust_remote_code:
         # Judges, and a teacher in processes of its own, are loaded with their code, too.
         teacher = [config.reference] if config.teacher else []
         models = [(one.path, one.revision) for one in (config.model, *teacher)]
         models += [(one.model, None) for name, one in config.scorers.items() if name in config.judges]
         for path, revision in dict.fromkeys(models):
-            text = f"model:{path}@{revision}" if revision else f"model:{path}"
-            yield _Wish("model.trust_remote_code", text)
+            yield _Wish("model.trust_remote_code", f"model:{path}{f'@{revision}' if revision else ''}")
     if config.store.url and (name := config.store.password_env) != StoreConfig().password_env:
         yield _Wish("store.password_env", f"variable:{name}")
     # Some arguments of vLLM name code or files, such as `scheduler_cls`; its next release may have others.

@@ -194,6 +194,6 @@ def _own_key(place: str, task: DataSource | EvalSet, key: str) -> str:
         return f"{place}.reward"
     if section == "environment" and task.environment is not None:
         return f"{place}.{key}"
-    if section == "eval" and getattr(task, "limit" if name == "prompts" else name, None) is not None:
+    if section == "eval" and getattr(task, name, None) is not None:
         return f"{place}.{name}"
     return key

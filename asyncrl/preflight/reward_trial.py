@@ -115,9 +115,9 @@ def generic_cases(config: Config, count: int) -> Iterator[Case]:
             yield Case(kind, replace(given, played=_played(config, prompt, text)), prompt.task)
 
 
-def _played(config: Config, prompt: Prompt, response: str) -> dict[str, Any]:
+def _played(config: Config, prompt: Prompt | None, response: str) -> dict[str, Any]:
     """Return the columns of an episode of one answer, for which an environment gave 0; none without it."""
-    if not [*config.tasks.values()][prompt.task].environment.is_used:
+    if prompt is None or not [*config.tasks.values()][prompt.task].environment.is_used:
         return {}
     asked = prompt.messages or ({"role": "user", "content": prompt.text},)
     said, result = [*asked, {"role": "assistant", "content": response}], {"parts": {}, "metrics": {}}
@@ -167,8 +167,7 @@ def sample_cases(config: Config, path: Path, count: int) -> Iterator[Case]:
         given = RewardInput(
             prompt=str(prompt), response=text, row=row, chat=chat, truncated=truncated, response_tokens=tokens
         )
-        played = _played(config, found, text) if found else {}
-        yield Case("sample", replace(given, played=played), task)
+        yield Case("sample", replace(given, played=_played(config, found, text)), task)
 
 
 class _PromptFinder:
