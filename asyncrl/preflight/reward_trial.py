@@ -120,8 +120,8 @@ def _played(config: Config, prompt: Prompt | None, response: str) -> dict[str, A
     if prompt is None or not [*config.tasks.values()][prompt.task].environment.is_used:
         return {}
     asked = prompt.messages or ({"role": "user", "content": prompt.text},)
-    said, result = [*asked, {"role": "assistant", "content": response}], {"parts": {}, "metrics": {}}
-    return dict(zip(EPISODE_COLUMNS, (said, 1, {"reward": 0.0, **result}), strict=True))
+    said = [*asked, {"role": "assistant", "content": response}]
+    return dict(zip(EPISODE_COLUMNS, (said, 1, {"reward": 0.0, "parts": {}, "metrics": {}}), strict=True))
 
 
 def _sampled(tokenizer: Any, response: str) -> int:
