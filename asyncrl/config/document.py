@@ -196,7 +196,7 @@ class _Build:
             if node.tag == "tag:yaml.org,2002:float" and "." not in node.value.lower().lstrip("+-")[:1]:
                 return float(node.value)
             return self._construct.construct_object(node)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             text = f"found the tag {node.tag}; allowed are plain values; remove the tag"
             self.problems.append(Problem(place, keys, text))
             return None

@@ -219,6 +219,10 @@ def _problems_of(model: type[Root], detail: Any, root: Node) -> list[Problem]:
             ]
         case "missing" if keys[:-1] and root.nearest(keys[:-1]).plain() is None:
             return []  # The section itself is reported.
+        case "missing" if isinstance(keys[-1], int):
+            keys, found = keys[:-1], root.nearest(keys[:-1]).plain()
+            text = f"found {shown(found)}; allowed is {describe(schema_at(model, keys))}; correct the value"
+            return [Problem(place, keys, text, replaced=True)]
         case "missing":
             description = str(schema.get("description", "")).partition(". ")[0].rstrip(".")
             needed = description or describe(schema) or "a value"

@@ -127,7 +127,7 @@ class Config(RunFields):
         training would not be on-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
-        default = int(0.3 * (lag + 1) * self.batch.groups) // shards * shards if lag else 0
+        default = 3 * (lag + 1) * self.batch.groups // 10 // shards * shards if lag else 0
         return self.staleness.window_groups or max(shards, default)
 
     @property
@@ -194,6 +194,6 @@ def _own_key(place: str, task: DataSource | EvalSet, key: str) -> str:
         return f"{place}.reward"
     if section == "environment" and task.environment is not None:
         return f"{place}.{key}"
-    if section == "eval" and getattr(task, "limit" if name == "prompts" else name, None) is not None:
+    if section == "eval" and getattr(task, name, None) is not None:
         return f"{place}.{name}"
     return key

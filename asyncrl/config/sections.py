@@ -294,8 +294,8 @@ class ControlConfig(Part):
         ]
         | None
     ) = None
-    """Address for other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from a free
-    port of the same address."""
+    """Address for other hosts, as `store.bind`; `auto` alone has port 16380. Weights come from any free port
+    of it."""
     heartbeat_s: Positive = 1.0
     """Interval of a generator's heartbeats."""
     timeout_s: Positive = 15.0

@@ -113,8 +113,6 @@ def test_the_ports_that_hosts_must_reach_follow_the_config():
         "generators-* must reach {learner} at port 16380: control plane (control.bind)",
         "generators-* must reach every port of {learner}: weights (control.bind), not encrypted",
     ]
-    security = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    assert "they come from a free port of that address" in security
     far = config(
         store={"url": "rediss://learner@[fd00::5]/0"},
         control={"bind": "tcp://[fd00::1]:65534"},
