@@ -96,8 +96,7 @@ def spo(rewards: GroupRewards, *, decay: Share = 0.9) -> Tensor:
 def gpg(rewards: GroupRewards) -> Tensor:
     """a (R - mean_group), with a = sequences of the batch / sequences of groups whose rewards differ.
 
-    The factor compensates for groups without a gradient, whose rewards are all equal.
-    Source: Chu et al. 2025 (arXiv:2504.02546).
+    The factor makes up for groups without a gradient. Source: Chu et al. 2025 (arXiv:2504.02546).
     """
     centred_S = rewards.centred_S(rewards.totals_S)
     informative = (rewards.group_max_S(centred_S.abs()) > 0).sum().clamp(min=1)

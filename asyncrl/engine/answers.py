@@ -1,7 +1,6 @@
 """Reads the answer that an agent gets from sampled ids: text, reasoning and tool calls.
 
-Parsing shapes what the agent reads, never the ids that are trained. A call that cannot be parsed stays in the
-text, and is counted.
+Parsing shapes what the agent reads, not trained ids. An unparsable call stays in the text and is counted.
 """
 
 import json
@@ -64,10 +63,7 @@ class AnswerReader:
             )
 
     def read(self, prompt_ids: Sequence[int], rollout: Rollout, tools: Sequence[Message] = ()) -> Answer:
-        """Return the answer; without `tools` a call in it is text.
-
-        Raises ConfigError if there are tools and nothing parses calls.
-        """
+        """Return the answer; without `tools` a call is text. Raises ConfigError if tools have no parser."""
         if tools:
             self._require_calls()
         ids = without_stop(self._renderer, rollout.response_ids.tolist())

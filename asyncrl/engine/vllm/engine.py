@@ -77,10 +77,8 @@ class VLLMEngine:
 
         Must not run in a thread of its own: the kernel kills the engine's processes when that thread ends.
 
-        Raises:
-            ConfigError: vLLM does not know the type or value of an argument, such as one of `generator.vllm`,
-                or cannot serve the adapter of `model.lora`.
-            EngineError: vLLM did not start.
+        Raises ConfigError if vLLM does not know the type or value of an argument, such as one of
+        `generator.vllm`, or cannot serve the adapter of `model.lora`; EngineError if vLLM did not start.
         """
         set_environment(generator, device=device)
         from vllm import AsyncEngineArgs
