@@ -59,10 +59,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load(model: type[R], path: Path, overrides: Sequence[str] = ()) -> R:
     """Load a YAML file and apply `key.path=value` overrides; a later override wins.
 
-    `document.read` describes `extends`, and `document.override` the form of an override.
-
-    Raises:
-        ConfigError: its text lists every problem as `file:line  key.path: found; allowed; what to do`.
+    `document.read` describes `extends`, and `document.override` the form of an override. Raises ConfigError,
+    whose text lists every problem as `file:line  key.path: found; allowed; what to do`.
     """
     return checked(read_draft(model, path, overrides))
 
@@ -182,10 +180,7 @@ def _told_once(problems: Sequence[Problem]) -> Iterator[Problem]:
 
 
 def _written(detail: Any, values: Any) -> Keys:
-    """Return where an error of pydantic is in `values`, without its names for the members of a union.
-
-    A key that is missing comes last.
-    """
+    """Return where in `values` an error is, without pydantic's names of unions. A missing key comes last."""
     keys, last = list[str | int](), detail["loc"][-1:] if detail["type"] == "missing" else ()
     for key in detail["loc"]:
         if isinstance(values, dict | list):

@@ -123,8 +123,7 @@ class Config(RunFields):
     def window_groups(self) -> int:
         """W of the anchored window: set, or 0.3 (L + 1) B rounded down to a multiple of S shards, at least S.
 
-        At L = 0 the default is S: if a group could be overtaken, it might be left for the next step, and
-        training would not be on-policy.
+        At L = 0 the default is S: an overtaken group might wait for the next step, where it is off-policy.
         """
         shards, lag = self.store.shards, self.staleness.max_lag
         default = 3 * (lag + 1) * self.batch.groups // 10 // shards * shards if lag else 0

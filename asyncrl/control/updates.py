@@ -99,8 +99,7 @@ class UpdateSchedule:
     newest: int = _UNKNOWN
     updates: int = 0
     failed: int = 0
-    # `PROBE_FIELDS` of the newest report after a probe, applied or refused; `UPDATE_FIELDS` of the newest
-    # applied one.
+    # `PROBE_FIELDS` of the newest probed report, even if refused; `UPDATE_FIELDS` of the newest applied one.
     measured: dict[str, float] = field(default_factory=dict)
     members: dict[str, _Member] = field(default_factory=dict)
 

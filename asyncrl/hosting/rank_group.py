@@ -70,10 +70,7 @@ def workers_of(here: range) -> list[str]:
 def start_ranks(
     command: Sequence[str], here: range, *, ranks: int, address: str, environment: Mapping[str, str]
 ) -> list["subprocess.Popen[bytes]"]:
-    """Start `command` for each rank of `here`, of `ranks` in all. Each waits for `begin`.
-
-    `address` is that of rank 0's host.
-    """
+    """Start `command` for ranks `here` of `ranks`; each waits for `begin`. `address`: host of rank 0."""
     board = progress.inherited()
     return [
         subprocess.Popen(

@@ -158,10 +158,7 @@ class Players:
         return cls(config, found, counts, teacher, code_of(config))
 
     async def start(self, prompts: PromptSource) -> None:
-        """Start the processes. Raises RewardError and EnvironmentFault for code that cannot be used.
-
-        Then nothing is left running.
-        """
+        """Start all. Raises RewardError or EnvironmentFault, with nothing left running, for unusable code."""
         firsts = {id(one): index for index, one in reversed(self.tasks.items())}
         try:
             for process in self._processes:

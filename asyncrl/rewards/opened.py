@@ -1,9 +1,8 @@
 """The Scorer of a config: reward processes for its functions, and services for its other rewards.
 
-A question to a service that may be answered later is asked again, with growing and random pauses, until
-`reward.timeout_s` is over. Waiting until the service may be asked takes none of this time, neither for a
-limit per minute nor for a scorer that starts. An answer that cannot be read is asked for at most
-`reward.attempts` times.
+A question to a service that may be answered later is asked again, with growing random pauses, until
+`reward.timeout_s` is over. Waiting until the service may be asked takes none of it, neither for a limit per
+minute nor for a scorer that starts. An unreadable answer is asked for at most `reward.attempts` times.
 """
 
 import asyncio

@@ -182,8 +182,7 @@ class _Program:
         await asyncio.wait({self._started})
         if self._process is not None:
             kill_group(self._process.pid)
-            # All that inherited the key, wherever they have moved. Without a descriptor or a thread to look,
-            # it is left to the end of the environment.
+            # All that inherited the key. Without a descriptor or thread, the environment's end does it.
             with contextlib.suppress(OSError, RuntimeError):
                 await asyncio.to_thread(end_marked, f"OPENAI_API_KEY={self._variables['OPENAI_API_KEY']}")
         await asyncio.wait({self._following}, timeout=END_S)

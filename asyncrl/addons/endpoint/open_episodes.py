@@ -90,9 +90,8 @@ class OpenEpisode:
     ) -> Json:
         """Return the answer. Raises Refused.
 
-        A retry of a call, which has its `digest`, gets that call's answer, also if it is still in progress;
-        retries of several equal calls get one each. A call continues when its connection is lost, so that a
-        retry finds it.
+        A retry, which has its call's `digest`, gets that call's answer, also if still in progress; retries of
+        equal calls get one each. A call whose connection is lost continues, so that a retry finds it.
         """
         same, was_refused = self._recent.get(digest), is_retry and self._unbegun[digest] > 0
         if is_retry and same and not was_refused:
