@@ -310,9 +310,8 @@ def generator_maker(
 ) -> Callable[[int, int, Collection[str]], ProcessSpec]:
     """Return a function (index, number of generators, names of those that run) -> a generator's process.
 
-    `learner` are the seats of the ranks on this machine, and `scorers` is where those of this command listen.
-    The function raises RunError for a generator that has no room on its GPUs, because a process that runs
-    keeps its share.
+    `learner` are the seats of the ranks on this machine; `scorers` is where this command's scorers listen.
+    The function raises RunError if a generator's GPUs have no room: running processes keep their shares.
     """
     gpus, seats = count_gpus(), {f"rank {rank} of the learner": seat for rank, seat in enumerate(learner)}
     ranks = tuple(seats)

@@ -74,8 +74,7 @@ class PairsFile:
 def text_after(decode: Decode, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that the tokens add to those before them.
 
-    Tokenizers such as Llama 2's drop the blank that begins a text, so a response decoded alone would be glued
-    to the last word of its prompt.
+    Tokenizers such as Llama 2's drop a leading blank: a response decoded alone would be glued to its prompt.
     """
     start, whole = decode(before), decode([*before, *ids])
     return whole[len(start) :] if whole.startswith(start) else decode(ids)
@@ -110,10 +109,7 @@ class Reporting:
     watch: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None
 
     def step(self, step: Step, usage: Sequence[Usage], counters: Mapping[str, float]) -> None:
-        """Report a finished step, with what each rank used in it.
-
-        `counters` are logged even if the metrics of the step cannot be computed.
-        """
+        """Report a step and each rank's use. `counters` are logged even if metrics cannot be computed."""
         metrics: dict[str, float] = {}
         with self.guard("metrics"):
             metrics = step_metrics(step) | usage_metrics(step, usage)

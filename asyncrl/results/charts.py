@@ -97,9 +97,8 @@ def draw_curves(archive: Archive, curves: Iterable[Curve]) -> list[Chart]:
         for name in [name for name in dict.fromkeys(names) if name not in shown]:
             series = archive.history.series(name)
             shown.add(name)
-            # A series that repeats an earlier one is left out: the only part of a reward equals the reward,
-            # pass@1 the accuracy, and that the mean of rewards of 0 and 1. Constant series, as zeros, are
-            # shown for each metric.
+            # A series equal to an earlier one is left out: the only part of a reward is the reward, pass@1
+            # the accuracy, and that the mean of 0/1 rewards. Constant series, as zeros, are shown per metric.
             if series not in found.values() or len({value for _, value in series}) == 1:
                 found[name] = series
         if curve.log:

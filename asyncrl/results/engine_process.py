@@ -1,7 +1,6 @@
 """Work with an engine, in a process with a session of its own, for commands of the terminal.
 
-A terminal's Ctrl-C would otherwise reach all processes of vLLM, which then print tracebacks or wait for one
-another.
+Ctrl-C would otherwise reach all processes of vLLM, which then print tracebacks or wait for one another.
 """
 
 import asyncio
@@ -94,10 +93,8 @@ def room_on_gpus(config: Config) -> tuple[list[int], GeneratorConfig]:
     """Return the GPUs with the most free memory, and the settings of an engine that fits there.
 
     `generator.gpu_memory_utilization` and `kv_cache_gib` are upper limits. On a CPU, and without nvidia-smi,
-    there are no GPUs to choose, and the settings are those of the config.
-
-    Raises:
-        DataError: there are too few GPUs, they have too little free memory, or nvidia-smi does not answer.
+    there are no GPUs to choose, and the settings are those of the config. Raises DataError if there are too
+    few GPUs, they have too little free memory, or nvidia-smi does not answer.
     """
     generator, width = config.generator, config.generator.tensor_parallel
     if resolve_device(config) == "cpu" or not is_installed():

@@ -32,10 +32,7 @@ def read_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
 
 
 def fixed_values(config: StageConfig) -> dict[str, Any]:
-    """Return what must not change when the stage is resumed: settings, and digests of the rows.
-
-    Raises DataError.
-    """
+    """Return what must not change on a resume: settings, and digests of the rows. Raises DataError."""
     train, held_out = read_rows(config)
     rows = {"data.train": train.fingerprint, "data.eval": held_out and held_out.fingerprint}
     return kept_values(config) | rows

@@ -26,8 +26,7 @@ ESS = 0.5
 # Of weights/probe_limit: a look before generators reject the weights and stop sampling.
 PROBE_SHARE = 0.75
 SKIPPED = 3  # optimizer steps skipped within the window: one is a spike, three are a pattern
-# Mean length relative to the mean of the window. Reasoning may lengthen responses over a whole run, but
-# should not double them within one window.
+# Mean length relative to the window's. Reasoning may lengthen it over a run, but not double it in a window.
 GROWTH = 2.0
 TRUNCATED = 0.5
 TOLD_STEPS = 3  # first steps in which a share of truncated responses is said that never was smaller

@@ -1,7 +1,6 @@
 """The dashboard as a pure function of a state, the most urgent lines first.
 
-Every line is a `Text` cut to the width. The figures are always shown; curves, generators and samples share
-the height that is left.
+Each line is a `Text` cut to the width. Figures are always shown; curves, generators, samples share the rest.
 """
 
 import functools

@@ -40,8 +40,7 @@ OVERVIEW = (
 
 
 class JsonlTracker:
-    """One object per line: `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step":
-    null`.
+    """Each line is `{"step": 3, "time": 1.7e9, "reward/mean": 0.5, ...}`; generators write `"step": null`.
 
     JSON has no NaN and no infinity: such a value becomes null.
     """
