@@ -123,7 +123,7 @@ class WandbTracker:
         """Show rollouts as a table, every few steps."""
         if rows := self._tables.rows(records):
             table = self._wandb.Table(columns=list(COLUMNS), data=rows)
-            self._run.log({"step": records[-1].step, table_of(records[-1]): table})
+            self._run.log({"step": records[-1].step, _table_of(records[-1]): table})
 
     def close(self) -> None:
         """Upload what is pending and close the run."""
@@ -168,7 +168,7 @@ class TensorBoardTracker:
         if rows := self._tables.rows(records):
             lines = [[f"{name}: {cell}" for name, cell in zip(COLUMNS, row, strict=True)] for row in rows]
             text = _code("\n\n".join(map("\n".join, lines)))
-            self._writer.add_text(table_of(records[-1]), text, global_step=records[-1].step)
+            self._writer.add_text(_table_of(records[-1]), text, global_step=records[-1].step)
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -198,7 +198,7 @@ def split(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, tup
     }
 
 
-def table_of(record: SampleRecord) -> str:
+def _table_of(record: SampleRecord) -> str:
     """Return the name of the table: `samples/train`, `samples/eval`, of a named set `samples/eval/NAME`."""
     return "/".join(filter(None, ("samples", record.kind, record.eval_set)))
 
@@ -213,7 +213,7 @@ class SampleTables:
         """Return a row of `COLUMNS` per record; no rows within `SAMPLES_EVERY` steps after the last ones."""
         if not records:
             return []
-        step, table = records[-1].step, table_of(records[-1])
+        step, table = records[-1].step, _table_of(records[-1])
         if 0 <= step - self._shown_step.get(table, -SAMPLES_EVERY) < SAMPLES_EVERY:
             return []
         self._shown_step[table] = step
