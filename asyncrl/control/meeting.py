@@ -122,9 +122,9 @@ class LeadHost:
     def meet(self) -> int:
         """Wait until all hosts are there, and let all begin. Raises RunError after `pending_s`."""
         begin("wait for the learner's other hosts")
-        begun_s, endpoint = time.monotonic(), self._terms.endpoint
+        begun_s, endpoint = self._attention.look(), self._terms.endpoint
         while missing := [f"learner-{n}" for n in range(1, self._terms.hosts) if n not in self._hosts]:
-            if time.monotonic() > begun_s + self._terms.pending_s:
+            if self._attention.look() > begun_s + self._terms.pending_s:
                 raise RunError(
                     f"{', '.join(missing)} did not come to {endpoint} within {self._terms.pending_s:g} s; "
                     "see RUN/logs, check that it reaches that address, or raise cluster.pending_s"
