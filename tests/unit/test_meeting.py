@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from asyncrl.control.meeting import OVER, FollowerHost, LeadHost, Terms
+from asyncrl.control.meeting import OVER, Ended, FollowerHost, LeadHost, Meeting, Terms
 from asyncrl.errors import RunError
 from asyncrl.hosting.progress import Attention
 from asyncrl.run.keys import RunKeys
@@ -174,6 +174,41 @@ def test_the_end_of_rank_0_is_that_of_all(hosts, status):
     lead.finish(status)
     threading.Thread(target=lead.close).start()
     assert ends(host) == status
+
+
+def loses_first(lead, kind):
+    """The connection breaks while `lead` sends the first message of `kind`."""
+    send, lost = lead._send, []
+
+    def sent(peer, message):
+        if isinstance(message, kind) and not lost:
+            lost.append(message)
+            return True
+        return send(peer, message)
+
+    lead._send = sent
+
+
+def test_hosts_meet_though_the_word_is_lost(hosts):
+    lead, host = hosts(0), hosts(1)
+    loses_first(lead, Meeting)
+    waiting = Meets(host)
+    port = lead.meet()
+    wait_until(lambda: lead.look() is not None or waiting.found, 30)
+    assert waiting.found == port and (lead.look(), host.look()) == (None, None)
+
+
+def test_a_host_learns_how_it_ended_though_the_word_is_lost(hosts, monkeypatch):
+    monkeypatch.setattr("asyncrl.control.meeting._FAREWELL_S", 60.0)
+    lead, host = together(hosts, silent_s=30.0)
+    loses_first(lead, Ended)
+    lead.finish(0)
+    closing = threading.Thread(target=lead.close)
+    closing.start()
+    assert host.finish(0) == 0
+    host.close()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_a_host_that_gets_no_core_for_a_while_still_hears_how_it_ended(hosts):
