@@ -99,8 +99,9 @@ class RunDirectory:
 
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
-        held = [entry for entry in self.path.glob("*") if entry != self.given]
-        if held and not self.config.exists():
+        held = {*self.path.glob("*")} - {self.given}
+        # A removal that was interrupted, and a start that failed behind it, leave only the locks for certain.
+        if held and not held & {self.config, self.supervisor_lock, self.driver_lock}:
             found = f"--fresh would delete {self.path}, which is no run directory (no config.yaml)"
             raise RunError(f"{found}; remove it yourself")
 
