@@ -1,13 +1,16 @@
 """Pushes to a hub: a local server that answers as the API of huggingface.co does, and one that does not."""
 
 import base64
+import itertools
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
@@ -136,7 +139,7 @@ def test_a_resumed_run_goes_on_without_its_hub_and_pushes_what_it_has(
     assert [title for title, _ in hub.commits] == ["step 4"]
 
 
-@pytest.mark.parametrize(("limit_s", "why"), [(600.0, "the run was stopped"), (0.0, "more than 0 s")])
+@pytest.mark.parametrize(("limit_s", "why"), [(600.0, "the run was stopped"), (2.0, "more than 2 s")])
 def test_a_run_ends_without_a_push_that_hangs(
     hub: Hub,
     tmp_path: Path,
@@ -146,11 +149,14 @@ def test_a_run_ends_without_a_push_that_hangs(
     why: str,
 ) -> None:
     monkeypatch.setattr("asyncrl.run.pushes.LAST_S", limit_s)
+    clock = SimpleNamespace(monotonic=itertools.count().__next__)
+    monkeypatch.setattr("asyncrl.run.pushes.time", clock)
+    monkeypatch.setattr("asyncrl.run.pushes.beat", beat := Mock())
     stop, released = threading.Event(), threading.Event()
     pushes = Pushes(HUB, tmp_path, stop)
 
     def hang(**options: object) -> None:
-        if limit_s:
+        if limit_s > 2.0:
             stop.set()
         released.wait()
 
@@ -160,6 +166,7 @@ def test_a_run_ends_without_a_push_that_hangs(
     with caplog.at_level(logging.WARNING, "asyncrl"):
         pushes.finish()
     assert why in caplog.text and "hf upload me/model" in caplog.text
+    assert beat.called or stop.is_set(), "a short control.slow_s does not end the learner that waits"
     assert all(one.daemon for one in threading.enumerate() if one.name == "push")
     released.set()
 
