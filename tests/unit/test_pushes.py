@@ -1,6 +1,7 @@
 """Pushes to a hub: a local server that answers as the API of huggingface.co does, and one that does not."""
 
 import base64
+import inspect
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from huggingface_hub import constants
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 from asyncrl.config.checkpoint_section import HubConfig
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch import learner_parts
 from asyncrl.preflight.outside import outside_problems
 from asyncrl.run.directory import RunDirectory
 from asyncrl.run.pushes import LINKS, Pushes, refusal
@@ -190,6 +192,18 @@ def test_what_would_be_refused_is_named_before(
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub refuses to say whose token this is" in refusal(HUB)
+
+
+def test_no_generator_joins_a_run_that_its_hub_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ("open_reporting", "open_taking", "open_publisher", "open_hub", "open_judged", "open_page")
+    opened = {name: Mock() for name in (*parts, "record_start", "key_id", "claim_store")}
+    for name, opens in opened.items():
+        monkeypatch.setattr(learner_parts, name, opens)
+    monkeypatch.setattr(Pushes, "__init__", Mock(side_effect=ConfigError("checkpoint.hub.repo: no rights")))
+    names = inspect.signature(learner_parts.open_lead_run).parameters
+    with pytest.raises(ConfigError, match="no rights"):
+        learner_parts.open_lead_run(**dict.fromkeys(names, MagicMock()))
+    assert opened["open_publisher"].called and not opened["open_hub"].called
 
 
 def test_a_run_that_has_saved_something_is_resumed_without_its_hub(
