@@ -50,6 +50,7 @@ class Pushes:
         """
         self._hub, self._directory, self._api, self._stop = hub, directory, HfApi(), stop
         self._newest, self._pushed = step, 0
+        shutil.rmtree(directory / LINKS, ignore_errors=True)  # of a process that was killed in a push
         self._thread = Thread()
         text = refusal(hub)
         if not text:
