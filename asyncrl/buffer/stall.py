@@ -1,7 +1,6 @@
 """A watch on the arrival of groups: it repairs a store that brings none, and gives up after `stall_s`."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,8 +12,7 @@ log = logging.getLogger(__name__)
 
 # After this silence the learner recovers the store. A change by hand may have removed the missing tickets.
 REPAIR_AFTER_S = 60.0
-# Between two looks that are further apart, the learner was stopped, and so were the generators.
-LONGEST_LOOK_S = 60.0
+LONGEST_LOOK_S = 60.0  # from one look to the next; in more time all processes of the run were stopped
 
 
 @dataclass(slots=True)
@@ -26,9 +24,7 @@ class StallWatch:
     # The groups that the store had counted at the last check.
     _arrived: int = 0
     _waiting_for: int = -1
-    _clock: Attention = field(
-        default_factory=lambda: Attention(time.monotonic, longest_s=LONGEST_LOOK_S), init=False
-    )
+    _clock: Attention = field(default_factory=lambda: Attention(longest_s=LONGEST_LOOK_S))
     _last_progress_s: float = 0.0
     _repaired_at_s: float = -1.0
 

@@ -130,7 +130,7 @@ class Watch:
 class Attention:
     """A clock that stops while its owner is stopped: silence during that time does not count."""
 
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = lambda: time.monotonic()
     now_s: float = 0.0
     longest_s: float = 1.0  # from one look to the next while the owner runs
     _looked_at_s: float = field(init=False)

@@ -1,7 +1,6 @@
 """What rank 0 takes from the store: groups to train on, and the answers of held-out evaluation."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
@@ -94,13 +93,12 @@ class Taking:
 
     def last_rounds(self, version: int) -> Iterator[list[EvalResult]]:
         """Wait for the rounds that are open after the last step, until no group arrives for `stall_s`."""
-        last, until_s, clock = -1, 0.0, Attention(time.monotonic, longest_s=LONGEST_LOOK_S)
+        last, until_s, clock = -1, 0.0, Attention(longest_s=LONGEST_LOOK_S)
         while missing := sum(one.missing for one in self.evaluations):
             arrived = sum(one.buffer.audit().counters.get("put", 0) for one in self.evaluations)
-            now_s = clock.look()
             if arrived != last:
-                last, until_s = arrived, now_s + self.stall_s
-            elif now_s > until_s:
+                last, until_s = arrived, clock.look() + self.stall_s
+            elif clock.look() > until_s:
                 found = "no group arrived for %.0f s (control.stall_s): %d rounds of evaluation are left out"
                 log.warning(found, self.stall_s, missing)
                 return

@@ -100,8 +100,7 @@ class RunDirectory:
     def require_run(self) -> None:
         """Raise RunError if the path is a directory other than a run's, which must not be deleted."""
         held = {*self.path.glob("*")} - {self.given}
-        # A removal that was interrupted, and a start that failed behind it, leave only the locks for certain.
-        if held and not held & {self.config, self.supervisor_lock, self.driver_lock}:
+        if held and not held & {self.config, self.supervisor_lock, self.driver_lock}:  # a removal keeps locks
             found = f"--fresh would delete {self.path}, which is no run directory (no config.yaml)"
             raise RunError(f"{found}; remove it yourself")
 

@@ -212,7 +212,7 @@ def test_the_last_round_may_last_while_groups_arrive(monkeypatch, caplog, every_
 
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     monkeypatch.setattr("asyncrl.evaluation.time", clock)
-    monkeypatch.setattr("asyncrl.launch.taking.time", clock)
+    monkeypatch.setattr("asyncrl.hosting.progress.time", clock)
     taking = Taking(Mock(), Mock(), [one], deaths=Mock(), stall_s=150.0)
     assert sum(map(len, taking.last_rounds(0))) == complete
     assert ("1 rounds of evaluation are left out" in caplog.text) == (not complete)
