@@ -130,17 +130,18 @@ class Watch:
 class Attention:
     """A clock that stops while its owner is stopped: silence during that time does not count."""
 
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = lambda: time.monotonic()
     now_s: float = 0.0
+    longest_s: float = 1.0  # from one look to the next while the owner runs
     _looked_at_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._looked_at_s = self.clock()
 
     def look(self) -> float:
-        """Return the time, which advances at most by a second between two looks."""
+        """Return the time, which advances at most by `longest_s` between two looks."""
         before_s, self._looked_at_s = self._looked_at_s, self.clock()
-        self.now_s += min(self._looked_at_s - before_s, 1.0)
+        self.now_s += min(self._looked_at_s - before_s, self.longest_s)
         return self.now_s
 
 
